@@ -1,0 +1,125 @@
+# Precompose. `make help` lists the targets.
+# TORCH=2.11 picks the second lock and its own environment; PYTHON=… names the Python 3.11 to use.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+# Without bytecode files every process that imports composer compiles it again, for 8 s.
+unexport PYTHONDONTWRITEBYTECODE
+.PHONY: help install test lint quickstart docs lock clean distclean
+
+TORCH ?= 2.7
+ifeq ($(TORCH),2.7)
+  VENV := .venv
+  LOCK := requirements.lock
+else ifeq ($(TORCH),2.11)
+  VENV := .venv-torch211
+  LOCK := requirements-torch211.lock
+else
+  $(error TORCH=$(TORCH): no such lock; allowed: 2.7, 2.11)
+endif
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- install -----------------------------------------------------------------------------------
+
+# The stamp holds the environment's folder and the lock; it is written last. So an interrupted
+# install, a changed lock and a moved checkout (scripts name their interpreter's path) are seen,
+# and the environment is made anew: nothing that left the lock stays importable.
+install:  ## make the environment from the lock; does nothing when it is complete
+	@want=$$(pwd -P; cat $(LOCK)); \
+	if [ "$$want" = "$$(cat $(STAMP) 2>/dev/null || true)" ] && $(BIN)/python -c '' 2>/dev/null; then \
+	    echo "install: $(VENV) is complete"; exit 0; \
+	fi; \
+	$(find_python); \
+	echo "install: $(VENV), $$("$$python" -V), $$(wc -l < $(LOCK)) packages of $(LOCK), about 6 GB"; \
+	rm -rf $(VENV); \
+	"$$python" -m venv $(VENV); \
+	uv=$$(grep '^uv==' $(LOCK)); \
+	quiet=$$([ -t 2 ] || echo --quiet); \
+	if $(PIP) "$$uv" && $(BIN)/uv pip install --python $(BIN)/python --no-deps $$quiet -r $(LOCK); then :; else \
+	    echo "install: uv did not work here, trying pip (minutes)"; \
+	    $(PIP) --no-compile -r $(LOCK); \
+	fi; \
+	printf '%s\n' "$$want" > $(STAMP).part; \
+	mv $(STAMP).part $(STAMP); \
+	echo "install: done, $(BIN)/python"
+
+# Sets $$python to the first candidate that is a Python 3.11 able to make an environment.
+define find_python
+python=; \
+	for candidate in $(if $(PYTHON),"$(PYTHON)",python3.11 python3 python); do \
+	    if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
+	        2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "install: needs Python 3.11 with its venv module (Debian: python3.11-venv); tried" \
+	        "$(or $(PYTHON),python3.11 python3 python). Name one: make install PYTHON=/path/to/python3.11" >&2; \
+	    exit 1; \
+	fi
+endef
+
+# --- checks ------------------------------------------------------------------------------------
+
+PYTEST_ARGS ?=
+# One thread: the tests' tensors are small, and some tests start two ranks.
+test: export OMP_NUM_THREADS ?= 1
+test: export MKL_NUM_THREADS ?= 1
+
+test: lint  ## lint and tests; PYTEST_ARGS='-k name' picks some
+	$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
+
+lint: install  ## ruff and hadolint
+	$(BIN)/ruff check .
+	$(BIN)/hadolint Dockerfile
+
+# --- quickstart --------------------------------------------------------------------------------
+
+# Without a GPU one process trains; with GPUs the launcher starts one process for each.
+GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+COMPOSER := $(BIN)/composer $(if $(GPU),,-n 1)
+SAMPLES := runs/openmoji_diffusion/samples.png
+
+# $(call train,STAGE,TITLE,RECIPE): trains, unless the recipe's export is complete (its done.json is written last).
+define train
+@echo "== $(1)/6 $(2)"; \
+	if [ -f runs/$(3)/export/done.json ]; then \
+	    echo "already complete: runs/$(3)/export; delete it to run again"; \
+	else \
+	    $(COMPOSER) recipes/train.py yamls/$(3).yaml; \
+	fi
+endef
+
+quickstart: install  ## OpenMoji: data, VAE, text encoder, latents, diffusion, a PNG of samples
+	@echo "== 1/6 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
+	$(call train,2,train the VAE,openmoji_vae)
+	$(call train,3,train the text encoder,openmoji_text)
+	@echo "== 4/6 encode pictures and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
+	$(call train,5,train the diffusion model,openmoji_diffusion)
+	@echo "== 6/6 draw samples"; \
+	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) --prompts \
+	    "red heart" "green apple" "sun with face" "dog face" \
+	    "woman firefighter: dark skin tone" "man farmer: light skin tone" "yellow square" "flag: Japan"
+
+# --- upkeep ------------------------------------------------------------------------------------
+
+docs: install  ## write docs/recipes.md from the code
+	$(BIN)/python docs/make_recipes.py --out docs/recipes.md
+
+# Versions already locked are kept where they still fit; UPGRADE=1 takes the newest.
+COMPILE = $(BIN)/uv pip compile --quiet requirements.in --python-version 3.11 \
+    --python-platform x86_64-manylinux_2_28 --no-header --no-annotate $(if $(UPGRADE),--upgrade)
+
+lock: install  ## resolve requirements.in to both locks; UPGRADE=1 takes the newest versions
+	$(COMPILE) -o requirements.lock
+	$(COMPILE) --overrides requirements-torch211.in -o requirements-torch211.lock
+
+clean:  ## remove caches; keeps the environments and runs/
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove caches and both environments; keeps runs/
+	rm -rf .venv .venv-torch211

@@ -1,0 +1,94 @@
+"""Weights in formats that other programs open, without unpickling: diffusers or open_clip folders of safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from composer import Callback, Event, Logger, State
+from composer.utils import dist
+from torch import nn
+
+from callbacks.interval import at_intervals
+from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.loading import Loading
+
+
+class Export(Callback):
+    """Writes <output>/export at intervals and at the end, whole or not at all."""
+
+    def __init__(self, task: nn.Module, run_name: str, output: str, loading: Loading, *, every: Duration | None = None) -> None:
+        """
+        Args:
+            every: interval; null: only the end of the run, when weights are always written.
+        """
+        self.task = task
+        self.run_name = run_name
+        self.folder = Path(output, "export")
+        self.loading = loading
+        self.due = at_intervals(every)
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        super().run_event(event, state, logger)
+        if event == Event.FIT_END or self.due(state, event):
+            self._write(state, complete=event == Event.FIT_END)
+
+    def _write(self, state: State, complete: bool) -> None:
+        if dist.get_global_rank() != 0:
+            return
+        record = {
+            "run_name": self.run_name,
+            "batches": state.timestamp.batch.value,
+            "samples": state.timestamp.sample.value,
+        }
+        export(self.task, self.loading, self.folder, record, complete)
+        if complete:
+            print(f"weights: {self.folder}", flush=True)
+
+
+def export(task: nn.Module, loading: Loading, folder: Path, record: dict[str, Any], complete: bool) -> None:
+    """Write a task's weights and what sampling needs beside them.
+
+    Args:
+        task: has `export(folder)`.
+        loading: its training data; an encoded set's manifest, null caption and local encoders go into the folder too.
+        folder: replaced at once when all is written.
+        record: what export.json (and done.json) says of the run.
+        complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
+    """
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    task.export(partial)
+    if loading.manifest is not None:
+        loading.manifest.write(partial)
+        np.save(partial / "null_text.npy", loading.null_text.numpy())
+        record = {**record, "resolution": loading.resolution}
+        _copy_encoders(loading, partial)
+    (partial / "export.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+    if complete:
+        (partial / "done.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+    replace_folder(partial, folder)
+
+
+def _copy_encoders(loading: Loading, folder: Path) -> None:
+    """Encoders that lie on this machine's disk, so that the folder can be moved; those of a hub are found by their id."""
+    for name in ("image_encoder", "text_encoder"):
+        path = getattr(loading.manifest, name)["component"].get("path")
+        if path and Path(path).is_dir():
+            shutil.copytree(path, folder / name)
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Rename `new` to `old`, which may exist."""
+    aside = old.with_name(f".{old.name}.old.{os.getpid()}")
+    if old.exists():
+        old.rename(aside)
+    new.rename(old)
+    shutil.rmtree(aside, ignore_errors=True)
+
+

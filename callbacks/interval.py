@@ -1,0 +1,48 @@
+"""When something that happens every so often is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from composer import Event, State, Time, TimeUnit
+
+CHECKPOINT = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT})
+STEP_END = frozenset({Event.BATCH_END, Event.EPOCH_END})
+
+
+def at_intervals(every: str | None, events: frozenset[Event] = STEP_END) -> Callable[[State, Event], bool]:
+    """A test that holds once whenever `every` has passed, and once at the end of training.
+
+    Composer's own scheduler cannot express shares of a run over data without an end, and holds twice at the end.
+
+    Args:
+        every: a duration (500ba, 1ep, 0.25dur); None: only the end.
+        events: where it is asked.
+    """
+    interval = None if every is None else Time.from_input(every, TimeUnit.BATCH)
+    if interval is not None and interval.value <= 0:
+        raise ValueError(f"an interval must be above 0, got {every}")
+    last = -1  # batch at which it last held
+
+    def due(state: State, event: Event) -> bool:
+        nonlocal last
+        now = state.timestamp.batch.value
+        if event not in events or now == last:
+            return False
+        ended = state.get_elapsed_duration() is not None and state.get_elapsed_duration().value >= 1
+        if ended or (interval is not None and _crossed(state, interval)):
+            last = now
+            return True
+        return False
+
+    return due
+
+
+def _crossed(state: State, interval: Time) -> bool:
+    if interval.unit == TimeUnit.DURATION:
+        total = state.max_duration
+        unit, length = total.unit, interval.value * total.value
+    else:
+        unit, length = interval.unit, interval.value
+    before = 0 if state.previous_timestamp is None else state.previous_timestamp.get(unit).value
+    return int(state.timestamp.get(unit).value // length) > int(before // length)

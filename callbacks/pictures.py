@@ -1,0 +1,60 @@
+"""Grids of pictures with their captions, as files that a person looks at."""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+FONT_SIZE = 11
+LINE_HEIGHT = 13
+
+
+def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, cell: int = 128) -> Image.Image:
+    """Pictures in rows, each with its caption below.
+
+    Args:
+        pictures: (N, H, W, 3) uint8.
+        captions: N texts, wrapped to the cell's width and cut after three lines.
+        columns: pictures a row; None: nearest to a square.
+        cell: least side of a picture in pixels; smaller pictures are enlarged by a whole factor.
+
+    Raises:
+        ValueError: no picture, or another number of captions.
+    """
+    if len(pictures) == 0 or len(pictures) != len(captions):
+        raise ValueError(f"picture_grid: {len(pictures)} pictures with {len(captions)} captions")
+    factor = max(1, math.ceil(cell / pictures.shape[1]))
+    height, width = pictures.shape[1] * factor, pictures.shape[2] * factor
+    columns = columns or math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    font = ImageFont.load_default(FONT_SIZE)
+    lines = [textwrap.wrap(caption, max(8, int(width / (FONT_SIZE * 0.52))))[:3] for caption in captions]
+    text_height = LINE_HEIGHT * max(1, *(len(line) for line in lines)) + 6
+    margin = 6
+    sheet = Image.new("RGB", (columns * (width + margin) + margin, rows * (height + text_height + margin) + margin), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, picture in enumerate(pictures):
+        row, column = divmod(number, columns)
+        left, top = margin + column * (width + margin), margin + row * (height + text_height + margin)
+        sheet.paste(Image.fromarray(picture).resize((width, height), Image.Resampling.NEAREST), (left, top))
+        for place, line in enumerate(lines[number]):
+            draw.text((left, top + height + 2 + place * LINE_HEIGHT), line, fill="black", font=font)
+    return sheet
+
+
+def save_png(picture: Image.Image, path: Path) -> None:
+    """Write a PNG under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    picture.save(partial, format="PNG")
+    partial.replace(path)
+
+
+def to_uint8(pictures) -> np.ndarray:  # noqa: ANN001 - a Tensor; this module stays free of torch
+    """(N, 3, H, W) in [0, 1] on any device to (N, H, W, 3) uint8."""
+    return (pictures.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()

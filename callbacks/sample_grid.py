@@ -1,0 +1,113 @@
+"""Pictures from fixed prompts and seeds while a diffusion model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from composer import Callback, Event, Logger, State
+from composer.core import get_precision_context
+from composer.utils import dist, model_eval_mode
+
+from callbacks.interval import at_intervals
+from callbacks.pictures import picture_grid, save_png, to_uint8
+from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.loading import Loading
+from recipes.models.latent_diffusion import LatentDiffusion
+from recipes.models.samplers import initial_noise, make_scheduler, sample
+
+
+class SampleGrid(Callback):
+    """Samples a grid of captioned pictures to <output>/samples and to the loggers, from the same noise every time."""
+
+    def __init__(
+        self,
+        task: LatentDiffusion,
+        output: str,
+        loading: Loading,
+        encoders: Callable[[], tuple[Any, Any]],
+        *,
+        prompts: list[str],
+        every: Duration | None = None,
+        seed: int = 0,
+        steps: int = 25,
+        guidance: float = 5.0,
+        sampler: Literal["ddim", "dpm++"] = "dpm++",
+        columns: int | None = None,
+        batch: int = 16,
+    ) -> None:
+        """The encoders are those that the data's manifest names: the text encoder is held only while prompts are encoded.
+
+        Args:
+            prompts: captions, one picture each.
+            every: interval; null: only the end of the run, when one is always drawn.
+            seed: the i-th picture's noise is drawn from seed + i.
+            steps: network evaluations a picture.
+            guidance: classifier-free guidance; 1 for none.
+            sampler: which solver.
+            columns: pictures a row; null: nearest to a square.
+            batch: pictures sampled at once.
+        """
+        if not prompts:
+            raise ValueError("sample_grid: prompts is empty")
+        self.task = task
+        self.folder = Path(output, "samples")
+        self.loading = loading
+        self.encoders = encoders
+        self.prompts = prompts
+        self.due = at_intervals(every)
+        self.seed = seed
+        self.steps = steps
+        self.guidance = guidance
+        self.sampler = sampler
+        self.columns = columns
+        self.batch = batch
+        self.text: torch.Tensor | None = None
+        self.image_encoder: Any = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() != 0:
+            return
+        self.image_encoder, text_encoder = self.encoders()
+        self.text = text_encoder.encode(self.prompts)
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        super().run_event(event, state, logger)
+        if self.due(state, event):
+            self._draw(state, logger)
+
+    def _draw(self, state: State, logger: Logger) -> None:
+        # Other ranks wait at their next collective; sharded models will need every rank in here.
+        if dist.get_global_rank() != 0:
+            return
+        pictures = to_uint8(self._pictures(state))
+        path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
+        save_png(picture_grid(pictures, self.prompts, self.columns), path)
+        print(f"samples: {path}", flush=True)
+        logger.log_images(pictures, name="samples", channels_last=True, step=state.timestamp.batch.value)
+
+    def _pictures(self, state: State) -> torch.Tensor:
+        device = next(self.task.parameters()).device
+        shape = self.loading.manifest.latent_shape(self.loading.resolution)
+        noise = initial_noise([self.seed + i for i in range(len(self.prompts))], shape)
+        null_text = self.loading.null_text.to(device, torch.float32)
+        scheduler_config = self.task.scheduler_config()
+        pictures = []
+        self.image_encoder.to(device)
+        with model_eval_mode(self.task), get_precision_context(state.precision, state.precision_config):
+            for start in range(0, len(self.prompts), self.batch):
+                part = slice(start, start + self.batch)
+                latents = sample(
+                    self.task.denoiser,
+                    make_scheduler(self.sampler, scheduler_config),
+                    noise[part].to(device),
+                    self.text[part].to(device, torch.float32),
+                    null_text,
+                    self.steps,
+                    self.guidance,
+                )
+                pictures.append(self.image_encoder.decode(latents).cpu())
+        self.image_encoder.to("cpu")  # its memory belongs to training
+        return torch.cat(pictures)

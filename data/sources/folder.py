@@ -1,0 +1,192 @@
+"""A folder of pictures, with captions in .txt files of the same name or in one table."""
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from data.aliases import InputPath
+from data.sources.base import IMAGE_SUFFIXES, MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id
+
+_NAME_COLUMNS = ("file_name", "file")
+_CAPTION_COLUMNS = ("text", "caption")
+
+
+class FolderSource:
+    """Pictures of a folder and all its subfolders, in the order of their names.
+
+    A key is the path inside the folder without its suffix; pictures that differ in the suffix alone keep it.
+    """
+
+    def __init__(self, *, path: InputPath, captions: str = "txt", shard_size: int = 1000) -> None:
+        """
+        Args:
+            path: the folder.
+            captions: "txt" for a .txt file beside each picture, or the path of one .jsonl or .csv (inside the
+                folder or from the current one) with columns file_name or file, and text or caption.
+            shard_size: pictures a shard.
+
+        Raises:
+            FileNotFoundError: no such folder, or no such table.
+            ValueError: a table of another kind, without the columns, or not UTF-8; `shard_size` below 1.
+        """
+        self.root = Path(path)
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"source.path: no folder {path}")
+        if shard_size < 1:
+            raise ValueError(f"source.shard_size is {shard_size}: give 1 or more pictures")
+        names = list(_walk(self.root))
+        self.pictures = _keys([name for name in names if _suffix(name) in IMAGE_SUFFIXES])
+        # name in the folder -> (caption, metadata); None where each picture has its .txt
+        self.table: dict[str, tuple[str, dict[str, Any]]] | None = None
+        repeated: list[str] = []
+        if captions == "txt":
+            stems = {str(PurePosixPath(name).with_suffix("")) for name in self.pictures}
+            texts = (str(PurePosixPath(name).with_suffix("")) for name in names if _suffix(name) == "txt")
+            orphans = [stem for stem in texts if stem not in stems]
+        else:
+            self.table, repeated = _read_table(self.root, captions)
+            orphans = [name for name in self.table if name not in self.pictures]
+        # Captions without a picture and rows read before are entries too, to be set aside.
+        entries: list[tuple[str, str]] = [("picture", name) for name in self.pictures]
+        entries += [("orphan", name) for name in orphans] + [("repeated", name) for name in repeated]
+        entries.sort(key=lambda entry: (entry[1], entry[0]))
+        self.entries: dict[str, list[tuple[str, str]]] = {}
+        for number, start in enumerate(range(0, len(entries), shard_size)):
+            part = entries[start : start + shard_size]
+            self.entries[shard_id(f"{number:05d}", *(name for _, name in part))] = part
+
+    def shards(self) -> list[str]:
+        """One id for each `shard_size` pictures; it changes when the names in the shard do."""
+        return list(self.entries)
+
+    def read(self, shard: str) -> Iterator[Sample | Rejected]:
+        """Samples of one shard, in the order of names (see `base.Source.read`)."""
+        if shard not in self.entries:
+            raise ValueError(f"no shard {shard!r} in this source: it has {len(self.entries)}")
+        once = ReadOnce()
+        for kind, name in self.entries[shard]:
+            if kind == "orphan":
+                yield once(Rejected(name, "missing_image", "a caption that names no picture of the folder"))
+            elif kind == "repeated":
+                yield Rejected(name, "duplicate_key", "a second row of the captions table")
+            else:
+                yield once(self._sample(name))
+
+    def _sample(self, name: str) -> Sample | Rejected:
+        key, path = self.pictures[name], self.root / name
+        try:
+            return self._read_picture(key, name, path)
+        # A link to nowhere, a file removed since the listing.
+        except (FileNotFoundError, PermissionError) as error:
+            return Rejected(key, "missing_image", f"{name}: {error.strerror}")
+
+    def _read_picture(self, key: str, name: str, path: Path) -> Sample | Rejected:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            return Rejected(key, "too_large_file", f"{size} bytes")
+        if self.table is not None:
+            if name not in self.table:
+                return Rejected(key, "missing_caption", "no row of the captions table")
+            caption, metadata = self.table[name]
+            return assemble(key, path.read_bytes(), caption, metadata)
+        text = path.with_suffix(".txt")
+        if not text.is_file():
+            return Rejected(key, "missing_caption", f"no file {text.name}")
+        return assemble(key, path.read_bytes(), text.read_bytes(), {})
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Names of all files, relative to the root, with "/" between folders; hidden ones are passed over."""
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder above itself would go round for ever
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(folder).relative_to(root)
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield (inside / name).as_posix()
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(name).suffix[1:].lower()
+
+
+def _keys(names: list[str]) -> dict[str, str]:
+    """Name -> key: the name without its suffix where that is unique."""
+    stems = [str(PurePosixPath(name).with_suffix("")) for name in names]
+    counts: dict[str, int] = {}
+    for stem in stems:
+        counts[stem] = counts.get(stem, 0) + 1
+    return {name: stem if counts[stem] == 1 else name for name, stem in zip(names, stems, strict=True)}
+
+
+def _read_table(root: Path, captions: str) -> tuple[dict[str, tuple[str, dict[str, Any]]], list[str]]:
+    """Rows of a .jsonl or .csv: file name -> (caption, other columns), and the rows of a file named
+    before."""
+    path = next((path for path in (root / captions, Path(captions)) if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f'source.captions: no file {captions}: give "txt", or a .jsonl or .csv file')
+    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
+    if path.suffix.lower() not in readers:
+        raise ValueError(f'source.captions: {captions} is not read: give "txt", or a .jsonl or .csv file')
+    table: dict[str, tuple[str, dict[str, Any]]] = {}
+    repeated: list[str] = []
+    try:
+        for line, row in readers[path.suffix.lower()](path):
+            name = _take(row, _NAME_COLUMNS, path, line)
+            caption = _take(row, _CAPTION_COLUMNS, path, line)
+            name = PurePosixPath(name).as_posix()  # "./a.png" is "a.png"
+            if name in table:
+                repeated.append(name)
+            else:
+                table[name] = (caption, row)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8") from None
+    return table, repeated
+
+
+def _take(row: dict[str, Any], columns: tuple[str, str], path: Path, line: int) -> str:
+    """Removes the first of two columns from a row; an absent caption is an empty one and is set aside
+    later."""
+    for column in columns:
+        if column in row:
+            value = row.pop(column)
+            if value is None:
+                return ""
+            if not isinstance(value, str):
+                raise ValueError(f"{path}, line {line}: {column} is a {type(value).__name__}: give a string")
+            return value
+    raise ValueError(f"{path}, line {line}: no column {columns[0]} or {columns[1]} (it has: {', '.join(row)})")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open(path, encoding="utf-8-sig") as file:
+        for line, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {line}: not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {line}: give one JSON object a line")
+            yield line, row
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                if None in row:
+                    raise ValueError(f"{path}, line {reader.line_num}: more cells than columns: quote the commas")
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None

@@ -1,0 +1,174 @@
+"""MDS shards (mosaicml-streaming) with pictures and captions, read shard by shard without a process group."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from data.aliases import InputPath
+from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
+
+_FILES = ("bytes", "jpeg", "png")  # encodings that hold a picture's file as it is
+_IMAGES = (*_FILES, "pil")
+_TEXTS = ("str", "bytes")
+_NUMBERS = ("int", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)))
+
+
+class MDSSource:
+    """A local MDS folder with an index.json; one shard of the folder is one shard here."""
+
+    def __init__(
+        self, *, path: InputPath, image: str = "image", caption: str = "caption", key: str | None = None
+    ) -> None:
+        """
+        Args:
+            path: the folder that holds index.json.
+            image: column of the picture, of encoding bytes, jpeg, png or pil.
+            caption: column of the caption, of encoding str or bytes.
+            key: column of the key; None for the shard's name and the sample's number.
+
+        Raises:
+            FileNotFoundError: no such folder, or no index.json in it.
+            ValueError: an index that is not of MDS, a missing column or one of another encoding (pickles are
+            refused).
+        """
+        self.root = Path(path)
+        index = self.root / "index.json"
+        if not index.is_file():
+            raise FileNotFoundError(f"source.path: no file {index}: name a folder of MDS shards")
+        try:
+            infos = json.loads(index.read_text("utf-8"))["shards"]
+            self.infos = {
+                shard_id(
+                    PurePosixPath(_basename(info)).name.removesuffix(".mds"), _basename(info), info["samples"]
+                ): info
+                for info in infos
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is not the index of MDS shards: {error!r}") from None
+        self.image, self.caption, self.key = image, caption, key
+        for info in infos:
+            self._check(index, info)
+
+    def _check(self, index: Path, info: dict[str, Any]) -> None:
+        if info.get("format") != "mds":
+            raise ValueError(f"{index}: format {info.get('format')!r} is not read: give MDS shards")
+        encodings = dict(zip(info["column_names"], info["column_encodings"], strict=True))
+        for column, allowed in ((self.image, _IMAGES), (self.caption, _TEXTS), (self.key, ("str", "int"))):
+            if column is None:
+                continue
+            if column not in encodings:
+                raise ValueError(f"{index} has no column {column!r}: it has {', '.join(encodings)}")
+            if encodings[column] not in allowed:
+                kind, read = encodings[column], ", ".join(allowed)
+                raise ValueError(f"{index}: column {column!r} is of encoding {kind!r}: read are {read}")
+
+    def shards(self) -> list[str]:
+        """One id for each shard of the index."""
+        return list(self.infos)
+
+    def read(self, shard: str) -> Iterator[Sample | Rejected]:
+        """Samples of one shard, in stored order (see `base.Source.read`).
+
+        Raises:
+            FileNotFoundError: the shard's file is gone; the message names it.
+        """
+        if shard not in self.infos:
+            raise ValueError(f"no shard {shard!r} in this source: it has {len(self.infos)}")
+        info = self.infos[shard]
+        name = PurePosixPath(_basename(info)).name.removesuffix(".mds")
+        with tempfile.TemporaryDirectory(prefix="precompose-") as scratch:
+            try:
+                file = _locate(self.root, info, Path(scratch))
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # each compression's library has errors of its own
+                yield Rejected(name, "broken_shard", f"does not decompress: {error}")
+                return
+            reader, encodings = _reader(file, info)
+            size = file.stat().st_size
+            ends = np.fromfile(file, np.uint32, reader.samples + 1, offset=4)[1:]
+            once = ReadOnce()
+            for number in range(reader.samples):
+                key = f"{name}_{number:08d}"
+                if number >= len(ends) or ends[number] > size:
+                    # Read anyway, it would give a caption cut short without a word.
+                    yield Rejected(key, "broken_shard", f"sample {number} lies behind the file's end, {size} bytes")
+                    continue
+                try:
+                    row = reader[number]
+                # A damaged shard gives offsets that point anywhere: the library raises what it stumbles over.
+                except Exception as error:
+                    yield Rejected(key, "broken_shard", f"sample {number}: {type(error).__name__}: {error}")
+                    continue
+                yield once(self._sample(key, row, encodings))
+
+    def _sample(self, key: str, row: dict[str, Any], encodings: dict[str, str]) -> Sample | Rejected:
+        if self.key is not None:
+            given = row[self.key]
+            key = given.decode("utf-8", "replace") if isinstance(given, bytes) else str(given)
+        image = row[self.image]
+        if encodings[self.image] == "pil":
+            from streaming.base.format.mds.encodings import mds_decode
+
+            try:
+                image = mds_decode("pil", image)
+            except Exception as error:  # sizes and mode come from the data: anything may be raised
+                return Rejected(key, "broken_image", f"{type(error).__name__}: {error}")
+        metadata = {}
+        for name, value in row.items():
+            if name in (self.image, self.caption, self.key):
+                continue
+            if encodings[name] == "str":
+                metadata[name] = value.decode("utf-8", "replace")
+            elif encodings[name] == "json":
+                try:
+                    metadata[name] = json.loads(value)
+                except (ValueError, RecursionError) as error:
+                    return Rejected(key, "broken_metadata", f"column {name}: {error}")
+            elif isinstance(value, np.generic):
+                metadata[name] = value.item()
+            elif isinstance(value, int):
+                metadata[name] = value
+        return assemble(key, image, row[self.caption], metadata)
+
+
+def _basename(info: dict[str, Any], kind: str = "raw_data") -> str:
+    name = info[kind]["basename"]
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name} leaves the folder")
+    return name
+
+
+def _locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
+    """A shard's file; a compressed one is decompressed into `scratch`."""
+    file = root / _basename(info)
+    if file.is_file():
+        return file
+    if not info.get("zip_data"):
+        raise FileNotFoundError(f"no file {file}: a shard of the source is gone")
+    zipped = root / _basename(info, "zip_data")
+    if not zipped.is_file():
+        raise FileNotFoundError(f"no file {zipped}: a shard of the source is gone")
+    from streaming.base.compression import decompress
+
+    file = scratch / "shard.mds"
+    file.write_bytes(decompress(info["compression"], zipped.read_bytes()))
+    return file
+
+
+def _reader(file: Path, info: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+    """The library's reader of one shard, and the stored encodings by column.
+
+    Every column but plain numbers is read as bytes: a picture or a text that does not decode then costs one
+    sample, and columns that are not asked for (pickles among them) are never decoded.
+    """
+    from streaming.base.format import reader_from_json
+
+    encodings = dict(zip(info["column_names"], info["column_encodings"], strict=True))
+    raw = [kind if kind in _NUMBERS else "bytes" for kind in info["column_encodings"]]
+    info = {**info, "column_encodings": raw, "raw_data": {**info["raw_data"], "basename": file.name}}
+    return reader_from_json(str(file.parent), None, info), encodings

@@ -1,0 +1,157 @@
+"""Parquet files with the pictures' bytes and their captions, as Hugging Face data sets store them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data.aliases import InputPath
+from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
+
+BATCH_ROWS = 32  # a batch is held in memory; pictures may be megabytes
+
+
+class ParquetSource:
+    """One file, or every .parquet file below a folder; a shard is a run of row groups of one file."""
+
+    def __init__(
+        self,
+        *,
+        path: InputPath,
+        image: str = "image",
+        caption: str = "text",
+        key: str | None = None,
+        shard_size: int = 10_000,
+    ) -> None:
+        """
+        Args:
+            path: a .parquet file, or a folder with such files at any depth.
+            image: column of the picture: its file's bytes, or a struct with a field `bytes` (Hugging Face).
+            caption: column of the caption.
+            key: column of the key; None for the file's name and the row's number.
+            shard_size: least rows a shard; row groups are joined up to it, never divided.
+
+        Raises:
+            FileNotFoundError: no such file or folder, or no .parquet file in it.
+            ValueError: a file that is not Parquet, a missing column or one of the wrong type.
+        """
+        root = Path(path)
+        if not root.exists():
+            raise FileNotFoundError(f"source.path: no file or folder {path}")
+        if shard_size < 1:
+            raise ValueError(f"source.shard_size is {shard_size}: give 1 or more rows")
+        files = sorted(root.rglob("*.parquet")) if root.is_dir() else [root]
+        if not files:
+            raise FileNotFoundError(f"source.path: no .parquet file in {path}")
+        self.image, self.caption, self.key = image, caption, key
+        self.parts: dict[str, tuple[Path, list[int], int]] = {}  # id -> file, row groups, number of the first row
+        for file in files:
+            self._divide(file, file.relative_to(root) if root.is_dir() else Path(file.name), shard_size)
+
+    def _divide(self, file: Path, name: Path, shard_size: int) -> None:
+        with _open(file) as parquet:
+            self._check(file, parquet.schema_arrow)
+            sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
+        groups: list[int] = []
+        first = done = 0
+        for index, rows in enumerate(sizes):
+            groups.append(index)
+            done += rows
+            if done - first >= shard_size or index == len(sizes) - 1:
+                shard = shard_id(f"{name.stem}_{first:08d}", name.as_posix(), first, done)
+                self.parts[shard] = (file, groups, first)
+                groups, first = [], done
+
+    def _check(self, file: Path, schema: Any) -> None:
+        import pyarrow.types as types
+
+        for column in filter(None, (self.image, self.caption, self.key)):
+            if column not in schema.names:
+                raise ValueError(f"{file} has no column {column!r}: it has {', '.join(schema.names)}")
+        kind = schema.field(self.image).type
+        if types.is_struct(kind):
+            kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
+        if not (types.is_binary(kind) or types.is_large_binary(kind)):
+            raise ValueError(f"{file}: column {self.image!r} is of type {kind}: it must hold the picture's bytes")
+        if not _is_text(schema.field(self.caption).type):
+            kind = schema.field(self.caption).type
+            raise ValueError(f"{file}: column {self.caption!r} is of type {kind}: it must hold text")
+
+    def shards(self) -> list[str]:
+        """One id for each run of row groups, in the order of files and rows."""
+        return list(self.parts)
+
+    def read(self, shard: str) -> Iterator[Sample | Rejected]:
+        """Samples of one shard, in stored order (see `base.Source.read`).
+
+        Raises:
+            FileNotFoundError: the file is gone; the message names it.
+        """
+        if shard not in self.parts:
+            raise ValueError(f"no shard {shard!r} in this source: it has {len(self.parts)}")
+        import pyarrow as pa
+
+        file, groups, number = self.parts[shard]
+        once = ReadOnce()
+        with _open(file) as parquet:
+            columns = [field.name for field in parquet.schema_arrow if self._wanted(field)]
+            try:
+                for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
+                    table = {name: _values(batch.column(name)) for name in columns}
+                    for values in zip(*table.values(), strict=True):
+                        yield once(self._sample(file, number, dict(zip(table, values, strict=True))))
+                        number += 1
+            except (pa.ArrowException, OSError) as error:
+                yield Rejected(file.name, "broken_shard", f"{error} (from row {number} on)")
+
+    def _wanted(self, field: Any) -> bool:
+        """The named columns, and plain values (text, numbers, yes or no) as metadata."""
+        import pyarrow.types as types
+
+        named = field.name in (self.image, self.caption, self.key)
+        plain = types.is_integer(field.type) or types.is_floating(field.type) or types.is_boolean(field.type)
+        return named or plain or types.is_string(field.type) or types.is_large_string(field.type)
+
+    def _sample(self, file: Path, number: int, row: dict[str, Any]) -> Sample | Rejected:
+        given = None if self.key is None else row[self.key]
+        key = f"{file.stem}_{number:08d}" if given is None else str(_text(given))
+        image = row[self.image]["bytes"] if isinstance(row[self.image], dict) else row[self.image]
+        named = (self.image, self.caption, self.key)
+        metadata = {name: _text(value) for name, value in row.items() if name not in named}
+        return assemble(key, image, row[self.caption], metadata)
+
+
+def _text(value: Any) -> Any:
+    """Text of bytes (metadata and keys: damage is kept visible, not rejected); other values as they are."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _open(file: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}: a shard of the source is gone")
+    try:
+        return pq.ParquetFile(file)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a Parquet file: {error}") from None
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    text = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    return any(check(kind) for check in text)
+
+
+def _values(column: Any) -> list[Any]:
+    """A column's values; text as bytes, for Arrow would raise for a batch if one value is not UTF-8."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if types.is_string(column.type) or types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())
+    return column.to_pylist()

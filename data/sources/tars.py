@@ -1,0 +1,245 @@
+"""WebDataset tars in img2dataset's layout: key.png, key.txt, key.json side by side.
+
+The `webdataset` library writes and trains on the same files (a test reads them with both). Reading here is on
+the standard library's `tarfile`, for three reasons: a damaged tar is reported, where the library stops
+without a word; a sample without a partner is named; nothing in a tar is unpickled, and no address becomes a
+command (`pipe:`).
+"""
+
+import glob
+import http.client
+import itertools
+import json
+import lzma
+import math
+import re
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import braceexpand
+
+from data.sources.base import (
+    IMAGE_SUFFIXES,
+    MAX_FILE_BYTES,
+    ReadOnce,
+    Rejected,
+    Sample,
+    assemble,
+    shard_id,
+)
+
+SCHEMES = ("file", "http", "https", "s3", "gs")
+MAX_SHARDS = 1_000_000
+DOWNLOAD_ATTEMPTS = 4
+TIMEOUT = 60.0  # seconds without a byte
+
+_MEMBER = re.compile(r"^((?:.*/|)[^./][^./]*)[.]([^/]+)$")  # WebDataset's rule: a key ends at its name's first dot
+
+
+class TarSource:
+    """Tars, local or remote, one shard each."""
+
+    def __init__(self, *, urls: str | list[str], caption: str = "txt") -> None:
+        """
+        Args:
+            urls: paths or addresses (http, https, s3, gs) of tars, with brace ranges ({00000..00041}) and,
+                for local ones, wildcards (*.tar). Relative paths start in the current folder.
+            caption: suffix of the member that holds the caption, or "json:FIELD" for a field of the JSON
+                member.
+
+        Raises:
+            FileNotFoundError: a local tar is missing; the message names it.
+            ValueError: an address of another kind (`pipe:` and commands are refused), the same tar twice.
+        """
+        self.caption = caption
+        self.urls: dict[str, str] = {}
+        for url in itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)):
+            name = shard_id(Path(urllib.parse.urlparse(url).path).name.split(".")[0], url)
+            if name in self.urls:
+                raise ValueError(f"source.urls names {url} twice: list each tar once")
+            self.urls[name] = url
+        if not self.urls:
+            raise ValueError("source.urls is empty: name at least one tar")
+
+    def shards(self) -> list[str]:
+        """One id a tar, in the order given."""
+        return list(self.urls)
+
+    def read(self, shard: str) -> Iterator[Sample | Rejected]:
+        """Samples of one tar, in stored order (see `base.Source.read`). A remote tar is fetched whole first.
+
+        Raises:
+            FileNotFoundError: the tar is gone; the message names it.
+            ConnectionError: a remote tar could not be fetched whole.
+        """
+        if shard not in self.urls:
+            raise ValueError(f"no shard {shard!r} in this source: it has {len(self.urls)}")
+        once = ReadOnce()
+        with open_tar(self.urls[shard]) as file:
+            for group in _groups(file, self.urls[shard]):
+                yield once(group if isinstance(group, Rejected) else self._sample(*group))
+
+    def _sample(self, key: str, members: dict[str, bytes | int]) -> Sample | Rejected:
+        """One sample of the members of a key: suffix -> bytes, or the size of a member too large to read."""
+        images = [suffix for suffix in members if suffix in IMAGE_SUFFIXES]
+        if len(images) > 1:
+            return Rejected(key, "duplicate_image", f"members {', '.join(images)}")
+        if not images:
+            return Rejected(key, "missing_image", f"members {', '.join(members)}")
+        huge = [f"{suffix}: {data} bytes" for suffix, data in members.items() if isinstance(data, int)]
+        if huge:
+            return Rejected(key, "too_large_file", ", ".join(huge))
+        metadata: dict[str, Any] = {}
+        if "json" in members:
+            try:
+                metadata = json.loads(members["json"])
+            except (ValueError, RecursionError) as error:
+                return Rejected(key, "broken_metadata", str(error))
+            if not isinstance(metadata, dict):
+                return Rejected(key, "broken_metadata", f"a JSON {type(metadata).__name__}, not an object")
+        if self.caption.startswith("json:"):
+            caption = metadata.get(self.caption.removeprefix("json:"))
+            caption = caption if isinstance(caption, str) else None
+        else:
+            caption = members.get(self.caption)
+        return assemble(key, members[images[0]], caption, metadata)
+
+
+def expand(url: str) -> Iterator[str]:
+    """Addresses of one pattern: brace ranges, then wildcards for local paths.
+
+    Raises:
+        FileNotFoundError: a local path that is missing, or a wildcard that meets nothing.
+        ValueError: a scheme that is not read.
+    """
+    # Counted beforehand: braceexpand holds a whole range in memory, and one zero too many would fill it.
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", url)
+    if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > MAX_SHARDS:
+        raise ValueError(f"source.urls: {url} names over {MAX_SHARDS:,} tars: give a smaller range")
+    for one in braceexpand.braceexpand(url):
+        scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", one)
+        if one == "-" or scheme and scheme[1] not in SCHEMES:
+            raise ValueError(f"source.urls: {one} is not read: give a path or {', '.join(SCHEMES[1:])} (no commands)")
+        if scheme and scheme[1] != "file":
+            yield one
+            continue
+        path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else one
+        if Path(path).is_file():
+            yield path
+            continue
+        found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+        if not found:
+            raise FileNotFoundError(f"source.urls: no file {path}: check the path and the brace range")
+        yield from found
+
+
+@contextmanager
+def open_tar(url: str) -> Iterator[BinaryIO]:
+    """A local tar opened, or a remote one fetched into a temporary file.
+
+    Fetched whole, because a connection that breaks while reading would look like a tar that ends early.
+    """
+    if not re.match(r"[a-z0-9]+://", url):
+        if not Path(url).is_file():
+            raise FileNotFoundError(f"no file {url}: a shard of the source is gone")
+        with open(url, "rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryDirectory(prefix="precompose-") as folder:
+        local = Path(folder) / "shard.tar"
+        if url.startswith(("http://", "https://")):
+            _fetch_http(url, local)
+        else:
+            _fetch_bucket(url, local)
+        with open(local, "rb") as file:
+            yield file
+
+
+def _fetch_http(url: str, local: Path) -> None:
+    for attempt in range(DOWNLOAD_ATTEMPTS):
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(local, "wb") as out:
+                while block := answer.read(1 << 20):
+                    out.write(block)
+                size = answer.headers.get("Content-Length")
+            if size is None or local.stat().st_size == int(size):
+                return
+            problem: object = f"{local.stat().st_size} of {size} bytes came"
+        except urllib.error.HTTPError as error:
+            if error.code in (404, 410):
+                raise FileNotFoundError(f"no file {url} (HTTP {error.code})") from None
+            problem = error
+        except (OSError, http.client.HTTPException) as error:  # URLError, time-outs and resets are OSErrors
+            problem = error
+        if attempt + 1 < DOWNLOAD_ATTEMPTS:
+            time.sleep(2.0**attempt)
+    raise ConnectionError(f"cannot fetch {url}: {problem}; start again when the server answers")
+
+
+def _fetch_bucket(url: str, local: Path) -> None:
+    from streaming.base.storage import CloudDownloader  # imports torch, so only where a bucket is read
+
+    problem: Exception | None = None
+    for attempt in range(DOWNLOAD_ATTEMPTS):
+        try:
+            return CloudDownloader.direct_download(url, str(local), TIMEOUT)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no file {url}") from None
+        except Exception as error:  # each cloud's client has errors of its own, without a common kind
+            problem = error
+        local.unlink(missing_ok=True)
+        if attempt + 1 < DOWNLOAD_ATTEMPTS:
+            time.sleep(2.0**attempt)
+    raise ConnectionError(f"cannot fetch {url}: {problem}") from problem
+
+
+class _CheckedHeader(tarfile.TarInfo):
+    """Tells a damaged header from the archive's end: `tarfile` takes both for the end."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error or 'no end-of-archive mark'} at byte {archive.offset}") from None
+
+
+def _groups(file: BinaryIO, url: str) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
+    """Neighbouring members of one key, as (key, suffix -> bytes or the size of what is too large to read)."""
+    key, members = "", {}
+    try:
+        # "r|*" reads forward only, compressed or not.
+        with tarfile.open(fileobj=file, mode="r|*", tarinfo=_CheckedHeader) as archive:
+            while (info := archive.next()) is not None:
+                archive.members.clear()  # tarfile would keep every header of the archive
+                name = info.name.removeprefix("./")
+                if info.isdir() or re.match(r"__[^/]*__($|/)", name):  # WebDataset's mark for notes about the shard
+                    continue
+                match = _MEMBER.match(name)
+                if not info.isreg() or match is None:
+                    yield Rejected(name, "unknown_member", "a link or device" if match else "no key.suffix name")
+                    continue
+                suffix = match[2].lower()
+                if match[1] != key or suffix in members:
+                    if members:
+                        yield key, members
+                    key, members = match[1], {}
+                members[suffix] = info.size if info.size > MAX_FILE_BYTES else archive.extractfile(info).read()
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if members:
+            yield key, members
+        yield Rejected(Path(url).name, "broken_shard", f"{error} (after key {key or 'none'})")
+        return
+    if members:
+        yield key, members

@@ -1,0 +1,103 @@
+"""What the YAML of an encode job may say. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from recipes.components import COMPONENTS
+from recipes.config import plain
+from recipes.schema import Component, ConfigError
+
+
+@dataclass(kw_only=True)
+class EncodeConfig:
+    """An encode job: sources of pictures with captions to folders of MDS shards."""
+
+    out: str
+    """Local folder of the result; each source gets its own folder inside, of its label."""
+    sources: dict[str, Annotated[Any, "source"]]
+    """Pictures with captions, by label (train, val, ...)."""
+    filter: Annotated[Any, "filter"] | None = None
+    """Which pictures and captions are taken, the others are set aside with their reason; null: all that can be read."""
+    resolutions: list[int]
+    """Sides of the encoded squares, in pixels; all of them are made from one decoded picture."""
+    crop: Literal["center", "random"] = "center"
+    """Where the square is taken from; random is drawn once per picture, the same again for the same seed."""
+    upscale: bool = False
+    """Enlarge pictures smaller than the largest resolution; false sets them aside as too_small."""
+    image_encoder: Annotated[Any, "image_encoder"]
+    """What encodes the pictures."""
+    text_encoder: Annotated[Any, "text_encoder"]
+    """What encodes the captions."""
+    batch: int = 64
+    """Pictures encoded at once, on each device."""
+    workers: int = 8
+    """Processes that read, decode and resize, for each device; 0 does it in the encoder's own process."""
+    prefetch: int = 2
+    """Batches that each worker prepares ahead; they lie in shared memory (/dev/shm)."""
+    size_limit: str = "64mb"
+    """Largest size of an MDS file before compression, such as 64mb."""
+    compression: str | None = None
+    """Compression of the MDS files: zstd, gz, br, bz2 or snappy, with a level such as zstd:7 if wanted."""
+    hashes: list[str] = field(default_factory=list)
+    """Checksums of the MDS files in the index, such as [xxh64]."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """auto: the GPU of this process's rank where there is one."""
+    seed: int = 17
+    """Seed of random crops."""
+
+    def __post_init__(self) -> None:
+        if self.filter is None:
+            self.filter = Component("filter", "pictures", {}, COMPONENTS["filter"]["pictures"], "filter")
+        errors = []
+
+        def require(holds: bool, message: str) -> None:
+            if not holds:
+                errors.append(message)
+
+        sizes = self.resolutions
+        require("://" not in self.out, f"out: {self.out} is remote; encode into a local folder and upload that")
+        require(bool(self.sources), "sources: empty; name at least one, such as train: {name: tars, urls: ...}")
+        for label in self.sources:
+            safe = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label)
+            require(bool(safe), f"sources.{label}: a label names a folder: letters, digits and _ . - only")
+        require(bool(sizes) and min(sizes) > 0, f"resolutions: {sizes}; give at least one, in pixels")
+        require(len(set(sizes)) == len(sizes), f"resolutions: {sizes} names one twice")
+        require(self.batch >= 1, f"batch: {self.batch}; give 1 or more")
+        require(self.workers >= 0, f"workers: {self.workers}; give 0 or more")
+        require(self.prefetch >= 1, f"prefetch: {self.prefetch}; give 1 or more")
+        size = re.fullmatch(r"(\d+)(kb|mb)", self.size_limit)
+        fits = size and 1 << 10 <= int(size[1]) << {"kb": 10, "mb": 20}[size[2]] < 1 << 32
+        require(bool(fits), f"size_limit: {self.size_limit}; give 1kb to 4095mb, such as 64mb")
+        if self.compression is not None:
+            known = re.fullmatch(r"(br|bz2|gz|snappy|zstd)(:\d+)?", self.compression)
+            require(bool(known), f"compression: {self.compression}; give null, zstd, gz, br, bz2 or snappy, or zstd:7")
+        require(self.hashes == sorted(set(self.hashes)), f"hashes: {self.hashes}; sort them, each once")
+        if errors:
+            raise ConfigError(errors)
+
+    def request(self) -> dict[str, Any]:
+        """What determines the encoded values, with digests of the local files that the encoders are read from."""
+        keys = ("filter", "resolutions", "crop", "upscale", "image_encoder", "text_encoder", "seed")
+        values = {key: plain(getattr(self, key)) for key in keys}
+        values["files"] = {**_digests(self.image_encoder), **_digests(self.text_encoder)}
+        return values
+
+
+def _digests(encoder: Component) -> dict[str, str]:
+    """sha256 of the config and weights files in local folders that an encoder's arguments name."""
+    texts = [value.removeprefix("local-dir:") for value in encoder.args.values() if isinstance(value, str)]
+    roots = [Path(text).expanduser() for text in texts if "/" in text or "." in text]
+    files = [root for root in roots if root.is_file()]
+    for folder in {root / inner for root in roots for inner in ("", *texts)}:
+        if folder.is_dir():
+            files += [f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".txt") and f.is_file()]
+    digests = {}
+    for file in sorted(set(files)):
+        with open(file, "rb") as stream:
+            digests[str(file)] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests

@@ -1,0 +1,51 @@
+"""Encode pictures and captions to MDS shards of latents and text embeddings.
+
+    python precompute/encode.py yamls/openmoji_encode.yaml
+    composer -n 8 precompute/encode.py yamls/sd2_encode.yaml out=/data/latents    # or torchrun --nproc_per_node 8
+    python precompute/encode.py yamls/sd2_encode.yaml --dry-run
+
+Started again, it does only what is missing.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from precompute.config import EncodeConfig
+from recipes.cli import read_command_line, user_errors
+
+
+def main(arguments: list[str]) -> None:
+    command = read_command_line(arguments, EncodeConfig, __doc__)
+    config: EncodeConfig = command.config
+    with user_errors():
+        from precompute.work import EncodedSet, Rank
+
+        rank = Rank.from_environment()
+        if command.dry_run:
+            from precompute.dry_run import report
+
+            print(report(config, command.missing, rank))
+            return
+        from recipes.build import build
+
+        sources = build(config.sources)
+        sets = {label: EncodedSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}
+        if all(encoded.is_complete(request) for request in [config.request()] for encoded in sets.values()):
+            print(f"already complete: {config.out}; delete it to encode again")
+            return
+        # From here on imports take seconds; what a config can get wrong was said above.
+        from precompute.job import run
+
+        try:
+            run(config, sources, sets, rank)
+        except KeyboardInterrupt:
+            print("\nencode: interrupted; started again, it goes on with the shards that are not done", flush=True)
+            sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Image and text encoders behind two small classes; each builder takes keyword arguments only."""

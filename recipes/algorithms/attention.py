@@ -1,0 +1,73 @@
+"""Which implementation computes the attention of diffusers' networks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from diffusers.models.attention_processor import Attention as AttentionBlock
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
+from torch import nn
+
+Implementation = Literal["auto", "xformers", "sdpa", "eager"]
+PROCESSORS = {"xformers": XFormersAttnProcessor, "sdpa": AttnProcessor2_0, "eager": AttnProcessor}
+
+
+def use_attention(module: nn.Module, implementation: Implementation, on_gpu: bool) -> tuple[int, str]:
+    """Set the implementation in every attention block; returns their number and the implementation chosen.
+
+    Args:
+        module: holds diffusers attention blocks.
+        implementation: auto takes xformers on a GPU where it runs, else PyTorch's scaled_dot_product_attention.
+        on_gpu: whether the module will run on a GPU.
+
+    Raises:
+        ValueError: the implementation does not run here, or there is no attention block.
+    """
+    blocks = [block for block in module.modules() if isinstance(block, AttentionBlock)]
+    if not blocks:
+        raise ValueError("attention: the model has no diffusers attention block to change")
+    reason = why_not_xformers(on_gpu)
+    if implementation == "auto":
+        implementation = "sdpa" if reason else "xformers"
+    if implementation == "xformers" and reason:
+        raise ValueError(f"attention: xformers cannot run here ({reason}); use sdpa or auto")
+    for block in blocks:
+        block.set_processor(PROCESSORS[implementation]())
+    return len(blocks), implementation
+
+
+def why_not_xformers(on_gpu: bool) -> str | None:
+    """Why xformers' kernels cannot run here, or None where they can."""
+    if not on_gpu:
+        return "it needs a GPU"
+    try:
+        from xformers.ops import memory_efficient_attention
+
+        probe = torch.zeros(1, 8, 1, 64, dtype=torch.float16, device="cuda")
+        memory_efficient_attention(probe, probe, probe)
+    except Exception as error:  # an import, a missing symbol or a missing kernel: every one means no
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}"
+    return None
+
+
+class Attention(Algorithm):
+    """Chooses the attention implementation before training starts."""
+
+    def __init__(self, *, implementation: Literal["auto", "xformers", "sdpa", "eager"] = "auto") -> None:
+        """See `use_attention`.
+
+        Args:
+            implementation: auto takes xformers on a GPU where it runs, else PyTorch's scaled_dot_product_attention.
+        """
+        self.implementation = implementation
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        count, chosen = use_attention(state.model, self.implementation, state.device.name == "gpu")
+        print(f"attention: {chosen} in {count} blocks", flush=True)
+        logger.log_hyperparameters({"attention": chosen})

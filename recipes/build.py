@@ -1,0 +1,63 @@
+"""From a checked component to the object it describes, nested components first. Imports only what is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from data.manifest import Manifest
+from recipes.components import COMPONENTS
+from recipes.schema import Checker, Component
+
+
+def build(component: Any, **context: Any) -> Any:
+    """The object that a checked component describes, nested components first.
+
+    Args:
+        component: a Component; lists and dicts of them, and plain values, come back built or as they are.
+        context: what builders may ask for by naming it as a parameter before their `*`.
+    """
+    if isinstance(component, dict):
+        return {key: build(value, **context) for key, value in component.items()}
+    if isinstance(component, list | tuple):
+        return type(component)(build(value, **context) for value in component)
+    if not isinstance(component, Component):
+        return component
+    module, name = component.target.split(":")
+    builder = getattr(importlib.import_module(module), name)
+    wanted = [p.name for p in inspect.signature(builder).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    missing = [name for name in wanted if name not in context]
+    assert not missing, f"{component.target} asks for {missing}, which a {component.group} is not given"
+    arguments = {key: build(value, **context) for key, value in component.args.items()}
+    return builder(*(context[name] for name in wanted), **arguments)
+
+
+def build_on_meta(component: Component, **context: Any) -> Any:
+    """As `build`, without memory for weights."""
+    import torch  # here, so that building a source or a filter does not wait for it
+
+    with torch.device("meta"):
+        return build(component, **context)
+
+
+def encoders_of(manifest: Manifest) -> tuple[Any, Any]:
+    """The picture encoder and text encoder that made an encoded set, built by its manifest.
+
+    Raises:
+        ValueError: the manifest names encoders that are not there, or whose weights have changed.
+    """
+    built = []
+    for group, record in (("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)):
+        checker = Checker(COMPONENTS)
+        component = checker.component(group, record["component"], f"manifest.{group}")
+        if checker.errors or checker.missing:
+            raise ValueError("; ".join(checker.errors + checker.missing))
+        encoder = build(component)
+        if encoder.weights_hash != record["weights_hash"]:
+            raise ValueError(
+                f"manifest.{group}: the weights at {encoder.id} are not those that encoded the set "
+                f"(hash {encoder.weights_hash[:12]}, expected {record['weights_hash'][:12]}); encode it again"
+            )
+        built.append(encoder)
+    return built[0], built[1]

@@ -1,0 +1,128 @@
+"""Builders of components that come from the libraries as they are: optimizers, schedules, loggers, stock callbacks.
+
+Parameters before `*` are handed over by `recipes.build` by their name; those after it are the YAML's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from composer import Callback
+from composer.algorithms import ChannelsLast
+from composer.callbacks import LRMonitor, MemoryMonitor, SpeedMonitor
+from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
+from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
+from composer.optim import CosineAnnealingWithWarmupScheduler as CosineWithWarmup
+from composer.optim import LinearWithWarmupScheduler as LinearWithWarmup
+
+from data.aliases import Duration  # noqa: F401 - read from the annotations below
+
+
+def adamw(
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, ...] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    fused: bool = True,
+) -> torch.optim.Optimizer:
+    """PyTorch's AdamW (Loshchilov and Hutter 2019).
+
+    Args:
+        lr: learning rate that the schedule multiplies.
+        betas: decays of the running mean and of the running variance.
+        eps: added to the root of the variance.
+        weight_decay: decoupled decay, times the learning rate.
+        fused: one kernel for all parameters.
+    """
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+
+
+def constant(*, warmup: Duration = "0ba") -> ComposerScheduler:
+    """A constant learning rate after a linear warm-up.
+
+    Args:
+        warmup: length of the warm-up.
+    """
+    return ConstantWithWarmupScheduler(t_warmup=warmup)
+
+
+def cosine(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler:
+    """A linear warm-up, then half a cosine to the end of the run.
+
+    Args:
+        warmup: length of the warm-up.
+        final: learning rate at the end, as a share of the peak.
+    """
+    return CosineWithWarmup(t_warmup=warmup, alpha_f=final)
+
+
+def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler:
+    """A linear warm-up, then a straight line to the end of the run.
+
+    Args:
+        warmup: length of the warm-up.
+        final: learning rate at the end, as a share of the peak.
+    """
+    return LinearWithWarmup(t_warmup=warmup, alpha_f=final)
+
+
+def channels_last() -> ChannelsLast:
+    """Convolution weights in the memory order that tensor cores (and oneDNN) take without a copy."""
+    return ChannelsLast()
+
+
+def lr_monitor() -> Callback:
+    """Logs the learning rate."""
+    return LRMonitor()
+
+
+def memory_monitor() -> Callback:
+    """Logs the device memory that is allocated and reserved."""
+    return MemoryMonitor()
+
+
+def throughput(*, window: int = 50) -> Callback:
+    """Logs samples and batches a second, over all devices and for each.
+
+    Args:
+        window: batches of the running average.
+    """
+    return SpeedMonitor(window_size=window)
+
+
+def tensorboard(output: str, *, flush_every: int = 20) -> LoggerDestination:
+    """TensorBoard files in <output>/tensorboard.
+
+    Args:
+        flush_every: batches between writes to disk.
+    """
+    return TensorboardLogger(log_dir=f"{output}/tensorboard", flush_interval=flush_every)
+
+
+def wandb(
+    run_name: str, *, project: str, entity: str | None = None, tags: list[str] | None = None, offline: bool = False
+) -> LoggerDestination:
+    """Weights & Biases.
+
+    Args:
+        project: project that the run belongs to.
+        entity: user or team; null: the logged-in user.
+        tags: tags of the run.
+        offline: write to disk only, to be synchronised later.
+    """
+    settings: dict[str, Any] = {"mode": "offline"} if offline else {}
+    return WandBLogger(project=project, entity=entity, name=run_name, tags=tags, init_kwargs=settings)
+
+
+def mlflow(run_name: str, *, experiment: str, tracking_uri: str | None = None) -> LoggerDestination:
+    """MLflow.
+
+    Args:
+        experiment: experiment that the run belongs to.
+        tracking_uri: server or folder; null: what the environment says.
+    """
+    return MLFlowLogger(experiment_name=experiment, run_name=run_name, tracking_uri=tracking_uri)

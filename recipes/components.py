@@ -1,0 +1,65 @@
+"""Every component a YAML may name: group -> name -> its builder, as "module:callable".
+
+The builders are imported only when they are built; `recipes.schema` reads their keys from their source.
+"""
+
+COMPONENTS: dict[str, dict[str, str]] = {
+    "model": {
+        "latent_diffusion": "recipes.models.latent_diffusion:LatentDiffusion",
+        "kl_autoencoder": "recipes.models.autoencoder:KLAutoencoder",
+        "contrastive_text": "recipes.models.contrastive:ContrastiveText",
+    },
+    "denoiser": {
+        "unet": "recipes.models.unet:unet",
+    },
+    "data": {
+        "latents": "data.streaming:latents",
+        "pictures": "data.pictures:pictures",
+    },
+    "stream": {
+        "local": "data.streaming:local_set",
+        "remote": "data.streaming:remote_set",
+    },
+    "source": {
+        "tars": "data.sources.tars:TarSource",
+        "folder": "data.sources.folder:FolderSource",
+        "parquet": "data.sources.parquet:ParquetSource",
+        "mds": "data.sources.mds:MDSSource",
+    },
+    "filter": {
+        "pictures": "data.sources.filters:Filter",
+    },
+    "image_encoder": {
+        "kl_vae": "precompute.encoders.vae:kl_vae",
+    },
+    "text_encoder": {
+        "open_clip_text": "precompute.encoders.text:open_clip_text",
+        "hf_clip_text": "precompute.encoders.text:hf_clip_text",
+    },
+    "optimizer": {
+        "adamw": "recipes.builders:adamw",
+    },
+    "schedule": {
+        "constant": "recipes.builders:constant",
+        "cosine": "recipes.builders:cosine",
+        "linear": "recipes.builders:linear",
+    },
+    "algorithm": {
+        "attention": "recipes.algorithms.attention:Attention",
+        "channels_last": "recipes.builders:channels_last",
+    },
+    "callback": {
+        "export": "callbacks.export:Export",
+        "lr_monitor": "recipes.builders:lr_monitor",
+        "memory_monitor": "recipes.builders:memory_monitor",
+        "progress": "callbacks.progress:Progress",
+        "sample_grid": "callbacks.sample_grid:SampleGrid",
+        "reconstructions": "callbacks.reconstructions:Reconstructions",
+        "throughput": "recipes.builders:throughput",
+    },
+    "logger": {
+        "tensorboard": "recipes.builders:tensorboard",
+        "wandb": "recipes.builders:wandb",
+        "mlflow": "recipes.builders:mlflow",
+    },
+}

@@ -1,0 +1,56 @@
+"""The one file that makes a training task a Composer model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from composer import ComposerModel
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+
+class Task(Protocol):
+    """What a model in `recipes.models` offers a trainer. Tasks are `nn.Module`s and know no trainer.
+
+    Attributes:
+        eval_names: the keys that `evaluate` returns.
+    """
+
+    eval_names: list[str]
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scalar losses of a batch; `total` is minimised, the others are logged."""
+
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """(B,) figures a name, averaged over the validation set."""
+
+
+class MeanOf(MeanMetric):
+    """The mean of one of the figures that `evaluate` returns."""
+
+    def __init__(self, figure: str) -> None:
+        super().__init__()
+        self.figure = figure
+
+
+class ComposerTask(ComposerModel):
+    """Adapts a task: forward gives its losses, validation averages its figures."""
+
+    def __init__(self, task: nn.Module) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.task(batch)
+
+    def loss(self, outputs: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
+        return outputs
+
+    def eval_forward(self, batch: dict[str, Tensor], outputs: Any = None) -> dict[str, Tensor]:
+        return self.task.evaluate(batch)
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        return {} if is_train else {name: MeanOf(name) for name in self.task.eval_names}
+
+    def update_metric(self, batch: Any, outputs: dict[str, Tensor], metric: MeanOf) -> None:
+        metric.update(outputs[metric.figure])

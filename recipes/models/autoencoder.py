@@ -1,0 +1,118 @@
+"""The KL-regularised autoencoder of latent diffusion as a training task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+
+from recipes.models.weights import load_safetensors
+
+
+class KLAutoencoder(nn.Module):
+    """AutoencoderKL (Rombach et al. 2022, section 3.1) trained with an L1 likelihood and a small KL weight."""
+
+    def __init__(
+        self,
+        *,
+        channels: list[int],
+        blocks: int = 2,
+        latent_channels: int = 4,
+        norm_groups: int = 32,
+        middle_attention: bool = True,
+        kl_weight: float = 1e-6,
+    ) -> None:
+        """Build it with new weights.
+
+        Args:
+            channels: feature maps of each level; the grid halves between levels, so n levels shrink a side by 2^(n-1).
+            blocks: residual blocks a level.
+            latent_channels: channels of the latents.
+            norm_groups: groups of every GroupNorm.
+            middle_attention: self-attention at the smallest grid.
+            kl_weight: weight of the KL divergence a latent value, beside the absolute error a pixel value.
+
+        Raises:
+            ValueError: a width is no multiple of norm_groups.
+        """
+        super().__init__()
+        if any(width % norm_groups for width in channels):
+            raise ValueError(f"kl_autoencoder: channels {channels} must be multiples of norm_groups ({norm_groups})")
+        levels = len(channels)
+        self.network = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=tuple(channels),
+            layers_per_block=blocks,
+            latent_channels=latent_channels,
+            norm_num_groups=norm_groups,
+            mid_block_add_attention=middle_attention,
+        )
+        self.kl_weight = kl_weight
+        self.eval_names = ["loss", "l1", "psnr"]
+        # First and second moment of the latents, for the scaling factor that the export names.
+        self.register_buffer("latent_moments", torch.tensor([0.0, 1.0]))
+
+    def requirements(self) -> dict[str, int]:
+        """Pictures are its data: there is no manifest to fit."""
+        return {}
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The training loss, the latent drawn from the posterior.
+
+        Args:
+            batch: `image` (B, 3, H, W) uint8.
+
+        Returns:
+            `total`, `l1` (a pixel value, of the range 2 from -1 to 1) and `kl` (nats a latent value): scalars.
+        """
+        images = to_signed(batch["image"])
+        posterior = self.network.encode(images).latent_dist
+        latents = posterior.sample()
+        if self.training:
+            self._track(latents.detach().float())
+        l1 = (self.network.decode(latents).sample.float() - images).abs().mean()
+        kl = posterior.kl().sum() / latents.numel()
+        return {"total": l1 + self.kl_weight * kl, "l1": l1.detach(), "kl": kl.detach()}
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Reconstruction from the posterior's mean: `l1`, `psnr` in dB (of range 1), `loss` (the l1): (B,) each."""
+        images = to_signed(batch["image"])
+        error = self.reconstruct(images) - images
+        l1 = error.abs().mean(dim=(1, 2, 3))
+        psnr = -10 * (error / 2).square().mean(dim=(1, 2, 3)).clamp(min=1e-10).log10()
+        return {"loss": l1, "l1": l1, "psnr": psnr}
+
+    def reconstruct(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) in [-1, 1] through the posterior's mean and back."""
+        return self.network.decode(self.network.encode(images).latent_dist.mode()).sample.float().clamp(-1, 1)
+
+    def _track(self, latents: Tensor) -> None:
+        moments = torch.stack([latents.mean(), latents.square().mean()])
+        self.latent_moments.lerp_(moments, 0.01)
+
+    def export(self, folder: Path) -> None:
+        """Write config.json and safetensors for diffusers' `AutoencoderKL.from_pretrained`.
+
+        The scaling factor makes the latents of the last batches (an average over about 100) of unit deviation.
+        """
+        mean, square = self.latent_moments.tolist()
+        scale = (square - mean**2) ** -0.5
+        self.network.register_to_config(scaling_factor=round(scale, 5), shift_factor=round(mean, 5))
+        self.network.save_pretrained(str(folder), safe_serialization=True)
+
+    def load_export(self, folder: Path) -> None:
+        """Take the weights of an exported folder, strictly.
+
+        Raises:
+            ValueError: the folder has other tensors than this model.
+        """
+        load_safetensors(self.network, folder / "diffusion_pytorch_model.safetensors")
+
+
+def to_signed(images: Tensor) -> Tensor:
+    """uint8 (..., H, W) to 32-bit in [-1, 1]."""
+    return images.float() / 127.5 - 1

@@ -1,0 +1,90 @@
+"""The text-conditioned U-Net of latent diffusion, from diffusers."""
+
+from __future__ import annotations
+
+from diffusers import UNet2DConditionModel
+from torch import Tensor, nn
+
+# Letters: B batch, C latent channels, H W latent grid, L text positions, D text width.
+
+
+class UNet(nn.Module):
+    """A denoiser over latents: (noisy latents, timesteps, text) -> prediction of the latents' shape."""
+
+    def __init__(self, network: UNet2DConditionModel) -> None:
+        super().__init__()
+        self.network = network
+        self.latent_channels = network.config.in_channels
+        self.text_width = network.config.cross_attention_dim
+
+    def forward(self, latents: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+        """Predict noise or velocity.
+
+        Args:
+            latents: (B, C, H, W), noisy.
+            timesteps: (B,), int64 in [0, steps).
+            text: (B, L, D).
+
+        Returns:
+            (B, C, H, W).
+        """
+        return self.network(latents, timesteps, encoder_hidden_states=text, return_dict=False)[0]
+
+    def save(self, folder: str) -> None:
+        """Write config.json and safetensors that `UNet2DConditionModel.from_pretrained` opens."""
+        self.network.save_pretrained(folder, safe_serialization=True)
+
+
+def unet(
+    *,
+    channels: list[int],
+    attention: list[bool],
+    heads: list[int],
+    text_width: int,
+    latent_channels: int = 4,
+    sample_size: int = 64,
+    blocks: int = 2,
+    norm_groups: int = 32,
+    dropout: float = 0.0,
+) -> UNet:
+    """The U-Net of Stable Diffusion 2 (Rombach et al. 2022, section 3.2 and appendix E), at any width.
+
+    Args:
+        channels: feature maps of each level, from the full grid down.
+        attention: whether a level has transformer blocks (self-attention and cross-attention to the text).
+        heads: attention heads of each level.
+        text_width: width of the text embedding.
+        latent_channels: channels of the latents.
+        sample_size: side of the latent grid that the published configuration names; any side runs.
+        blocks: residual blocks a level on the way down; one more on the way up.
+        norm_groups: groups of every GroupNorm.
+        dropout: dropout of the residual and transformer blocks.
+
+    Raises:
+        ValueError: the lists have different lengths, or widths do not divide.
+    """
+    if not len(channels) == len(attention) == len(heads):
+        lengths = f"channels {len(channels)}, attention {len(attention)}, heads {len(heads)}"
+        raise ValueError(f"unet: one entry a level is needed in each list, got {lengths}")
+    for width, count in zip(channels, heads, strict=True):
+        if width % count or width % norm_groups:
+            raise ValueError(f"unet: width {width} must be a multiple of its heads ({count}) and norm_groups ({norm_groups})")
+    down = tuple("CrossAttnDownBlock2D" if on else "DownBlock2D" for on in attention)
+    up = tuple("CrossAttnUpBlock2D" if on else "UpBlock2D" for on in reversed(attention))
+    network = UNet2DConditionModel(
+        sample_size=sample_size,
+        in_channels=latent_channels,
+        out_channels=latent_channels,
+        block_out_channels=tuple(channels),
+        down_block_types=down,
+        up_block_types=up,
+        layers_per_block=blocks,
+        cross_attention_dim=text_width,
+        attention_head_dim=tuple(heads),  # the number of heads, by the name that diffusers keeps for it
+        use_linear_projection=True,
+        norm_num_groups=norm_groups,
+        dropout=dropout,
+    )
+    return UNet(network)
+
+

@@ -1,0 +1,133 @@
+"""From a checked recipe to a Composer Trainer: the only place that knows every part."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import DataSpec, Evaluator, Trainer
+from composer.algorithms import GradientClipping
+from composer.utils import dist, reproducibility
+
+from callbacks.interval import CHECKPOINT, at_intervals
+from data.loading import Loading, Placement
+from recipes.build import build, encoders_of
+from recipes.composer_model import ComposerTask
+from recipes.config import Recipe, to_yaml
+
+
+def build_trainer(recipe: Recipe) -> Trainer:
+    """Everything a run needs, ready for `fit()`.
+
+    Raises:
+        ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load.
+    """
+    use_gpu = torch.cuda.is_available() if recipe.training.device == "auto" else recipe.training.device == "gpu"
+    if use_gpu and not torch.cuda.is_available():
+        raise ValueError("training.device: gpu was asked for, and PyTorch sees none; use auto or cpu")
+    precision = recipe.training.precision
+    if precision == "auto":
+        precision = "amp_bf16" if use_gpu else "fp32"
+    if not use_gpu and precision != "fp32":
+        raise ValueError(f"training.precision: {precision} needs a GPU; use fp32 or auto on a CPU")
+    dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=600.0)
+    reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
+    batch = device_batch(recipe.training.global_batch, dist.get_world_size())
+
+    task = build(recipe.model)
+    if recipe.checkpoints.load_weights:
+        task.load_export(Path(recipe.checkpoints.load_weights))
+    load = partial(
+        Placement, batch=batch, rank=dist.get_global_rank(), world=dist.get_world_size(), seed=recipe.seed, pin=use_gpu
+    )
+    requirements = task.requirements()
+    data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)
+    evals = {
+        label: build(component, placement=load(training=False), requirements=requirements)
+        for label, component in recipe.evals.items()
+    }
+    context = {
+        "task": task,
+        "run_name": recipe.run_name,
+        "output": recipe.output,
+        "loading": data,
+        "encoders": lambda: encoders_of(data.manifest),
+    }
+    config = to_yaml(recipe)
+    save_config(config, Path(recipe.output))
+    checkpoints = recipe.checkpoints
+    return Trainer(
+        model=ComposerTask(task),
+        train_dataloader=data_spec(data),
+        eval_dataloader=[
+            Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=recipe.training.microbatch)
+            for label, loading in evals.items()
+        ],
+        eval_interval=at_intervals(recipe.training.eval_every),
+        max_duration=recipe.training.duration,
+        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
+        schedulers=build(recipe.schedule),
+        algorithms=[build(algorithm, **context) for algorithm in recipe.algorithms.values()] + clipping(recipe),
+        callbacks=[build(callback, **context) for callback in recipe.callbacks.values()],
+        loggers=[build(logger, **context) for logger in recipe.loggers.values()],
+        run_name=recipe.run_name,
+        progress_bar=recipe.training.progress_bar,
+        load_path=checkpoints.load_path,
+        save_folder=f"{recipe.output}/checkpoints" if checkpoints.save else None,
+        save_interval=at_intervals(checkpoints.every, CHECKPOINT),
+        save_num_checkpoints_to_keep=checkpoints.keep,
+        save_overwrite=not checkpoints.autoresume,
+        autoresume=checkpoints.autoresume,
+        device="gpu" if use_gpu else "cpu",
+        precision=precision,
+        device_train_microbatch_size=recipe.training.microbatch,
+        seed=recipe.seed,
+        dist_timeout=600.0,
+    )
+
+
+def device_batch(global_batch: int, world: int) -> int:
+    """Samples a device takes an optimizer step.
+
+    Raises:
+        ValueError: the batch does not divide.
+    """
+    if global_batch % world:
+        raise ValueError(f"training.global_batch: {global_batch} does not divide over {world} devices")
+    return global_batch // world
+
+
+def data_spec(loading: Loading) -> DataSpec:
+    """A loader as Composer takes it."""
+    return DataSpec(
+        loading.loader,
+        microbatch_transforms=loading.on_device,
+        get_num_samples_in_batch=_samples,
+    )
+
+
+def _samples(batch: dict[str, torch.Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def clipping(recipe: Recipe) -> list[Any]:
+    """Gradient clipping, where it is asked for."""
+    if recipe.training.grad_clip is None:
+        return []
+    return [GradientClipping(clipping_type="norm", clipping_threshold=recipe.training.grad_clip)]
+
+
+def save_config(config: str, output: Path) -> None:
+    """Print the resolved config and write it as <output>/config.yaml, on the first rank."""
+    if dist.get_global_rank() != 0:
+        return
+    print(config, flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    partial_file = output / f"config.yaml.tmp{os.getpid()}"
+    partial_file.write_text(config, encoding="utf-8")
+    partial_file.replace(output / "config.yaml")
+
+

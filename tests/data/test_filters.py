@@ -1,0 +1,269 @@
+"""data/sources/filters.py: awkward pictures come out upright and RGB; bad ones are named with a reason."""
+
+import io
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data.sources.base import REASONS, DecodedSample, Rejected, Sample, iterate
+from data.sources.filters import Filter
+
+RED, BLUE = (220, 20, 30), (20, 30, 220)
+
+
+def two_tone(width: int = 40, height: int = 20) -> Image.Image:
+    """Left half red, right half blue."""
+    image = Image.new("RGB", (width, height), RED)
+    image.paste(BLUE, (width // 2, 0, width, height))
+    return image
+
+
+def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def decode(image, caption: str = "a caption", shrink_to: int | None = None, **bounds):
+    return Filter(**bounds).decode(Sample("k", image, caption), shrink_to)
+
+
+def near(pixel, colour, tolerance: int = 12) -> bool:
+    return all(abs(a - b) <= tolerance for a, b in zip(pixel, colour, strict=True))
+
+
+def corners(decoded) -> tuple:
+    assert isinstance(decoded, DecodedSample), decoded
+    assert decoded.image.mode == "RGB"
+    return decoded.image.getpixel((1, 1)), decoded.image.getpixel((decoded.image.width - 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("PNG", {}),
+        ("JPEG", {"quality": 95}),
+        ("JPEG", {"quality": 95, "progressive": True}),
+        ("WEBP", {"lossless": True}),
+        ("GIF", {}),
+        ("BMP", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("AVIF", {"quality": 95}),
+    ],
+)
+def test_every_format(kind, options):
+    left, right = corners(decode(encode(two_tone(), kind, **options)))
+    assert near(left, RED) and near(right, BLUE)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "CMYK", "YCbCr"])
+def test_colour_modes(mode):
+    image = two_tone().quantize(4) if mode == "P" else two_tone().convert(mode)
+    left, right = corners(decode(encode(image, "PNG" if mode in ("RGBA", "P") else "JPEG", quality=95)))
+    assert near(left, RED) and near(right, BLUE)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "LA", "I;16", "I;16B"])
+def test_grey_modes(mode):
+    values = np.full((20, 40), 51, np.uint16)
+    values[:, 20:] = 204
+    if mode == "1":
+        values = np.where(values > 100, 255, 0).astype(np.uint16)
+    if mode.startswith("I;16"):
+        image = Image.fromarray(values * 257)
+        data = encode(image, "TIFF") if mode == "I;16B" else encode(image)
+    else:
+        data = encode(Image.fromarray(values.astype(np.uint8)).convert(mode))
+    left, right = corners(decode(data))
+    assert left == (values[0, 0],) * 3 and right == (values[0, -1],) * 3
+
+
+def test_sixteen_bit_grey_is_scaled_and_not_cut():
+    left, right = corners(decode(encode(Image.fromarray(np.full((8, 8), 1000, np.uint16)))))
+    assert left == right == (4, 4, 4)
+
+
+def test_transparency_is_on_white():
+    image = two_tone().convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").resize(image.size).point(lambda value: 255 if value > 127 else 0))
+    left, _ = corners(decode(encode(image)))
+    assert left == (255, 255, 255)
+    palette = Image.new("P", (8, 8), 0)
+    palette.putpalette([0, 0, 0, *RED])
+    palette.paste(1, (4, 0, 8, 8))
+    left, right = corners(decode(encode(palette, transparency=0)))
+    assert left == (255, 255, 255) and right == RED
+    keyed = encode(two_tone(), transparency=BLUE)  # RGB with one colour declared transparent
+    left, right = corners(decode(keyed))
+    assert left == RED and right == (255, 255, 255)
+
+
+def test_half_transparency_is_mixed():
+    image = Image.new("RGBA", (8, 8), (0, 0, 0, 128))
+    assert near(corners(decode(encode(image)))[0], (127, 127, 127), 1)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_exif_orientation_is_applied(orientation, kind):
+    upright = two_tone()
+    stored = {
+        1: [],
+        2: [Image.Transpose.FLIP_LEFT_RIGHT],
+        3: [Image.Transpose.ROTATE_180],
+        4: [Image.Transpose.FLIP_TOP_BOTTOM],
+        5: [Image.Transpose.TRANSPOSE],
+        6: [Image.Transpose.ROTATE_90],
+        7: [Image.Transpose.TRANSVERSE],
+        8: [Image.Transpose.ROTATE_270],
+    }[orientation]
+    image = upright
+    for step in stored:
+        image = image.transpose(step)
+    exif = Image.Exif()
+    exif[274] = orientation
+    decoded = decode(encode(image, kind, exif=exif), min_aspect=1.9, max_aspect=2.1)
+    left, right = corners(decoded)
+    assert near(left, RED, 25) and near(right, BLUE, 25)
+    assert decoded.original_size == decoded.image.size == (40, 20)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_damaged_exif_does_no_harm():
+    data = encode(two_tone(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\xff\xff\xff", quality=95)
+    left, _ = corners(decode(data))
+    assert near(left, RED)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_first_frame_of_an_animation(kind):
+    frames = [Image.new("RGB", (16, 16), colour) for colour in (RED, BLUE, (0, 255, 0))]
+    data = encode(frames[0], kind, save_all=True, append_images=frames[1:], duration=100)
+    assert near(corners(decode(data))[0], RED)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_truncated(kind):
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+    data = encode(noise, kind)
+    rejected = decode(data[: len(data) // 2])
+    assert isinstance(rejected, Rejected) and rejected.reason == "broken_image"
+
+
+@pytest.mark.parametrize("data", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"%!PS-Adobe-3.0 EPSF-3.0\n"])
+def test_not_a_picture(data):
+    assert decode(data).reason == "broken_image"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_bytes_never_raise(data):
+    good = encode(two_tone(), data.draw(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "TIFF"])))
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 8))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert isinstance(decode(bytes(raw), max_pixels=10_000), DecodedSample | Rejected)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header promises width x height pixels."""
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("side", [9_500, 12_000, 60_000])
+def test_bombs_are_refused_by_their_header(side):
+    assert decode(bomb(side, side)).reason == "too_many_pixels"
+
+
+def test_bomb_warning_as_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode(bomb(10_000, 10_000)).reason == "too_many_pixels"
+
+
+def test_sizes_and_aspect():
+    data = encode(two_tone(40, 20))
+    assert decode(data, min_side=20, max_pixels=800, min_aspect=2.0, max_aspect=2.0).key == "k"
+    assert decode(data, min_side=21).reason == "too_small"
+    assert decode(data, max_pixels=799).reason == "too_many_pixels"
+    assert decode(data, max_aspect=1.99).reason == "aspect"
+    assert decode(data, min_aspect=2.01).reason == "aspect"
+    assert decode(two_tone(40, 20), max_aspect=1.99).reason == "aspect"  # a picture that is decoded already
+
+
+def test_captions():
+    data = encode(two_tone())
+    assert decode(data, " \n\t ").reason == "empty_caption"
+    assert decode(data, " ab ", min_caption_chars=3).reason == "short_caption"
+    assert decode(data, " abcd ", max_caption_chars=3).reason == "long_caption"
+    assert decode(data, " abc \n", min_caption_chars=3, max_caption_chars=3).caption == "abc"
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_unknown_range(mode):
+    assert decode(Image.new(mode, (8, 8))).reason == "unsupported_image"
+
+
+def test_large_jpeg_is_decoded_at_a_fraction():
+    data = encode(two_tone(1600, 1200), "JPEG")
+    assert decode(data).image.size == (1600, 1200)
+    small = decode(data, shrink_to=64)
+    assert small.original_size == (1600, 1200) and small.image.size == (200, 150)
+    exif = Image.Exif()
+    exif[274] = 6
+    turned = decode(encode(two_tone(1600, 1200), "JPEG", exif=exif), shrink_to=64)
+    assert turned.original_size == (1200, 1600) and turned.image.size == (150, 200)
+    assert decode(encode(two_tone(100, 90), "JPEG"), shrink_to=64).image.size == (100, 90)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_side": 0}, "min_side"),
+        ({"min_side": 100, "max_pixels": 99}, "min_side"),
+        ({"max_pixels": 10**10}, "max_pixels"),
+        ({"min_aspect": 2.0, "max_aspect": 1.0}, "min_aspect"),
+        ({"max_aspect": 0.0}, "max_aspect"),
+        ({"min_caption_chars": 0}, "min_caption_chars"),
+        ({"min_caption_chars": 9, "max_caption_chars": 5}, "max_caption_chars"),
+    ],
+)
+def test_bounds_nothing_can_meet(bounds, message):
+    with pytest.raises(ValueError, match=f"filter.*{message}"):
+        Filter(**bounds)
+
+
+class Listed:
+    """A source over a list, for `iterate`."""
+
+    def shards(self):
+        return ["a", "b"]
+
+    def read(self, shard):
+        yield Sample(f"{shard}0", encode(two_tone()), "caption")
+        yield Rejected(f"{shard}1", "missing_image")
+        yield Sample(f"{shard}2", b"", "caption")
+
+
+def test_iterate_loses_nothing():
+    rows = list(iterate(Listed(), Filter()))
+    assert [row.key for row in rows] == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert [getattr(row, "reason", "") for row in rows[:3]] == ["", "missing_image", "broken_image"]
+    assert [row.key for row in iterate(Listed(), Filter(), ["b"])] == ["b0", "b1", "b2"]
+    assert all(row.reason in REASONS for row in rows if isinstance(row, Rejected))

@@ -1,0 +1,344 @@
+"""data/sources: every layout gives the same samples; what is broken is named, never lost, never raised."""
+
+import csv
+import functools
+import io
+import json
+import pickle
+import sys
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id, write_rejected
+from data.sources.folder import FolderSource
+from data.sources.mds import MDSSource
+from data.sources.parquet import ParquetSource
+from data.sources.tars import TarSource
+
+
+def picture(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8 + number, 8), (number, 2 * number, 255)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+ROWS = [(f"p{number:02d}", picture(number), f"caption {number}, ünïcode") for number in range(7)]
+
+
+def write_tar(path, members, mode="w"):
+    with tarfile.open(path, mode) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def layout(rows=ROWS):
+    for key, image, caption in rows:
+        yield f"{key}.png", image
+        yield f"{key}.txt", caption.encode()
+        yield f"{key}.json", json.dumps({"number": int(key[1:])}).encode()
+
+
+def tar_source(folder):
+    write_tar(folder / "0.tar", layout(ROWS[:4]))
+    write_tar(folder / "1.tar", layout(ROWS[4:]))
+    return TarSource(urls=str(folder / "{0..1}.tar"))
+
+
+def folder_source(folder, captions):
+    for number, (key, image, caption) in enumerate(ROWS):
+        (folder / f"{key}.png").write_bytes(image)
+        if captions == "txt":
+            (folder / f"{key}.txt").write_text(caption + "\n", "utf-8")
+        elif captions == "captions.jsonl":
+            with open(folder / captions, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"file_name": f"{key}.png", "text": caption, "number": number}) + "\n")
+    if captions == "table.csv":
+        with open(folder / captions, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([("file", "caption"), *((f"{key}.png", caption) for key, _, caption in ROWS)])
+    return FolderSource(path=str(folder), captions=captions, shard_size=3)
+
+
+def parquet_source(folder, struct):
+    images = [{"bytes": image, "path": None} if struct else image for _, image, _ in ROWS]
+    table = pa.table({"id": [row[0] for row in ROWS], "image": images, "text": [row[2] for row in ROWS]})
+    pq.write_table(table, folder / "a.parquet", row_group_size=2)
+    return ParquetSource(path=str(folder), key="id", shard_size=3)
+
+
+def mds_source(folder, encoding="bytes", **options):
+    from streaming import MDSWriter
+
+    columns = {"image": encoding, "caption": "str", "key": "str", "number": "int", "extra": "pkl"}
+    with MDSWriter(out=str(folder / "mds"), columns=columns, size_limit=600, **options) as out:
+        for number, (key, image, caption) in enumerate(ROWS):
+            stored = image if encoding == "bytes" else Image.open(io.BytesIO(image))
+            out.write({"image": stored, "caption": caption, "key": key, "number": number, "extra": _Bomb()})
+    return MDSSource(path=str(folder / "mds"), key="key")
+
+
+class _Bomb:
+    """Unpickling it would fail the test."""
+
+    def __reduce__(self):
+        return sys.exit, ("a pickle was read",)
+
+
+SOURCES = {
+    "tars": tar_source,
+    "folder, txt": functools.partial(folder_source, captions="txt"),
+    "folder, jsonl": functools.partial(folder_source, captions="captions.jsonl"),
+    "folder, csv": functools.partial(folder_source, captions="table.csv"),
+    "parquet": functools.partial(parquet_source, struct=False),
+    "parquet, hugging face": functools.partial(parquet_source, struct=True),
+    "mds": mds_source,
+    "mds, zstd": functools.partial(mds_source, compression="zstd:3"),
+}
+
+
+def read(source):
+    return [row for shard in source.shards() for row in source.read(shard)]
+
+
+def reasons(source):
+    return {row.key: row.reason for row in read(source) if isinstance(row, Rejected)}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_all_layouts_give_the_same_samples(name, tmp_path):
+    source = SOURCES[name](tmp_path)
+    samples = read(source)
+    assert [(row.key, row.image, row.caption.strip()) for row in samples] == ROWS
+    shards = source.shards()
+    assert len(shards) > 1 and len(set(shards)) == len(shards)
+    assert all(set(shard) <= set("abcdefghijklmnopqrstuvwxyz_-0123456789") for shard in shards)
+    again = pickle.loads(pickle.dumps(source))  # worker processes get it so
+    assert again.shards() == shards and read(again) == samples
+    with pytest.raises(ValueError, match="no shard 'nothing'"):
+        list(source.read("nothing"))
+    if name in ("tars", "folder, jsonl", "mds"):
+        assert [row.metadata for row in samples] == [{"number": number} for number in range(7)]
+
+
+@pytest.mark.parametrize("encoding", ["png", "pil"])
+def test_mds_pictures(encoding, tmp_path):
+    for row, (key, image, _) in zip(read(mds_source(tmp_path, encoding)), ROWS, strict=True):
+        got = Image.open(io.BytesIO(row.image)) if encoding == "png" else row.image
+        assert row.key == key and got.tobytes() == Image.open(io.BytesIO(image)).tobytes()
+
+
+# Folders
+
+
+def test_folder_oddities(tmp_path):
+    for name, data in {
+        "a.png": picture(1),
+        "b.txt": b"no picture",
+        "sub/c.JPG": picture(2),
+        "sub/c.txt": "\ufeffwith a mark".encode(),
+        "d.png": picture(3),
+        "d.webp": picture(4),
+        "d.txt": b"two pictures",
+        "e.png": picture(5),
+        "e.txt": b"\xff",
+        ".hidden.png": picture(6),
+        "notes.md": b"",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "f.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "round").symlink_to(tmp_path)
+    source = FolderSource(path=str(tmp_path))
+    rows = read(source)
+    assert {row.key: getattr(row, "reason", getattr(row, "caption", "")) for row in rows} == {
+        "a": "missing_caption",
+        "b": "missing_image",
+        "sub/c": "with a mark",
+        "d.png": "two pictures",
+        "d.webp": "two pictures",
+        "e": "caption_not_utf8",
+        "f": "missing_image",
+    }
+    assert len(rows) == 7
+    (tmp_path / "new.png").write_bytes(picture(1))
+    assert FolderSource(path=str(tmp_path)).shards() != source.shards()  # an encoded shard is not taken for it
+
+
+def test_folder_table_oddities(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(1))
+    (tmp_path / "b.png").write_bytes(picture(2))
+    lines = ["a.png,one", "./a.png,two", "../secret.png,three", "gone.png,four"]
+    (tmp_path / "t.csv").write_text("file_name,text\n" + "\n".join(lines), "utf-8")
+    rows = read(FolderSource(path=str(tmp_path), captions="t.csv"))
+    assert sorted((row.key, getattr(row, "reason", getattr(row, "caption", ""))) for row in rows) == [
+        ("../secret.png", "missing_image"),
+        ("a", "one"),
+        ("a.png", "duplicate_key"),
+        ("b", "missing_caption"),
+        ("gone.png", "missing_image"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", b"picture,text\na.png,one\n", "line 2: no column file_name or file"),
+        ("t.csv", b"file,text\na.png,one, two\n", "line 2: more cells"),
+        ("t.csv", b"file,text\na.png,\xff\n", "not UTF-8"),
+        ("t.jsonl", b'{"file": "a.png", "caption": "x"}\n{', "line 2: not JSON"),
+        ("t.jsonl", b'{"file": "a.png", "caption": 3}\n', "line 1: caption is a int"),
+        ("t.jsonl", b"[]\n", "line 1: give one JSON object"),
+        ("t.xlsx", b"", "not read"),
+    ],
+)
+def test_folder_tables_that_are_wrong(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        FolderSource(path=str(tmp_path), captions=name)
+
+
+def test_missing_places_are_named(tmp_path):
+    missing = str(tmp_path / "missing")
+    for build in (FolderSource, ParquetSource, MDSSource):
+        with pytest.raises(FileNotFoundError, match="missing"):
+            build(path=missing)
+    with pytest.raises(FileNotFoundError, match=r"t\.jsonl"):
+        FolderSource(path=str(tmp_path), captions="t.jsonl")
+    with pytest.raises(FileNotFoundError, match="no .parquet file"):
+        ParquetSource(path=str(tmp_path))
+
+
+# Parquet
+
+
+def test_parquet_oddities(tmp_path):
+    text = pa.array([b"good", b"\xff bad", None, b"no picture", b"again"], pa.binary())
+    columns = {
+        "id": ["a", "b", "c", "d", "a"],
+        "image": [picture(1), picture(2), picture(3), None, picture(4)],
+        "text": pa.Array.from_buffers(pa.string(), 5, text.buffers()),  # a string column that is not UTF-8
+        "width": [8, 8, 8, None, 8],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = read(ParquetSource(path=str(tmp_path / "a.parquet"), key="id"))
+    assert [(row.key, getattr(row, "reason", "")) for row in rows] == [
+        ("a", ""),
+        ("b", "caption_not_utf8"),
+        ("c", "missing_caption"),
+        ("d", "missing_image"),
+        ("a", "duplicate_key"),
+    ]
+    assert rows[0].metadata == {"width": 8}
+    assert [row.key for row in read(ParquetSource(path=str(tmp_path)))][:2] == ["a_00000000", "a_00000001"]
+
+
+def test_parquet_dictionary_captions(tmp_path):
+    text = pa.array(["x", "y", "x"]).dictionary_encode()
+    pq.write_table(pa.table({"image": [picture(i) for i in range(3)], "text": text}), tmp_path / "a.parquet")
+    assert [row.caption for row in read(ParquetSource(path=str(tmp_path)))] == ["x", "y", "x"]
+
+
+def test_parquet_errors(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"image": ["a.png"], "text": ["x"], "n": [1]}), path)
+    with pytest.raises(ValueError, match="'image' is of type string"):
+        ParquetSource(path=str(path))
+    with pytest.raises(ValueError, match="no column 'picture': it has image, text, n"):
+        ParquetSource(path=str(path), image="picture")
+    pq.write_table(pa.table({"image": [b"a"], "text": [1]}), path)
+    with pytest.raises(ValueError, match="'text' is of type int64"):
+        ParquetSource(path=str(path))
+    path.write_bytes(b"PAR1 not really PAR1")
+    with pytest.raises(ValueError, match="not a Parquet file"):
+        ParquetSource(path=str(path))
+
+
+def test_damaged_parquet_is_reported(tmp_path):
+    pq.write_table(
+        pa.table({"image": [picture(i) for i in range(200)], "text": [f"c{i}" for i in range(200)]}),
+        tmp_path / "a.parquet",
+        row_group_size=50,
+    )
+    source = ParquetSource(path=str(tmp_path))
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    raw[len(raw) // 2 : len(raw) // 2 + 2000] = b"\xff" * 2000
+    (tmp_path / "a.parquet").write_bytes(raw)
+    rows = read(source)
+    assert rows[-1].reason == "broken_shard" and isinstance(rows[0], Sample)
+
+
+# MDS
+
+
+def test_mds_damage_and_loss(tmp_path):
+    source = mds_source(tmp_path)
+    first, second = (sorted((tmp_path / "mds").glob("*.mds"))[number] for number in (0, 1))
+    first.write_bytes(first.read_bytes()[:-30])
+    rows = list(source.read(source.shards()[0]))
+    assert rows[-1].reason == "broken_shard" and all(isinstance(row, Sample) for row in rows[:-1])
+    raw = second.read_bytes().replace("ünïcode".encode(), b"\xff\xffn\xff\xffcode")
+    second.write_bytes(raw)
+    assert {row.reason for row in source.read(source.shards()[1])} == {"caption_not_utf8"}
+    second.unlink()
+    with pytest.raises(FileNotFoundError, match=second.name):
+        list(source.read(source.shards()[1]))
+
+
+def test_mds_columns_are_checked(tmp_path):
+    mds_source(tmp_path)
+    path = str(tmp_path / "mds")
+    with pytest.raises(ValueError, match="'extra' is of encoding 'pkl'"):
+        MDSSource(path=path, caption="extra")
+    with pytest.raises(ValueError, match="no column 'text'"):
+        MDSSource(path=path, caption="text")
+    index = tmp_path / "mds" / "index.json"
+    index.write_text(index.read_text().replace("shard.00000.mds", "../shard.00000.mds"))
+    with pytest.raises(ValueError, match="leaves the folder"):
+        MDSSource(path=path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="not the index"):
+        MDSSource(path=path)
+
+
+def test_mds_damaged_compression(tmp_path):
+    source = mds_source(tmp_path, compression="zstd:3")
+    next(iter(sorted((tmp_path / "mds").glob("*.zstd")))).write_bytes(b"damage")
+    assert [row.reason for row in source.read(source.shards()[0])] == ["broken_shard"]
+
+
+# What the callers write
+
+
+def test_rejected_file(tmp_path):
+    rows = [
+        ("s0", Rejected("a", "aspect", "9x1")),
+        ("s1", Rejected("b\udcff", "aspect")),
+        ("s1", Rejected("c", "too_small")),
+    ]
+    assert write_rejected(tmp_path / "rejected.jsonl", rows) == {"aspect": 2, "too_small": 1}
+    lines = (tmp_path / "rejected.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(lines[0]) == {"key": "a", "shard": "s0", "reason": "aspect", "detail": "9x1"}
+    assert lines[2] == rejected_line("s1", rows[2][1]) and len(lines) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["rejected.jsonl"]
+
+
+@given(st.text(max_size=99), st.text(max_size=9))
+def test_shard_ids_are_folder_names(name, identity):
+    one = shard_id(name, identity)
+    assert len(one) <= 80 and set(one) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_-0123456789")
+    assert one == shard_id(name, identity) != shard_id(name, identity + "x")
+
+
+def test_reasons_are_documented():
+    assert all(reason.isidentifier() and text for reason, text in REASONS.items())
+    with pytest.raises(AssertionError):
+        Rejected("a", "because")

@@ -1,0 +1,282 @@
+"""data/sources/tars.py: brace ranges, remote tars, and everything that can be wrong in a tar."""
+
+import gzip
+import http.server
+import io
+import json
+import shutil
+import tarfile
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from data.sources import tars
+from data.sources.base import Rejected, Sample
+from data.sources.tars import TarSource, expand
+
+
+def picture(number: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8 + number, 8), (number, 2 * number, 255)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+ROWS = [(f"p{number:02d}", picture(number), f"caption {number}, ünïcode") for number in range(7)]
+
+
+def write_tar(path, members, mode="w"):
+    with tarfile.open(path, mode) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def layout(rows=ROWS):
+    for key, image, caption in rows:
+        yield f"{key}.png", image
+        yield f"{key}.txt", caption.encode()
+        yield f"{key}.json", json.dumps({"number": int(key[1:])}).encode()
+
+
+def read(source):
+    return [row for shard in source.shards() for row in source.read(shard)]
+
+
+def reasons(source):
+    return {row.key: row.reason for row in read(source) if isinstance(row, Rejected)}
+
+
+def test_the_webdataset_library_and_this_one_read_each_other(tmp_path):
+    import webdataset as wds
+
+    with wds.TarWriter(str(tmp_path / "w.tar")) as out:
+        for key, image, caption in ROWS:
+            out.write({"__key__": key, "png": image, "txt": caption})
+    samples = read(TarSource(urls=str(tmp_path / "w.tar")))
+    assert [(row.key, row.image, row.caption) for row in samples] == ROWS
+    write_tar(tmp_path / "ours.tar", layout())
+    theirs = wds.WebDataset(str(tmp_path / "ours.tar"), shardshuffle=False)
+    assert [(row["__key__"], row["png"], row["txt"].decode()) for row in theirs] == ROWS
+
+
+def test_tar_members_without_partner(tmp_path):
+    image, text = picture(1), b"caption"
+    members = [
+        ("README", b"about"),
+        ("a.png", image),
+        ("b.txt", text),
+        ("c.png", image),
+        ("c.txt", text),
+        ("d.png", image),
+        ("d.jpg", image),
+        ("d.txt", text),
+        ("e.png", image),
+        ("e.txt", b"\xff\xfe caption"),
+        ("f.png", image),
+        ("f.txt", text),
+        ("f.json", b"{"),
+        ("g.png", image),
+        ("g.txt", text),
+        ("g.json", b"[1]"),
+        ("c.png", picture(2)),
+        ("c.txt", b"another"),
+        ("h.PNG", image),
+        ("h.txt", text),
+        ("h.txt", text),
+        ("__meta__/x.txt", text),
+        ("./dir/i.png", image),
+        ("./dir/i.txt", text),
+    ]
+    rows = read(TarSource(urls=str(write_tar(tmp_path / "x.tar", members))))
+    assert [(row.key, getattr(row, "reason", "")) for row in rows] == [
+        ("README", "unknown_member"),
+        ("a", "missing_caption"),
+        ("b", "missing_image"),
+        ("c", ""),
+        ("d", "duplicate_image"),
+        ("e", "caption_not_utf8"),
+        ("f", "broken_metadata"),
+        ("g", "broken_metadata"),
+        ("c", "duplicate_key"),
+        ("h", ""),
+        ("h", "duplicate_key"),
+        ("dir/i", ""),
+    ]
+    assert rows[3].image == image
+
+
+def test_tar_links_are_not_followed(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        link = tarfile.TarInfo("a.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+        text = tarfile.TarInfo("a.txt")
+        text.size = 3
+        tar.addfile(text, io.BytesIO(b"abc"))
+    found = [(row.key, row.reason) for row in read(TarSource(urls=str(tmp_path / "x.tar")))]
+    assert found == [("a.png", "unknown_member"), ("a", "missing_image")]
+
+
+def test_tar_caption_out_of_json(tmp_path):
+    members = [
+        ("a.png", picture(1)),
+        ("a.json", b'{"long": "told at length"}'),
+        ("b.png", picture(2)),
+        ("b.json", b"{}"),
+    ]
+    rows = read(TarSource(urls=str(write_tar(tmp_path / "x.tar", members)), caption="json:long"))
+    assert rows[0].caption == "told at length" and rows[1].reason == "missing_caption"
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+def test_compressed_and_truncated_tars(mode, tmp_path):
+    path = write_tar(tmp_path / "x.tar", layout(), mode)
+    assert [row.key for row in read(TarSource(urls=str(path)))] == [row[0] for row in ROWS]
+    whole = path.read_bytes()
+    for part in (0.3, 0.6):
+        path.write_bytes(whole[: int(len(whole) * part)])
+        rows = read(TarSource(urls=str(path)))
+        good = [row for row in rows if isinstance(row, Sample)]
+        assert [(row.key, row.image, row.caption) for row in good] == ROWS[: len(good)]
+        assert [row.reason for row in rows if row.key == "x.tar"] == ["broken_shard"]
+
+
+def test_every_truncation_of_a_tar_is_seen(tmp_path):
+    """The library stops without a word where a header is cut off; here each cut is reported."""
+    whole = write_tar(tmp_path / "x.tar", layout(ROWS[:2])).read_bytes()
+    content = len(whole.rstrip(b"\0"))
+    path = tmp_path / "cut.tar"
+    source = None
+    for cut in range(0, content, 509):
+        path.write_bytes(whole[:cut])
+        source = source or TarSource(urls=str(path))
+        assert [row.key for row in read(source) if getattr(row, "reason", "") == "broken_shard"] == ["cut.tar"]
+    damaged = bytearray(whole)
+    damaged[3072:3584] = b"x" * 512  # a header in the middle
+    path.write_bytes(damaged)
+    assert "cut.tar" in reasons(source)
+
+
+def test_tar_that_is_none(tmp_path):
+    (tmp_path / "x.tar").write_bytes(b"<html>not found</html>" * 99)
+    assert reasons(TarSource(urls=str(tmp_path / "x.tar"))) == {"x.tar": "broken_shard"}
+
+
+def test_huge_members_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tars, "MAX_FILE_BYTES", 1000)
+    path = write_tar(tmp_path / "x.tar", [("a.png", bytes(1001)), ("a.txt", b"big"), *layout(ROWS[:1])])
+    assert reasons(TarSource(urls=str(path))) == {"a": "too_large_file"}
+
+
+@pytest.mark.parametrize("url", ["pipe:cat x.tar", "-", "ssh://host/x.tar", "PIPE:ls", "ais://b/x.tar", "|ls"])
+def test_commands_are_refused(url):
+    with pytest.raises((ValueError, FileNotFoundError), match="source.urls"):
+        TarSource(urls=url)
+
+
+def test_missing_tars_are_named(tmp_path):
+    write_tar(tmp_path / "0.tar", layout())
+    with pytest.raises(FileNotFoundError, match="1.tar"):
+        TarSource(urls=[str(tmp_path / "{0..2}.tar")])
+    with pytest.raises(FileNotFoundError, match=r"none-\*"):
+        TarSource(urls=str(tmp_path / "none-*.tar"))
+    with pytest.raises(ValueError, match="twice"):
+        TarSource(urls=[str(tmp_path / "0.tar"), str(tmp_path / "*.tar")])
+    with pytest.raises(ValueError, match="empty"):
+        TarSource(urls=[])
+    source = TarSource(urls=str(tmp_path / "*.tar"))
+    (tmp_path / "0.tar").unlink()
+    with pytest.raises(FileNotFoundError, match="0.tar"):
+        read(source)
+
+
+@given(st.integers(0, 200), st.integers(0, 60), st.integers(1, 6))
+def test_brace_ranges(first, count, width):
+    last = f"{first + count:0{width}d}"
+    urls = list(expand(f"https://host/a/{{{first:0{width}d}..{last}}}.tar"))
+    assert [int(url[len("https://host/a/") : -4]) for url in urls] == list(range(first, first + count + 1))
+    assert urls[-1] == f"https://host/a/{last}.tar"
+
+
+def test_brace_lists_and_too_large_ranges():
+    assert list(expand("s3://b/{x,y}/{0..1}.tar")) == [f"s3://b/{a}/{b}.tar" for a in "xy" for b in "01"]
+    with pytest.raises(ValueError, match="smaller range"):
+        next(expand("gs://b/{0..99999999999}.tar"))
+    with pytest.raises(ValueError, match="smaller range"):
+        next(expand("gs://b/{0..9999}/{99999..00000..2}.tar"))
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `files`; the first answer to each path breaks off half-way."""
+
+    files: dict[str, bytes] = {}
+    asked: list[str] = []
+
+    def do_GET(self):
+        data = self.files.get(self.path)
+        if data is None:
+            return self.send_error(404)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        first = self.path not in self.asked
+        self.asked.append(self.path)
+        self.wfile.write(data[: len(data) // 2] if first else data)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_remote_tars_are_fetched_again_when_the_connection_breaks(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(tars.time, "sleep", lambda seconds: None)
+    Server.files = {"/0.tar": write_tar(tmp_path / "0.tar", layout()).read_bytes()}
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        source = TarSource(urls=f"{address}/{{0..1}}.tar")
+        rows = list(source.read(source.shards()[0]))
+        assert [(row.key, row.image, row.caption) for row in rows] == ROWS
+        assert Server.asked == ["/0.tar", "/0.tar"]
+        with pytest.raises(FileNotFoundError, match=r"1\.tar \(HTTP 404\)"):
+            list(source.read(source.shards()[1]))
+    finally:
+        server.shutdown()
+        server.server_close()
+    with pytest.raises(ConnectionError, match="0.tar"):
+        list(source.read(source.shards()[0]))
+
+
+def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
+    from streaming.base.storage import CloudDownloader
+
+    asked = []
+
+    def download(remote, local, timeout):
+        asked.append(remote)
+        if len(asked) == 1:
+            raise TimeoutError("no answer")
+        if "gone" in remote:
+            raise FileNotFoundError(remote)
+        shutil.copy(tmp_path / "0.tar", local)
+
+    write_tar(tmp_path / "0.tar", layout())
+    monkeypatch.setattr(tars.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(CloudDownloader, "direct_download", staticmethod(download))
+    source = TarSource(urls=["s3://bucket/0.tar", "gs://bucket/gone.tar"])
+    assert [row.key for row in source.read(source.shards()[0])] == [row[0] for row in ROWS]
+    assert asked == ["s3://bucket/0.tar"] * 2
+    with pytest.raises(FileNotFoundError, match="gs://bucket/gone.tar"):
+        list(source.read(source.shards()[1]))
+
+
+def test_gzip_is_read_without_its_suffix(tmp_path):
+    write_tar(tmp_path / "x", layout())
+    (tmp_path / "y.tar").write_bytes(gzip.compress((tmp_path / "x").read_bytes()))
+    assert len(read(TarSource(urls=str(tmp_path / "y.tar")))) == len(ROWS)

@@ -1,0 +1,110 @@
+"""data/transforms.py: crop boxes and the single resample."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data.transforms import crop_box, is_upscaled, resize, resize_and_crop
+
+sides = st.integers(1, 5000)
+
+
+def smooth(width: int, height: int) -> Image.Image:
+    """A picture whose colours say where a pixel was: red grows to the right, green to the bottom."""
+    x = np.linspace(0, 255, width)[None, :].repeat(height, 0)
+    y = np.linspace(0, 255, height)[:, None].repeat(width, 1)
+    waves = 127 + 120 * np.sin(x / 9) * np.cos(y / 13)
+    return Image.fromarray(np.stack([x, y, waves], -1).astype(np.uint8))
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    error = np.mean((a.astype(float) - b.astype(float)) ** 2)
+    return 99.0 if error == 0 else 10 * np.log10(255**2 / error)
+
+
+@given(width=sides, height=sides, crop=st.sampled_from(["center", "random"]), seed=st.integers(0, 2**32 - 1))
+def test_box_is_the_largest_square_inside(width, height, crop, seed):
+    left, top, right, bottom = crop_box((width, height), crop, np.random.default_rng(seed))
+    assert right - left == bottom - top == min(width, height)
+    assert left >= 0 and top >= 0 and right <= width and bottom <= height
+
+
+@given(width=sides, height=sides)
+def test_center_is_central(width, height):
+    left, top, right, bottom = crop_box((width, height), "center")
+    assert 0 <= (width - right) - left <= 1
+    assert 0 <= (height - bottom) - top <= 1
+
+
+def test_random_reaches_both_ends_and_follows_its_seed():
+    rng = np.random.default_rng(1)
+    lefts = {crop_box((13, 10), "random", rng)[0] for _ in range(200)}
+    assert lefts == {0, 1, 2, 3}
+    boxes = [[crop_box((500, 300), "random", np.random.default_rng(7)) for _ in range(3)] for _ in range(2)]
+    assert boxes[0] == boxes[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(1, 300),
+    height=st.integers(1, 300),
+    shrink=st.integers(1, 8),
+    resolution=st.integers(1, 70),
+    seed=st.integers(0, 99),
+)
+def test_result_has_its_size_whatever_the_picture(width, height, shrink, resolution, seed):
+    """Also where the picture was decoded at a fraction of its size: the box stays in original pixels."""
+    image = Image.new("RGB", (-(-width // shrink), -(-height // shrink)), (10, 200, 30))
+    array, box = resize_and_crop(image, resolution, "random", np.random.default_rng(seed), (width, height))
+    assert array.shape == (resolution, resolution, 3) and array.dtype == np.uint8
+    assert (array == (10, 200, 30)).all()
+    assert box[2] <= width and box[3] <= height
+
+
+@pytest.mark.parametrize("size", [(900, 600), (600, 900), (601, 600)])
+def test_one_step_equals_resize_then_crop(size):
+    image = smooth(*size)
+    array, _ = resize_and_crop(image, 100)
+    scale = 100 / min(size)
+    whole = image.resize((round(size[0] * scale), round(size[1] * scale)), Image.Resampling.LANCZOS)
+    left, top = (whole.width - 100) // 2, (whole.height - 100) // 2
+    assert psnr(array, np.asarray(whole.crop((left, top, left + 100, top + 100)))) > 36
+
+
+def test_box_selects_what_it_says():
+    array = resize(smooth(1000, 500), (500, 0, 1000, 500), 50)
+    assert array[:, 0, 0].mean() == pytest.approx(255 * 0.505, abs=4)
+    assert array[:, -1, 0].mean() == pytest.approx(255 * 0.995, abs=4)
+
+
+def test_reduced_decode_gives_the_same_crop():
+    buffer = io.BytesIO()
+    smooth(1600, 1200).save(buffer, "JPEG", quality=95)
+    full, part = Image.open(buffer), Image.open(buffer)
+    part.draft(None, (256, 256))
+    part.load()
+    assert part.size == (400, 300)
+    expected, box = resize_and_crop(full.convert("RGB"), 128)
+    array, same = resize_and_crop(part.convert("RGB"), 128, original_size=(1600, 1200))
+    assert same == box == (200, 0, 1400, 1200)
+    assert psnr(array, expected) > 40
+
+
+def test_upscaling_is_told():
+    small = Image.new("RGB", (60, 40))
+    assert is_upscaled(resize_and_crop(small, 64)[1], 64)
+    assert not is_upscaled(resize_and_crop(small, 40)[1], 40)
+
+
+def test_wrong_arguments_are_named():
+    image = Image.new("RGB", (8, 8))
+    with pytest.raises(ValueError, match="needs a random generator"):
+        resize_and_crop(image, 4, "random")
+    with pytest.raises(ValueError, match="crop is 'middle'"):
+        resize_and_crop(image, 4, "middle")
+    with pytest.raises(ValueError, match="resolution is 0"):
+        resize_and_crop(image, 0)

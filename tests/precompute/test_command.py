@@ -1,0 +1,108 @@
+"""The command line: fast answers, one line an error, nothing heavy imported before the config is right."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from precompute.config import EncodeConfig
+from precompute.dry_run import image_shape, text_shape
+from precompute.writer import Columns
+from recipes.config import load
+
+ROOT = Path(__file__).resolve().parents[2]
+# Runs the script as a program, and says on the last line whether it had imported torch when it ended.
+PROBE = """
+import atexit, runpy, sys
+atexit.register(lambda: print("torch" if "torch" in sys.modules else "light"))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", PROBE, str(ROOT / "precompute" / "encode.py"), *arguments]
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - started < 10  # 0.3 s alone on the machine
+    assert done.stdout.splitlines()[-1] == "light", done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_help(tmp_path):
+    done = run("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "image_encoder" in done.stdout and "resolutions (list[int]; required)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("image_encoder.precison=fp16", "precison: unknown key of image_encoder `kl_vae`; did you mean `precision`?"),
+        ("resolutions=[64,64]", "resolutions: [64, 64] names one twice"),
+        ("sources.train.urls=missing/{00..02}.tar", "no file missing/00.tar"),
+        ("image_encoder.path=./missing/vae", "image_encoder.path: `./missing/vae` does not exist"),
+    ],
+)
+def test_errors_are_one_line(override, message, recipe, tmp_path):
+    done = run(recipe(), override, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_dry_run_counts_shards_and_bytes(encoded, recipe, tmp_path):
+    path = encoded.parents[1] / "encode.yaml"
+    done = run(str(path), "--dry-run", cwd=tmp_path)
+    columns = Columns({16: (4, 8, 8), 32: (4, 16, 16)}, (12, 16))
+    assert "train: 3 input shards, 3 done, 0 to do" in done.stdout
+    expected = columns.bytes_per_sample()
+    size = int(done.stdout.partition("expected size: ")[2].partition(" bytes")[0].replace(",", ""))
+    real = json.loads((encoded / "manifest.json").read_text())
+    assert expected < size < expected + 200
+    assert abs(size - real["bytes"] / real["samples"]) / size < 0.2
+    assert not (tmp_path / "out").exists()
+    done = run(recipe(), "sources.train.urls=missing/{00..02}.tar", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "cannot be read yet" in done.stdout
+
+
+def test_a_complete_set_is_skipped_without_torch(encoded, tmp_path):
+    done = run(str(encoded.parents[1] / "encode.yaml"), cwd=tmp_path)
+    assert done.returncode == 0 and "already complete" in done.stdout
+
+
+def test_shipped_recipes():
+    config = load(ROOT / "yamls" / "sd2_encode.yaml", [], EncodeConfig, missing=[])
+    assert config.resolutions == [256, 512] and image_shape(config.image_encoder) == ((4, 8), False)
+    assert text_shape(config.text_encoder) == ((77, 1024), True)
+    assert config.text_encoder.args["layer"] == "penultimate"
+    config = load(ROOT / "yamls" / "openmoji_encode.yaml", [], EncodeConfig, missing=[])
+    assert list(config.sources) == ["train", "val"]
+    for name in ("sd2_encode", "openmoji_encode"):
+        head = (ROOT / "yamls" / f"{name}.yaml").read_text().partition("\n\n")[0]
+        assert all(word in head for word in ("Source", "Hardware", "Expected", "Command"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("out", "s3://bucket/set", "out: s3://bucket/set is remote"),
+        ("sources", {}, "sources: empty"),
+        ("sources", {"a/b": {"name": "tars", "urls": "x"}}, "sources.a/b: a label names a folder"),
+        ("resolutions", [], "resolutions: []"),
+        ("resolutions", [0], "resolutions: [0]"),
+        ("batch", 0, "batch: 0"),
+        ("workers", -1, "workers: -1"),
+        ("prefetch", 0, "prefetch: 0"),
+        ("size_limit", "5gb", "size_limit: 5gb"),
+        ("compression", "zip", "compression: zip"),
+        ("hashes", ["xxh64", "md5"], "hashes: "),
+        ("crop", "left", "'left'"),
+    ],
+)
+def test_values_are_checked(recipe, key, value, message):
+    with pytest.raises(ValueError) as error:
+        load(recipe(**{key: value}), [], EncodeConfig)
+    assert message in str(error.value)

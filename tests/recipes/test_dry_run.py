@@ -1,0 +1,166 @@
+"""What a dry run says: the model's size, the arithmetic of batches, and what would be written."""
+
+from pathlib import Path
+
+import pytest
+
+from data.manifest import Manifest
+from recipes import dry_run
+from recipes.build import build_on_meta
+from recipes.config import Recipe, load
+from recipes.dry_run import Length, report
+
+ROOT = Path(__file__).resolve().parents[2]
+YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if not path.stem.endswith("_encode"))
+SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,false]", "model.denoiser.heads=[1,1]"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Dry runs in an empty folder, on one device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def dry(yaml, *overrides):
+    """The lines after the resolved config."""
+    missing = []
+    recipe = load(ROOT / "yamls" / yaml, list(overrides), Recipe, missing)
+    config, _, lines = report(recipe, missing).partition("\n\n")
+    assert f"run_name: {recipe.run_name}" in config
+    return lines.splitlines()
+
+
+def write_manifest(folder, samples=100, scaling_factor=0.18215):
+    """A manifest as precompute/encode.py writes it for Stable Diffusion 2."""
+    folder.mkdir(parents=True)
+    image = {"component": {}, "id": "v", "weights_hash": "v", "precision": "fp16", "channels": 4, "downsample": 8}
+    text = {"component": {}, "id": "t", "weights_hash": "t", "precision": "fp16", "layer": "penultimate"}
+    Manifest(
+        image_encoder=image | {"scaling_factor": scaling_factor, "shift_factor": 0.0},
+        text_encoder=text | {"tokenizer": "t", "length": 77, "width": 1024},
+        resolutions=[256, 512],
+        crop="center",
+        upscale=False,
+        seed=17,
+        filter={},
+        dtype="float16",
+        normalisation="",
+        caption_policy="",
+        columns={},
+        samples=samples,
+        rejected={},
+        reencoded=0,
+        upscaled={},
+        shards=1,
+        bytes=0,
+        latents={},
+        request={},
+        software={},
+    ).write(folder)
+
+
+def test_stable_diffusion_2(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert dry("sd2_base.yaml") == [
+        "model: latent_diffusion, 865,910,724 parameters, 865,910,724 of them trained",
+        "memory: 13.9 GB on each device for weights, gradients, two moments in fp32; activations come on top",
+        "batch: 2,048 samples a step over 8 devices (WORLD_SIZE), 256 on each, in 16 microbatches of 16",
+        "run: 550,000 steps, 1,126,400,000 samples",
+        "validation val: 55 times, every 10000ba",
+        "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept, 31.2 GB in all, in runs/sd2_base/checkpoints",
+        "callbacks.sample_grid: 55 times, every 10000ba, a grid of 8 pictures, in runs/sd2_base/samples",
+        "callbacks.export: 55 times, every 10000ba, 3.5 GB of weights, in runs/sd2_base/export",
+        f"missing: data.streams.train.path: `runs/sd2/latents/train` does not exist (looked in {tmp_path})",
+        f"missing: evals.val.streams.val.path: `runs/sd2/latents/val` does not exist (looked in {tmp_path})",
+    ]
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+def test_no_memory_is_taken_for_weights():
+    recipe = load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
+    assert all(parameter.is_meta for parameter in build_on_meta(recipe.model).parameters())
+
+
+@pytest.mark.parametrize("yaml", [name for name in YAMLS if name != "sd2_base.yaml"])
+def test_every_shipped_recipe_can_be_tried(yaml):
+    lines = dry(yaml)
+    assert [line.split(":")[0] for line in lines[:4]] == ["model", "memory", "batch", "run"]
+    assert any(line.startswith("checkpoints: ") for line in lines)
+
+
+def test_epochs_are_known_from_a_manifest(tmp_path):
+    write_manifest(tmp_path / "runs/sd2/latents/train", samples=1000)
+    write_manifest(tmp_path / "runs/sd2/latents/val", samples=50)
+    lines = dry("sd2_base.yaml", *SMALL, "training.duration=3ep", "training.global_batch=300", "checkpoints.every=1ep")
+    assert "run: 9 steps, 2,700 samples, 3.00 epochs of 3 steps" in lines
+    assert "validation val: 1 time, every 10000ba over 50 samples" in lines
+    assert any(line.startswith("checkpoints: 3 times, every 1ep, ") for line in lines)
+    assert not [line for line in lines if line.startswith("missing")]
+    lines = dry(
+        "sd2_base.yaml", *SMALL, "data.streams.train.repeat=0.5", "data.drop_last=false", "training.duration=1ep"
+    )
+    assert "run: 1 step, 2,048 samples, 1.00 epochs of 1 step" in lines
+    with pytest.raises(ValueError, match="training.global_batch: 2048 is more than the 1000 samples of an epoch"):
+        dry("sd2_base.yaml", *SMALL)
+
+
+def test_epochs_without_a_manifest():
+    lines = dry("sd2_base.yaml", *SMALL, "training.duration=2ep", "checkpoints.keep=-1")
+    assert "run: 2ep; how many steps that is depends on data that does not lie here or has no manifest" in lines
+    assert any(line.startswith("checkpoints: every 10000ba, about ") for line in lines)
+    lines = dry("sd2_base.yaml", *SMALL, "training.duration=2ep", "data.epoch_size=4096")
+    assert "run: 4 steps, 8,192 samples, 2.00 epochs of 2 steps" in lines
+
+
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
+    write_manifest(tmp_path / "runs/sd2/latents/train", samples=5000, scaling_factor=1.0)
+    with pytest.raises(ValueError, match="scaling_factor is 1.0, the recipe expects 0.18215"):
+        dry("sd2_base.yaml", *SMALL)
+
+
+def test_a_batch_that_does_not_divide(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="training.global_batch: 2048 does not divide over 3 devices"):
+        dry("sd2_base.yaml", *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["training.microbatch=null"], "32 on each, in 1 microbatch of 32"),
+        (["training.microbatch=auto"], "32 on each, in microbatches as large as the memory takes"),
+        (["training.microbatch=20"], "32 on each, in 2 microbatches of 20, the last of 12"),
+        (["training.microbatch=64"], "32 on each, in 1 microbatch of 32"),
+    ],
+)
+def test_batches(overrides, text):
+    assert dry("openmoji_vae.yaml", *overrides)[2].endswith(text)
+
+
+def test_nothing_saved():
+    assert "checkpoints: none" in dry("openmoji_vae.yaml", "checkpoints.save=false")
+    assert not any("reconstructions" in line for line in dry("openmoji_vae.yaml", "callbacks.reconstructions=null"))
+
+
+@pytest.mark.parametrize(
+    ("every", "times"),
+    [
+        (None, 1),
+        ("100ba", 1),
+        ("1000ba", 1),
+        ("50ba", 2),
+        ("30ba", 4),
+        ("1ba", 100),
+        ("0.1dur", 10),
+        ("1ep", 4),
+        ("80sp", 10),
+        ("1sp", 100),
+    ],
+)
+def test_how_often_something_is_due(every, times):
+    assert Length(steps=100, epoch_steps=25, batch=8).times(every) == times
+
+
+def test_sizes():
+    assert [dry_run.gigabytes(size) for size in (5e5, 9.9e8, 2.5e9)] == ["0.5 MB", "990.0 MB", "2.5 GB"]
