@@ -21,7 +21,9 @@ from data.loading import Loading
 class Export(Callback):
     """Writes <output>/export at intervals and at the end, whole or not at all."""
 
-    def __init__(self, task: nn.Module, run_name: str, output: str, loading: Loading, *, every: Duration | None = None) -> None:
+    def __init__(
+        self, task: nn.Module, run_name: str, output: str, loading: Loading, *, every: Duration | None = None
+    ) -> None:
         """
         Args:
             every: interval; null: only the end of the run, when weights are always written.
@@ -90,5 +92,3 @@ def replace_folder(new: Path, old: Path) -> None:
         old.rename(aside)
     new.rename(old)
     shutil.rmtree(aside, ignore_errors=True)
-
-

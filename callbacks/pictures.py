@@ -36,7 +36,9 @@ def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None 
     lines = [textwrap.wrap(caption, max(8, int(width / (FONT_SIZE * 0.52))))[:3] for caption in captions]
     text_height = LINE_HEIGHT * max(1, *(len(line) for line in lines)) + 6
     margin = 6
-    sheet = Image.new("RGB", (columns * (width + margin) + margin, rows * (height + text_height + margin) + margin), "white")
+    sheet = Image.new(
+        "RGB", (columns * (width + margin) + margin, rows * (height + text_height + margin) + margin), "white"
+    )
     draw = ImageDraw.Draw(sheet)
     for number, picture in enumerate(pictures):
         row, column = divmod(number, columns)

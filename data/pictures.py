@@ -129,10 +129,14 @@ class PictureStream(IterableDataset):
             if not self.placement.training:
                 return
             if not found:
-                raise ValueError(f"part {part[0] + 1} of {part[1]} of the source has no fit picture: use fewer workers or ranks")
+                raise ValueError(
+                    f"part {part[0] + 1} of {part[1]} of the source has no fit picture: use fewer workers or ranks"
+                )
             turn += 1
 
-    def _pass(self, turn: int, part: tuple[int, int], kept: list, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, str]]:
+    def _pass(
+        self, turn: int, part: tuple[int, int], kept: list, rng: np.random.Generator
+    ) -> Iterator[tuple[np.ndarray, str]]:
         """One pass over this part: (pixels (R, R, 3) uint8, caption)."""
         if kept:
             for index in rng.permutation(len(kept)):

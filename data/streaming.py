@@ -68,6 +68,8 @@ def latents(
     for name, share in (("caption_dropout", caption_dropout), ("flip", flip)):
         if not 0 <= share <= 1:
             raise ValueError(f"latents: {name} is a share from 0 to 1, got {share}")
+    if not streams:
+        raise ValueError("latents: streams is empty; name at least one encoded set")
     manifests = [encoded.manifest() for encoded in streams.values()]
     first = manifests[0]
     same = {"image_weights": first.image_encoder["weights_hash"], "text_weights": first.text_encoder["weights_hash"]}
@@ -120,7 +122,7 @@ class LatentDataset(StreamingDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
-        item = {name: torch.from_numpy(sample[column]) for name, column in self.columns.items()}
+        item = {name: torch.from_numpy(sample[column].copy()) for name, column in self.columns.items()}
         item["seed"] = key_seed(sample["key"])
         return item
 
@@ -145,7 +147,7 @@ class LatentTransform:
         self.flip = flip
 
     def __call__(self, batch: Batch) -> Batch:
-        """`mean`, `std`, `text`, `seed` to `latents` (B, C, h, w) and `text` (B, L, D), both 32-bit, and `seed` (B,)."""
+        """`mean`, `std`, `text`, `seed` to `latents` (B, C, h, w), `text` (B, L, D), both 32-bit, and `seed` (B,)."""
         latents, text = batch["mean"].float(), batch["text"].float()
         if self.sample_posterior:
             latents = latents + batch["std"].float() * torch.randn_like(latents)

@@ -38,7 +38,7 @@ A run takes a YAML, and `key.sub=value` to change it. What follows `=` is read a
 
 ```bash
 composer recipes/train.py yamls/openmoji_vae.yaml training.duration=1200ba optimizer.lr=1e-3
-composer -n 8 recipes/train.py yamls/sd2_base.yaml 'model.denoiser.channels=[64, 128, 128, 128]'
+composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompts=[a red fox, a blue cube]'
 ```
 
 - `--help` lists the keys; `--dry-run` builds the model without memory for its weights, and prints its size, the
@@ -66,7 +66,8 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'model.denoiser.channels=[64,
       'loggers.wandb={name: wandb, project: precompose}'
   ```
 
-- `base: other.yaml` starts from another YAML, in the same folder, and overrides its keys. Lists are replaced whole.
+- `base: other.yaml`, a path from this YAML's folder, starts from that one and overrides its keys. Lists are replaced
+  whole.
 - `${training.duration}` repeats the value of another key. A text that holds `${` itself is written `\\${`.
 - A *duration* is a number and a unit: `500ba` batches, `2ep` epochs, `1000sp` samples, `0.25dur` a share of the run.
 - An *existing path* is checked before the run starts; relative ones begin in the folder that the command runs in. A
@@ -99,7 +100,8 @@ def section_tables(cls: type) -> str:
     signature = read_section(cls)
     inner = subsections(cls)
     own = {name: p for name, p in signature.parameters.items() if name not in inner}
-    parts = [f"{signature.doc}\n\n{table(Signature(own, ''), 'key')}"]
+    doc = "" if signature.doc == f"{title(cls)}." else f"{signature.doc}\n\n"
+    parts = [f"{doc}{table(Signature(own, ''), 'key')}"]
     parts += [
         f"`{name}`: {read_section(c).doc}\n\n{table(read_section(c), 'key', f'{name}.')}" for name, c in inner.items()
     ]

@@ -24,7 +24,7 @@ def adamw(
     parameters: Iterable[torch.nn.Parameter],
     *,
     lr: float,
-    betas: tuple[float, ...] = (0.9, 0.999),
+    betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     fused: bool = True,

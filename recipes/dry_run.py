@@ -158,7 +158,7 @@ def checkpoints_text(recipe: Recipe, state: int, length: Length) -> str:
         return "checkpoints: none"
     written = length.times(checkpoints.every)
     kept = written if checkpoints.keep == -1 else min(checkpoints.keep, written or checkpoints.keep)
-    disk = "" if kept is None else f", {kept} kept, {gigabytes(kept * state)} in all"
+    disk = "" if kept is None else f", {kept} kept ({gigabytes(kept * state)})"
     return (
         f"checkpoints: {often(checkpoints.every, length)}, about {gigabytes(state)} each{disk}, "
         f"in {recipe.output}/checkpoints"

@@ -1,9 +1,10 @@
 """Train a recipe.
 
-    composer recipes/train.py yamls/sd2_base.yaml training.global_batch=256
-    python recipes/train.py yamls/openmoji_diffusion.yaml --dry-run
+composer recipes/train.py yamls/sd2_base.yaml training.global_batch=256
+python recipes/train.py yamls/openmoji_diffusion.yaml --dry-run
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,21 +12,20 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from recipes.cli import read_command_line  # noqa: E402
-from recipes.config import Recipe  # noqa: E402
+from recipes.cli import read_command_line, user_errors
+from recipes.config import Recipe
 
 
 def main() -> None:
     command = read_command_line(sys.argv[1:], Recipe, __doc__)
 
     # From here on imports take seconds; everything that the config can get wrong was said above.
-    from recipes.cli import user_errors
-
     with user_errors():
         if command.dry_run:
             from recipes.dry_run import report
 
-            print(report(command.config, command.missing))
+            if os.environ.get("RANK", "0") == "0":
+                print(report(command.config, command.missing))
             return
         from recipes.trainer import build_trainer
 

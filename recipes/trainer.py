@@ -35,7 +35,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         raise ValueError(f"training.precision: {precision} needs a GPU; use fp32 or auto on a CPU")
     dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=600.0)
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
-    batch = device_batch(recipe.training.global_batch, dist.get_world_size())
+    batch = recipe.training.device_batch(dist.get_world_size())
 
     task = build(recipe.model)
     if recipe.checkpoints.load_weights:
@@ -56,14 +56,15 @@ def build_trainer(recipe: Recipe) -> Trainer:
         "loading": data,
         "encoders": lambda: encoders_of(data.manifest),
     }
-    config = to_yaml(recipe)
-    save_config(config, Path(recipe.output))
+    save_config(to_yaml(recipe), Path(recipe.output))
     checkpoints = recipe.checkpoints
     return Trainer(
         model=ComposerTask(task),
         train_dataloader=data_spec(data),
         eval_dataloader=[
-            Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=recipe.training.microbatch)
+            Evaluator(
+                label=label, dataloader=data_spec(loading), device_eval_microbatch_size=recipe.training.microbatch
+            )
             for label, loading in evals.items()
         ],
         eval_interval=at_intervals(recipe.training.eval_every),
@@ -89,24 +90,19 @@ def build_trainer(recipe: Recipe) -> Trainer:
     )
 
 
-def device_batch(global_batch: int, world: int) -> int:
-    """Samples a device takes an optimizer step.
-
-    Raises:
-        ValueError: the batch does not divide.
-    """
-    if global_batch % world:
-        raise ValueError(f"training.global_batch: {global_batch} does not divide over {world} devices")
-    return global_batch // world
-
-
 def data_spec(loading: Loading) -> DataSpec:
     """A loader as Composer takes it."""
     return DataSpec(
         loading.loader,
         microbatch_transforms=loading.on_device,
+        split_batch=split,
         get_num_samples_in_batch=_samples,
     )
+
+
+def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
+    """A batch in parts of at most `size` samples."""
+    return [{name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, _samples(batch), size)]
 
 
 def _samples(batch: dict[str, torch.Tensor]) -> int:
@@ -129,5 +125,3 @@ def save_config(config: str, output: Path) -> None:
     partial_file = output / f"config.yaml.tmp{os.getpid()}"
     partial_file.write_text(config, encoding="utf-8")
     partial_file.replace(output / "config.yaml")
-
-

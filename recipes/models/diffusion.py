@@ -68,7 +68,9 @@ class DiffusionLoss(nn.Module):
         self.prediction = prediction
         self.min_snr_gamma = min_snr_gamma
 
-    def forward(self, denoise: Callable[[Tensor, Tensor], Tensor], x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+    def forward(
+        self, denoise: Callable[[Tensor, Tensor], Tensor], x0: Tensor, noise: Tensor, timesteps: Tensor
+    ) -> Tensor:
         """The weighted squared error of each sample.
 
         Args:

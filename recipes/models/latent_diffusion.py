@@ -41,8 +41,10 @@ class LatentDiffusion(nn.Module):
             eval_timesteps: timesteps of the validation loss.
         """
         super().__init__()
-        if not all(0 <= t < steps for t in eval_timesteps):
-            raise ValueError(f"eval_timesteps must lie in [0, {steps}), got {list(eval_timesteps)}")
+        if not eval_timesteps or not all(0 <= t < steps for t in eval_timesteps):
+            raise ValueError(
+                f"latent_diffusion: eval_timesteps {list(eval_timesteps)}: give at least one, all in [0, {steps})"
+            )
         self.denoiser = denoiser
         self.loss = DiffusionLoss(NoiseSchedule(steps, beta_start, beta_end, beta_schedule), prediction, min_snr_gamma)
         self.eval_timesteps = list(eval_timesteps)

@@ -28,7 +28,7 @@ def make_scheduler(sampler: Sampler, config: Mapping[str, Any]) -> DDIMScheduler
 
 
 def initial_noise(seeds: list[int], shape: tuple[int, int, int]) -> Tensor:
-    """Standard normal noise (B, C, H, W), one CPU generator a seed: a picture is the same in any batch, on any device."""
+    """Standard normal noise (B, C, H, W), one CPU generator a seed: the same in any batch, on any device."""
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 

@@ -68,7 +68,9 @@ def unet(
         raise ValueError(f"unet: one entry a level is needed in each list, got {lengths}")
     for width, count in zip(channels, heads, strict=True):
         if width % count or width % norm_groups:
-            raise ValueError(f"unet: width {width} must be a multiple of its heads ({count}) and norm_groups ({norm_groups})")
+            raise ValueError(
+                f"unet: width {width} must be a multiple of its heads ({count}) and norm_groups ({norm_groups})"
+            )
     down = tuple("CrossAttnDownBlock2D" if on else "DownBlock2D" for on in attention)
     up = tuple("CrossAttnUpBlock2D" if on else "UpBlock2D" for on in reversed(attention))
     network = UNet2DConditionModel(
@@ -86,5 +88,3 @@ def unet(
         dropout=dropout,
     )
     return UNet(network)
-
-

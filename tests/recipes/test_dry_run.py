@@ -68,7 +68,7 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
         "batch: 2,048 samples a step over 8 devices (WORLD_SIZE), 256 on each, in 16 microbatches of 16",
         "run: 550,000 steps, 1,126,400,000 samples",
         "validation val: 55 times, every 10000ba",
-        "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept, 31.2 GB in all, in runs/sd2_base/checkpoints",
+        "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept (31.2 GB), in runs/sd2_base/checkpoints",
         "callbacks.sample_grid: 55 times, every 10000ba, a grid of 8 pictures, in runs/sd2_base/samples",
         "callbacks.export: 55 times, every 10000ba, 3.5 GB of weights, in runs/sd2_base/export",
         f"missing: data.streams.train.path: `runs/sd2/latents/train` does not exist (looked in {tmp_path})",
@@ -135,7 +135,7 @@ def test_a_batch_that_does_not_divide(monkeypatch):
     ],
 )
 def test_batches(overrides, text):
-    assert dry("openmoji_vae.yaml", *overrides)[2].endswith(text)
+    assert dry("openmoji_vae.yaml", "training.global_batch=32", *overrides)[2].endswith(text)
 
 
 def test_nothing_saved():
