@@ -78,7 +78,7 @@ def export(task: nn.Module, loading: Loading, folder: Path, record: dict[str, An
 
 
 def _copy_encoders(loading: Loading, folder: Path) -> None:
-    """Encoders that lie on this machine's disk, so that the folder can be moved; those of a hub are found by their id."""
+    """Encoders of a local folder, so that the export can be moved; those of a hub are found by their id."""
     for name in ("image_encoder", "text_encoder"):
         path = getattr(loading.manifest, name)["component"].get("path")
         if path and Path(path).is_dir():

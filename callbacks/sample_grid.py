@@ -38,7 +38,7 @@ class SampleGrid(Callback):
         columns: int | None = None,
         batch: int = 16,
     ) -> None:
-        """The encoders are those that the data's manifest names: the text encoder is held only while prompts are encoded.
+        """The encoders are those that the data's manifest names; the text encoder is held while prompts are encoded.
 
         Args:
             prompts: captions, one picture each.
