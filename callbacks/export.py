@@ -13,7 +13,7 @@ from composer import Callback, Event, Logger, State
 from composer.utils import dist
 from torch import nn
 
-from callbacks.interval import at_intervals
+from callbacks.interval import at_intervals, ended
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
 
@@ -36,7 +36,7 @@ class Export(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         super().run_event(event, state, logger)
-        if event == Event.FIT_END or self.due(state, event):
+        if event == Event.FIT_END or (self.due(state, event) and not ended(state)):  # the end comes once, whole
             self._write(state, complete=event == Event.FIT_END)
 
     def _write(self, state: State, complete: bool) -> None:
@@ -65,24 +65,27 @@ def export(task: nn.Module, loading: Loading, folder: Path, record: dict[str, An
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    task.export(partial)
-    if loading.manifest is not None:
-        loading.manifest.write(partial)
-        np.save(partial / "null_text.npy", loading.null_text.numpy())
-        record = {**record, "resolution": loading.resolution}
-        _copy_encoders(loading, partial)
-    (partial / "export.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
-    if complete:
-        (partial / "done.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
-    replace_folder(partial, folder)
+    try:
+        task.export(partial)
+        if loading.manifest is not None:
+            loading.manifest.write(partial)
+            np.save(partial / "null_text.npy", loading.null_text.numpy())
+            record = {**record, "resolution": loading.resolution}
+            _copy_encoders(loading, partial)
+        (partial / "export.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+        if complete:
+            (partial / "done.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+        replace_folder(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what an error left
 
 
 def _copy_encoders(loading: Loading, folder: Path) -> None:
     """Encoders of a local folder, so that the export can be moved; those of a hub are found by their id."""
     for name in ("image_encoder", "text_encoder"):
         path = getattr(loading.manifest, name)["component"].get("path")
-        if path and Path(path).is_dir():
-            shutil.copytree(path, folder / name)
+        if path and Path(path).expanduser().is_dir():
+            shutil.copytree(Path(path).expanduser(), folder / name)
 
 
 def replace_folder(new: Path, old: Path) -> None:

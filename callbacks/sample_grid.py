@@ -70,8 +70,9 @@ class SampleGrid(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0:
             return
-        self.image_encoder, text_encoder = self.encoders()
-        self.text = text_encoder.encode(self.prompts)
+        with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
+            self.image_encoder, text_encoder = self.encoders()
+            self.text = text_encoder.encode(self.prompts)
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         super().run_event(event, state, logger)
@@ -86,7 +87,7 @@ class SampleGrid(Callback):
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(pictures, self.prompts, self.columns), path)
         print(f"samples: {path}", flush=True)
-        logger.log_images(pictures, name="samples", channels_last=True, step=state.timestamp.batch.value)
+        logger.log_images(pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False)
 
     def _pictures(self, state: State) -> torch.Tensor:
         device = next(self.task.parameters()).device

@@ -128,7 +128,10 @@ def load_pipeline(folder: Path, device: Literal["auto", "cpu", "gpu"], precision
     place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     manifest = Manifest.read(folder)
     image_encoder, text_encoder = encoders_of(manifest, folder)
-    network = UNet2DConditionModel.from_pretrained(str(folder / "unet"), use_safetensors=True, local_files_only=True)
+    # low_cpu_mem_usage needs a package that the lock does not have, and says so at length where it is left to choose.
+    network = UNet2DConditionModel.from_pretrained(
+        str(folder / "unet"), use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
+    )
     scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
     record = json.loads((folder / "export.json").read_text(encoding="utf-8"))
     return Pipeline(
