@@ -50,4 +50,6 @@ class Reconstructions(Callback):
         both = np.stack([to_uint8(self.originals / 255), to_uint8((made + 1) / 2)], 1).reshape(-1, *made.shape[2:], 3)
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(both, ["original", "reconstruction"] * len(made), columns=8, cell=96), path)
-        logger.log_images(both, name="reconstructions", channels_last=True, step=state.timestamp.batch.value, use_table=False)
+        logger.log_images(
+            both, name="reconstructions", channels_last=True, step=state.timestamp.batch.value, use_table=False
+        )

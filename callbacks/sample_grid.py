@@ -87,7 +87,9 @@ class SampleGrid(Callback):
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(pictures, self.prompts, self.columns), path)
         print(f"samples: {path}", flush=True)
-        logger.log_images(pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False)
+        logger.log_images(
+            pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
+        )
 
     def _pictures(self, state: State) -> torch.Tensor:
         device = next(self.task.parameters()).device

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from composer import Callback
 from composer.algorithms import ChannelsLast
-from composer.callbacks import LRMonitor, MemoryMonitor, SpeedMonitor
+from composer.callbacks import LRMonitor, MemoryMonitor
 from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
 from composer.optim import CosineAnnealingWithWarmupScheduler as CosineWithWarmup
@@ -85,15 +85,6 @@ def lr_monitor() -> Callback:
 def memory_monitor() -> Callback:
     """Logs the device memory that is allocated and reserved."""
     return MemoryMonitor()
-
-
-def throughput(*, window: int = 50) -> Callback:
-    """Logs samples and batches a second, over all devices and for each.
-
-    Args:
-        window: batches of the running average.
-    """
-    return SpeedMonitor(window_size=window)
 
 
 def tensorboard(output: str, *, flush_every: int = 20) -> LoggerDestination:

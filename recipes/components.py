@@ -55,7 +55,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "progress": "callbacks.progress:Progress",
         "sample_grid": "callbacks.sample_grid:SampleGrid",
         "reconstructions": "callbacks.reconstructions:Reconstructions",
-        "throughput": "recipes.builders:throughput",
+        "throughput": "callbacks.throughput:Throughput",
     },
     "logger": {
         "tensorboard": "recipes.builders:tensorboard",
