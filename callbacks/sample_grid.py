@@ -15,12 +15,16 @@ from callbacks.interval import at_intervals
 from callbacks.pictures import picture_grid, save_png, to_uint8
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
+from recipes.algorithms.scheduled_ema import averaged
 from recipes.models.latent_diffusion import LatentDiffusion
 from recipes.models.samplers import initial_noise, make_scheduler, sample
 
 
 class SampleGrid(Callback):
-    """Samples a grid of captioned pictures to <output>/samples and to the loggers, from the same noise every time."""
+    """Samples a grid of captioned pictures to <output>/samples and to the loggers, from the same noise every time.
+
+    The weights are the averaged ones where the run has an average.
+    """
 
     def __init__(
         self,
@@ -83,7 +87,8 @@ class SampleGrid(Callback):
         # Other ranks wait at their next collective; sharded models will need every rank in here.
         if dist.get_global_rank() != 0:
             return
-        pictures = to_uint8(self._pictures(state))
+        with averaged(state):
+            pictures = to_uint8(self._pictures(state))
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(pictures, self.prompts, self.columns), path)
         print(f"samples: {path}", flush=True)

@@ -47,6 +47,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "algorithm": {
         "attention": "recipes.algorithms.attention:Attention",
         "channels_last": "recipes.builders:channels_last",
+        "scheduled_ema": "recipes.algorithms.scheduled_ema:ScheduledEMA",
     },
     "callback": {
         "export": "callbacks.export:Export",
