@@ -185,7 +185,9 @@ class Average:
         self._refuse_low_precision()
         self.put_in()
         try:
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            # FSDP1 that is asked to offload what is on the CPU reads memory that it has freed.
+            on_gpu = any(p.is_cuda for p in self.parameters)
+            options = StateDictOptions(full_state_dict=True, cpu_offload=on_gpu)
             tensors = get_model_state_dict(self.model, options=options)
             return {name: tensors[name].clone() for name in self.names if name in tensors}
         finally:
@@ -193,12 +195,14 @@ class Average:
 
     def _load_by_the_model(self, tensors: dict[str, Tensor]) -> None:
         self._refuse_low_precision()
-        self.put_in()
-        try:
-            options = StateDictOptions(full_state_dict=True, strict=False)
-            set_model_state_dict(self.model, tensors, options=options)
-        finally:
-            self.take_out()
+        reshard(self.model)
+        raw = [own(p).clone() for p in self.parameters]
+        set_model_state_dict(self.model, tensors, options=StateDictOptions(full_state_dict=True, strict=False))
+        reshard(self.model)
+        for parameter, shadow, held in zip(self.parameters, self.shadow, raw, strict=True):
+            current = own(parameter)
+            shadow.copy_(current)
+            current.copy_(held)
 
     def _refuse_low_precision(self) -> None:
         if any(p.dtype != s.dtype for p, s in zip(self.parameters, self.shadow, strict=True)):
@@ -301,7 +305,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
             handle = module._handle
-            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            # Before the first forward pass there is no room for gathered parameters yet.
+            ran = handle is not None and hasattr(handle.flat_param, "_full_param_padded")
+            if ran and handle.uses_sharded_strategy and not handle.needs_unshard():
                 _reshard(module, handle, True)
 
 
