@@ -386,3 +386,32 @@ def test_sharded_models_on_two_ranks(tmp_path):
     result = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     assert result.stdout.count("all as it should be") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("kind", [Average, HostAverage])
+def test_on_a_gpu_it_is_the_average_of_the_cpu(kind):
+    torch.manual_seed(0)
+    # Enough to copy that the optimizer would overtake the copy if it did not wait.
+    plain = nn.Sequential(nn.Conv2d(256, 512, 3), nn.Conv2d(512, 512, 3)).to(memory_format=torch.channels_last)
+    with torch.device("cuda"):
+        model = nn.Sequential(nn.Conv2d(256, 512, 3), nn.Conv2d(512, 512, 3)).to(memory_format=torch.channels_last)
+    model.load_state_dict(plain.state_dict())
+    averages = Average(plain), kind(model)
+    for step in range(20):
+        averages[1].before_step()
+        with torch.no_grad():
+            for parameter in [*plain.parameters(), *model.parameters()]:
+                parameter.mul_(1.5 if step % 2 else 0.5).add_(step)
+        for average in averages:
+            average.update(0.9)
+    averages[1].settle()
+    for name, want, shadow in zip(averages[0].names, averages[0].shadow, averages[1].shadow, strict=True):
+        torch.testing.assert_close(shadow.cpu(), want, rtol=1e-5, atol=1e-5, msg=name)
+    raw = [p.detach().clone() for p in model.parameters()]
+    averages[1].put_in()
+    for parameter, want in zip(model.parameters(), averages[0].shadow, strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), want, rtol=1e-5, atol=1e-5)
+    averages[1].take_out()
+    assert all(torch.equal(p, r) for p, r in zip(model.parameters(), raw, strict=True))
