@@ -1,11 +1,9 @@
 """The scheduled average: when it begins, what it is, who uses it, and that resuming changes nothing."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from callbacks.export import export
 from recipes.algorithms.averaging import Average, HostAverage
 from recipes.algorithms.scheduled_ema import ScheduledEMA, averaged
 
@@ -308,75 +305,6 @@ def test_a_model_without_trained_parameters_and_a_second_average_are_refused():
         Average(Small().requires_grad_(False))
     with pytest.raises(ValueError, match="one average"):
         trainer([ScheduledEMA(decay=0.9), ScheduledEMA(decay=0.9)])
-
-
-def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
-    from contextlib import contextmanager
-
-    from diffusers import UNet2DConditionModel
-
-    from recipes.models.autoencoder import KLAutoencoder
-    from recipes.models.latent_diffusion import LatentDiffusion
-    from recipes.models.unet import unet
-    from recipes.sampling import find_denoiser
-
-    def export_of(task, folder, first):
-        raw = first(task).clone()
-
-        @contextmanager
-        def average():
-            with torch.no_grad():
-                first(task).add_(1)
-            yield
-            with torch.no_grad():
-                first(task).copy_(raw)
-
-        export(task, SimpleNamespace(manifest=None), folder, {}, complete=True, average=average)
-        return raw
-
-    net = unet(channels=[8, 8], attention=[False, True], heads=[1, 1], text_width=8, blocks=1, norm_groups=4)
-    folder = tmp_path / "diffusion"
-    raw = export_of(LatentDiffusion(denoiser=net), folder, lambda task: task.denoiser.network.conv_in.bias)
-    for subfolder, shift in (("unet", 0), ("unet_ema", 1)):
-        read = UNet2DConditionModel.from_pretrained(str(folder), subfolder=subfolder, low_cpu_mem_usage=False)
-        assert torch.equal(read.conv_in.bias, raw + shift)
-    assert find_denoiser(folder, None) == find_denoiser(folder, "ema") == folder / "unet_ema"
-    assert find_denoiser(folder, "raw") == folder / "unet"
-
-    vae = KLAutoencoder(channels=[8, 8], blocks=1, norm_groups=4)
-    raw = export_of(vae, tmp_path / "vae", lambda task: task.network.decoder.conv_in.bias)
-    vae.load_export(tmp_path / "vae")
-    assert torch.equal(vae.network.decoder.conv_in.bias, raw + 1)
-
-    export(LatentDiffusion(denoiser=net), SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
-    assert find_denoiser(tmp_path / "plain", None) == tmp_path / "plain" / "unet"
-    with pytest.raises(FileNotFoundError, match="--weights ema"):
-        find_denoiser(tmp_path / "plain", "ema")
-
-
-def test_the_512_recipe_exports_and_samples_its_average(tmp_path, small_recipe, fit):
-    from recipes.sampling import find_export, load_pipeline
-
-    recipe = small_recipe(
-        tmp_path / "run",
-        "checkpoints.load_weights=null",
-        "training.duration=6ba",
-        "algorithms.scheduled_ema.last=4ba",
-        "algorithms.scheduled_ema.decay=0.5",
-        "callbacks.export={name: export}",
-        "callbacks.sample_grid={name: sample_grid, prompts: [a dot], steps: 1}",
-        yaml_name="sd2_base_512.yaml",
-    )
-    made = fit(recipe)
-    folder = find_export(tmp_path / "run")
-    record = json.loads((folder / "export.json").read_text())
-    assert record["average"] == {"decay": 0.5, "every": 1, "begun": 2}
-    ema, raw = (load_pipeline(folder, "cpu", "fp32", kind).denoiser for kind in (None, "raw"))
-    own = made.state.model.task.denoiser
-    assert all(torch.equal(a, b) for a, b in zip(raw.parameters(), own.parameters(), strict=True))
-    with averaged(made.state):
-        assert all(torch.equal(a, b) for a, b in zip(ema.parameters(), own.parameters(), strict=True))
-    assert not torch.equal(ema.network.conv_in.weight, raw.network.conv_in.weight)
 
 
 def test_sharded_models_on_two_ranks(tmp_path):
