@@ -100,9 +100,8 @@ quickstart: install  ## OpenMoji: data, VAE, text encoder, latents, diffusion, a
 	@echo "== 4/6 encode pictures and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
 	$(call train,5,train the diffusion model,openmoji_diffusion)
 	@echo "== 6/6 draw samples"; \
-	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) --prompts \
-	    "red heart" "green apple" "sun with face" "dog face" \
-	    "woman firefighter: dark skin tone" "man farmer: light skin tone" "yellow square" "flag: Japan"
+	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
+	    --prompts-file docs/openmoji_prompts.txt --columns 6
 
 # --- upkeep ------------------------------------------------------------------------------------
 

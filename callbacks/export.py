@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,18 @@ from composer import Callback, Event, Logger, State
 from composer.utils import dist
 from torch import nn
 
-from callbacks.interval import at_intervals
+from callbacks.interval import at_intervals, ended
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
+from recipes.algorithms.scheduled_ema import averaged, running_average
 
 
 class Export(Callback):
-    """Writes <output>/export at intervals and at the end, whole or not at all."""
+    """Writes <output>/export at intervals and at the end, whole or not at all.
+
+    Where the run has an average of the weights, a diffusion model's export has it beside them (`unet_ema` beside
+    `unet`); that of an autoencoder or text encoder, which other jobs open as one folder, has it in their place.
+    """
 
     def __init__(
         self, task: nn.Module, run_name: str, output: str, loading: Loading, *, every: Duration | None = None
@@ -36,7 +43,7 @@ class Export(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         super().run_event(event, state, logger)
-        if event == Event.FIT_END or self.due(state, event):
+        if event == Event.FIT_END or (self.due(state, event) and not ended(state)):  # the end comes once, whole
             self._write(state, complete=event == Event.FIT_END)
 
     def _write(self, state: State, complete: bool) -> None:
@@ -47,42 +54,63 @@ class Export(Callback):
             "batches": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,
         }
-        export(self.task, self.loading, self.folder, record, complete)
+        ema = running_average(state)
+        if ema is not None:
+            record["average"] = {"decay": ema.decay, "every": ema.every, "begun": ema.begun}
+        average = None if ema is None else lambda: averaged(state)
+        export(self.task, self.loading, self.folder, record, complete, average)
         if complete:
             print(f"weights: {self.folder}", flush=True)
 
 
-def export(task: nn.Module, loading: Loading, folder: Path, record: dict[str, Any], complete: bool) -> None:
+def export(
+    task: nn.Module,
+    loading: Loading,
+    folder: Path,
+    record: dict[str, Any],
+    complete: bool,
+    average: Callable[[], AbstractContextManager] | None = None,
+) -> None:
     """Write a task's weights and what sampling needs beside them.
 
     Args:
-        task: has `export(folder)`.
+        task: has `export(folder)`, and `export_average(folder)` if both kinds of weights belong in one folder.
         loading: its training data; an encoded set's manifest, null caption and local encoders go into the folder too.
         folder: replaced at once when all is written.
         record: what export.json (and done.json) says of the run.
         complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
+        average: makes a context in which the task has its averaged weights; None: there are none.
     """
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    task.export(partial)
-    if loading.manifest is not None:
-        loading.manifest.write(partial)
-        np.save(partial / "null_text.npy", loading.null_text.numpy())
-        record = {**record, "resolution": loading.resolution}
-        _copy_encoders(loading, partial)
-    (partial / "export.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
-    if complete:
-        (partial / "done.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
-    replace_folder(partial, folder)
+    try:
+        if average is not None and hasattr(task, "export_average"):
+            task.export(partial)
+            with average():
+                task.export_average(partial)
+        else:
+            with nullcontext() if average is None else average():
+                task.export(partial)
+        if loading.manifest is not None:
+            loading.manifest.write(partial)
+            np.save(partial / "null_text.npy", loading.null_text.numpy())
+            record = {**record, "resolution": loading.resolution}
+            _copy_encoders(loading, partial)
+        (partial / "export.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+        if complete:
+            (partial / "done.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
+        replace_folder(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what an error left
 
 
 def _copy_encoders(loading: Loading, folder: Path) -> None:
-    """Encoders that lie on this machine's disk, so that the folder can be moved; those of a hub are found by their id."""
+    """Encoders of a local folder, so that the export can be moved; those of a hub are found by their id."""
     for name in ("image_encoder", "text_encoder"):
         path = getattr(loading.manifest, name)["component"].get("path")
-        if path and Path(path).is_dir():
-            shutil.copytree(path, folder / name)
+        if path and Path(path).expanduser().is_dir():
+            shutil.copytree(Path(path).expanduser(), folder / name)
 
 
 def replace_folder(new: Path, old: Path) -> None:

@@ -46,12 +46,10 @@ class Progress(Callback):
 
     def eval_end(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            figures = ", ".join(
-                f"{name} {float(metric.compute()):.4f}"
-                for metrics in state.eval_metrics.values()
-                for name, metric in metrics.items()
-            )
-            print(f"{self.run_name}: validation at batch {state.timestamp.batch.value}: {figures}", flush=True)
+            # Only this set's: others may have nothing yet, and computing theirs would wait for the other ranks.
+            label = state.dataloader_label
+            figures = ", ".join(f"{k} {float(metric.compute()):.4f}" for k, metric in state.eval_metrics[label].items())
+            print(f"{self.run_name}: {label} at batch {state.timestamp.batch.value}: {figures}", flush=True)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:

@@ -14,6 +14,7 @@ from torch import nn
 from callbacks.interval import at_intervals
 from callbacks.pictures import picture_grid, save_png, to_uint8
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from recipes.algorithms.scheduled_ema import averaged
 from recipes.models.autoencoder import to_signed
 
 
@@ -45,9 +46,12 @@ class Reconstructions(Callback):
     def _draw(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0 or self.originals is None:
             return
-        with model_eval_mode(self.task), get_precision_context(state.precision, state.precision_config):
+        precision = get_precision_context(state.precision, state.precision_config)
+        with averaged(state), model_eval_mode(self.task), precision:
             made = self.task.reconstruct(to_signed(self.originals))
         both = np.stack([to_uint8(self.originals / 255), to_uint8((made + 1) / 2)], 1).reshape(-1, *made.shape[2:], 3)
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(both, ["original", "reconstruction"] * len(made), columns=8, cell=96), path)
-        logger.log_images(both, name="reconstructions", channels_last=True, step=state.timestamp.batch.value)
+        logger.log_images(
+            both, name="reconstructions", channels_last=True, step=state.timestamp.batch.value, use_table=False
+        )

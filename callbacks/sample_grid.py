@@ -15,12 +15,16 @@ from callbacks.interval import at_intervals
 from callbacks.pictures import picture_grid, save_png, to_uint8
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
+from recipes.algorithms.scheduled_ema import averaged
 from recipes.models.latent_diffusion import LatentDiffusion
 from recipes.models.samplers import initial_noise, make_scheduler, sample
 
 
 class SampleGrid(Callback):
-    """Samples a grid of captioned pictures to <output>/samples and to the loggers, from the same noise every time."""
+    """Samples a grid of captioned pictures to <output>/samples and to the loggers, from the same noise every time.
+
+    The weights are the averaged ones where the run has an average.
+    """
 
     def __init__(
         self,
@@ -38,7 +42,7 @@ class SampleGrid(Callback):
         columns: int | None = None,
         batch: int = 16,
     ) -> None:
-        """The encoders are those that the data's manifest names: the text encoder is held only while prompts are encoded.
+        """The encoders are those that the data's manifest names; the text encoder is held while prompts are encoded.
 
         Args:
             prompts: captions, one picture each.
@@ -70,8 +74,9 @@ class SampleGrid(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0:
             return
-        self.image_encoder, text_encoder = self.encoders()
-        self.text = text_encoder.encode(self.prompts)
+        with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
+            self.image_encoder, text_encoder = self.encoders()
+            self.text = text_encoder.encode(self.prompts)
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         super().run_event(event, state, logger)
@@ -82,11 +87,14 @@ class SampleGrid(Callback):
         # Other ranks wait at their next collective; sharded models will need every rank in here.
         if dist.get_global_rank() != 0:
             return
-        pictures = to_uint8(self._pictures(state))
+        with averaged(state):
+            pictures = to_uint8(self._pictures(state))
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(pictures, self.prompts, self.columns), path)
         print(f"samples: {path}", flush=True)
-        logger.log_images(pictures, name="samples", channels_last=True, step=state.timestamp.batch.value)
+        logger.log_images(
+            pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
+        )
 
     def _pictures(self, state: State) -> torch.Tensor:
         device = next(self.task.parameters()).device

@@ -62,7 +62,8 @@ def pictures(
     )
     if not placement.training:
         held = list(itertools.islice(stream, limit))
-        return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin))
+        own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
+        return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
     loader = DataLoader(
         stream,
         batch_size=placement.batch,
@@ -71,6 +72,7 @@ def pictures(
         persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,
         pin_memory=placement.pin,
+        generator=torch.Generator(),  # not the one that noise is drawn from
     )
     return Loading(loader)
 
@@ -142,7 +144,7 @@ class PictureStream(IterableDataset):
             for index in rng.permutation(len(kept)):
                 yield kept[index]
             return
-        shards = self.source.shards()
+        shards = list(self.source.shards())
         if self.placement.training:
             np.random.default_rng([self.placement.seed, turn]).shuffle(shards)  # the same on every rank
         mine, of = part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,6 +98,7 @@ def latents(
         persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,
         pin_memory=placement.pin,
+        generator=torch.Generator(),  # not the one that noise is drawn from
     )
     null_text = next(iter(streams.values())).null_text()
     if placement.training:
@@ -188,15 +190,35 @@ class EncodedSet:
         """
         path = Path(self.local, name)
         if self.remote and not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            address = f"{self.remote.rstrip('/')}/{name}"
-            CloudDownloader.get(address).download(address, str(path), timeout=120.0)
+            self._fetch(name).replace(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: not there; encode the set first with precompute/encode.py")
         return path
 
+    def _fetch(self, name: str) -> Path:
+        """A fresh copy of a remote file, under a name of its own: every rank fetches at the same moment."""
+        copy = Path(self.local, f".{name}.{uuid.uuid4().hex}")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        address = f"{self.remote.rstrip('/')}/{name}"
+        CloudDownloader.get(address).download(address, str(copy), timeout=120.0)
+        return copy
+
     def manifest(self) -> Manifest:
-        """What encoded the set."""
+        """What encoded the set.
+
+        Raises:
+            FileNotFoundError: the set has none.
+            ValueError: the cache holds shards of another set than the one that is at the address now.
+        """
+        path = Path(self.local, MANIFEST)
+        if self.remote and path.is_file():
+            fresh = self._fetch(MANIFEST)
+            same = fresh.read_bytes() == path.read_bytes()
+            fresh.unlink()
+            if not same:
+                raise ValueError(
+                    f"{path} is not the manifest at {self.remote}: delete the folder, or give another cache"
+                )
         return Manifest.read(self.file(MANIFEST).parent)
 
     def null_text(self) -> Tensor:

@@ -5,13 +5,15 @@ Parameters before `*` are handed over by `recipes.build` by their name; those af
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from composer import Callback
 from composer.algorithms import ChannelsLast
-from composer.callbacks import LRMonitor, MemoryMonitor, SpeedMonitor
+from composer.callbacks import LRMonitor, MemoryMonitor
 from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
 from composer.optim import CosineAnnealingWithWarmupScheduler as CosineWithWarmup
@@ -85,15 +87,6 @@ def memory_monitor() -> Callback:
     return MemoryMonitor()
 
 
-def throughput(*, window: int = 50) -> Callback:
-    """Logs samples and batches a second, over all devices and for each.
-
-    Args:
-        window: batches of the running average.
-    """
-    return SpeedMonitor(window_size=window)
-
-
 def tensorboard(output: str, *, flush_every: int = 20) -> LoggerDestination:
     """TensorBoard files in <output>/tensorboard.
 
@@ -104,7 +97,13 @@ def tensorboard(output: str, *, flush_every: int = 20) -> LoggerDestination:
 
 
 def wandb(
-    run_name: str, *, project: str, entity: str | None = None, tags: list[str] | None = None, offline: bool = False
+    run_name: str,
+    output: str,
+    *,
+    project: str,
+    entity: str | None = None,
+    tags: list[str] | None = None,
+    offline: bool = False,
 ) -> LoggerDestination:
     """Weights & Biases.
 
@@ -114,15 +113,22 @@ def wandb(
         tags: tags of the run.
         offline: write to disk only, to be synchronised later.
     """
-    settings: dict[str, Any] = {"mode": "offline"} if offline else {}
+    Path(output).mkdir(parents=True, exist_ok=True)  # W&B falls back to the current folder where this is missing
+    settings: dict[str, Any] = {"dir": output, **({"mode": "offline"} if offline else {})}
     return WandBLogger(project=project, entity=entity, name=run_name, tags=tags, init_kwargs=settings)
 
 
-def mlflow(run_name: str, *, experiment: str, tracking_uri: str | None = None) -> LoggerDestination:
+def mlflow(run_name: str, output: str, *, experiment: str, tracking_uri: str | None = None) -> LoggerDestination:
     """MLflow.
 
     Args:
         experiment: experiment that the run belongs to.
-        tracking_uri: server or folder; null: what the environment says.
+        tracking_uri: address of a server or a database; null: MLFLOW_TRACKING_URI, else a database <output>/mlflow.db.
     """
-    return MLFlowLogger(experiment_name=experiment, run_name=run_name, tracking_uri=tracking_uri)
+    tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if tracking_uri is None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        tracking_uri = f"sqlite:///{Path(output, 'mlflow.db').resolve()}"
+    return MLFlowLogger(
+        experiment_name=experiment, run_name=run_name, tracking_uri=tracking_uri, log_system_metrics=False
+    )

@@ -49,6 +49,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "channels_last": "recipes.builders:channels_last",
         "fused_group_norm": "recipes.algorithms.fused_group_norm:FusedGroupNorms",
         "low_precision_norms": "recipes.algorithms.low_precision_norms:LowPrecisionNorms",
+        "scheduled_ema": "recipes.algorithms.scheduled_ema:ScheduledEMA",
     },
     "callback": {
         "export": "callbacks.export:Export",
@@ -57,7 +58,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "progress": "callbacks.progress:Progress",
         "sample_grid": "callbacks.sample_grid:SampleGrid",
         "reconstructions": "callbacks.reconstructions:Reconstructions",
-        "throughput": "recipes.builders:throughput",
+        "throughput": "callbacks.throughput:Throughput",
     },
     "logger": {
         "tensorboard": "recipes.builders:tensorboard",

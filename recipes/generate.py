@@ -33,6 +33,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--resolution", type=int, help="side of the pictures in pixels (default: that of training)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the denoiser")
+    parser.add_argument(
+        "--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged where there are any)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -46,12 +49,14 @@ def main(arguments: list[str]) -> None:
             ]
         if not captions:
             fail(['give captions: --prompts "red heart" "cat face", or --prompts-file captions.txt'])
-        from recipes.sampling import find_export
+        from recipes.sampling import find_denoiser, find_export
 
         folder = find_export(options.checkpoint)  # before the slow imports, so that a wrong path answers at once
+        denoiser = find_denoiser(folder, options.weights)
+        print(f"generate: {denoiser}", file=sys.stderr)
         from recipes.sampling import load_pipeline
 
-        pipeline = load_pipeline(folder, options.device, options.precision)
+        pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
         captions = [caption for caption in captions for _ in range(options.each)]
         pictures = pipeline.generate(
             captions,

@@ -14,6 +14,7 @@ import numpy as np
 from data.manifest import NULL_TEXT, Manifest
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Weights = Literal["ema", "raw"]
 
 
 def find_export(path: Path) -> Path:
@@ -32,6 +33,23 @@ def find_export(path: Path) -> Path:
         if (folder / "unet" / "config.json").is_file():
             return folder
     raise FileNotFoundError(f"{path}: no exported run (a folder with unet/config.json); give runs/<run_name>/export")
+
+
+def find_denoiser(export: Path, weights: Weights | None) -> Path:
+    """The folder of the denoiser in an export.
+
+    Args:
+        export: as `find_export` gives it.
+        weights: averaged or as trained; None: averaged where there are any.
+
+    Raises:
+        FileNotFoundError: averaged weights are asked for, and the run had no average.
+    """
+    averaged = export / "unet_ema"
+    there = (averaged / "config.json").is_file()
+    if weights == "ema" and not there:
+        raise FileNotFoundError(f"--weights ema: {averaged} does not exist, the run had no average; use raw")
+    return averaged if there and weights != "raw" else export / "unet"
 
 
 @dataclass
@@ -110,8 +128,16 @@ class Pipeline:
         return np.concatenate(pictures)
 
 
-def load_pipeline(folder: Path, device: Literal["auto", "cpu", "gpu"], precision: Precision) -> Pipeline:
+def load_pipeline(
+    folder: Path, device: Literal["auto", "cpu", "gpu"], precision: Precision, weights: Weights | None = None
+) -> Pipeline:
     """Everything of an export folder; reads JSON, NumPy arrays and safetensors only.
+
+    Args:
+        folder: as `find_export` gives it.
+        device: auto: a GPU where there is one.
+        precision: of the denoiser.
+        weights: as `find_denoiser` takes them.
 
     Raises:
         FileNotFoundError: a part is missing.
@@ -128,7 +154,10 @@ def load_pipeline(folder: Path, device: Literal["auto", "cpu", "gpu"], precision
     place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     manifest = Manifest.read(folder)
     image_encoder, text_encoder = encoders_of(manifest, folder)
-    network = UNet2DConditionModel.from_pretrained(str(folder / "unet"), use_safetensors=True, local_files_only=True)
+    # low_cpu_mem_usage needs a package that the lock does not have, and says so at length where it is left to choose.
+    network = UNet2DConditionModel.from_pretrained(
+        str(find_denoiser(folder, weights)), use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
+    )
     scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
     record = json.loads((folder / "export.json").read_text(encoding="utf-8"))
     return Pipeline(

@@ -30,6 +30,8 @@ REASONS = {
     "too_many_pixels": "more pixels than the filter's max_pixels (decompression bombs land here)",
     "too_small": "the shorter side is below the filter's min_side",
     "aspect": "width / height is outside the filter's min_aspect..max_aspect",
+    "nonfinite_latent": "the encoder's latents are not finite in fp16, nor when encoded again in fp32",
+    "nonfinite_text": "the caption's embedding is not finite in fp16, nor when encoded again in fp32",
 }
 
 # Larger entries are not read into memory. The largest photographs are a tenth of it.
@@ -155,7 +157,7 @@ def shard_id(name: str, *identity: object) -> str:
     holds.
 
     The digits keep two shards of one name apart, and an encoded folder from being taken for another shard's
-    when a list of shards is reordered.
+    when a list of shards is reordered, or a file is replaced by one of another size.
     """
     readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:64] or "shard"
     digits = hashlib.sha256("\0".join(map(str, identity)).encode("utf-8", "surrogateescape")).hexdigest()[:8]

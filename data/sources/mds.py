@@ -43,7 +43,10 @@ class MDSSource:
             infos = json.loads(index.read_text("utf-8"))["shards"]
             self.infos = {
                 shard_id(
-                    PurePosixPath(_basename(info)).name.removesuffix(".mds"), _basename(info), info["samples"]
+                    PurePosixPath(_basename(info)).name.removesuffix(".mds"),
+                    _basename(info),
+                    info["samples"],
+                    info["raw_data"]["bytes"],
                 ): info
                 for info in infos
             }

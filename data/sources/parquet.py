@@ -51,13 +51,14 @@ class ParquetSource:
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
             sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
+        size = file.stat().st_size  # a file written anew under its old name holds other shards
         groups: list[int] = []
         first = done = 0
         for index, rows in enumerate(sizes):
             groups.append(index)
             done += rows
             if done - first >= shard_size or index == len(sizes) - 1:
-                shard = shard_id(f"{name.stem}_{first:08d}", name.as_posix(), first, done)
+                shard = shard_id(f"{name.stem}_{first:08d}", name.as_posix(), size, first, done)
                 self.parts[shard] = (file, groups, first)
                 groups, first = [], done
 

@@ -63,7 +63,9 @@ class TarSource:
         self.caption = caption
         self.urls: dict[str, str] = {}
         for url in itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)):
-            name = shard_id(Path(urllib.parse.urlparse(url).path).name.split(".")[0], url)
+            # The size too: a tar written anew under its old name is another shard.
+            size = None if "://" in url else Path(url).stat().st_size
+            name = shard_id(Path(urllib.parse.urlparse(url).path).name.split(".")[0], url, size)
             if name in self.urls:
                 raise ValueError(f"source.urls names {url} twice: list each tar once")
             self.urls[name] = url

@@ -102,6 +102,10 @@ class LatentDiffusion(nn.Module):
         self.denoiser.save(str(folder / "unet"))
         DDIMScheduler(**self.scheduler_config()).save_pretrained(str(folder / "scheduler"))
 
+    def export_average(self, folder: Path) -> None:
+        """Write unet_ema/ beside unet/; to be called while the averaged weights are in place."""
+        self.denoiser.save(str(folder / "unet_ema"))
+
     def load_export(self, folder: Path) -> None:
         """Take the weights of an exported folder, strictly.
 

@@ -280,3 +280,11 @@ def test_gzip_is_read_without_its_suffix(tmp_path):
     write_tar(tmp_path / "x", layout())
     (tmp_path / "y.tar").write_bytes(gzip.compress((tmp_path / "x").read_bytes()))
     assert len(read(TarSource(urls=str(tmp_path / "y.tar")))) == len(ROWS)
+
+
+def test_a_tar_written_anew_is_another_shard(tmp_path):
+    path = write_tar(tmp_path / "a.tar", layout())
+    before = TarSource(urls=str(path)).shards()
+    assert TarSource(urls=str(path)).shards() == before
+    write_tar(path, [*layout(), *((f"more{n}.txt", b"x" * 4096) for n in range(8))])
+    assert TarSource(urls=str(path)).shards() != before

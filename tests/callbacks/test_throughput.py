@@ -1,0 +1,99 @@
+"""Throughput: FLOPs as published, averages over steps only, shares that add up."""
+
+import time
+
+import pytest
+import torch
+import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
+from composer import Callback, Trainer
+from composer.loggers import InMemoryLogger
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from callbacks.throughput import Throughput, flops_of_a_sample
+from recipes.composer_model import ComposerTask
+from recipes.models.unet import unet
+
+
+class Layers(torch.nn.Module):
+    """Two products of 8 x 8 with a vector, and a draw of random numbers."""
+
+    eval_names = ["loss"]
+
+    def __init__(self, pause=0.0):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        self.pause = pause
+        self.draws = []
+
+    def forward(self, batch):
+        time.sleep(self.pause)
+        noise = torch.rand(())
+        if torch.is_grad_enabled():
+            self.draws.append(noise.item())
+        return {"total": self.layers(batch["x"]).square().mean()}
+
+    def evaluate(self, batch):
+        time.sleep(0.3)
+        return {"loss": self.layers(batch["x"]).square().mean(1)}
+
+
+def run(task, callbacks, batches=8):
+    data = [{"x": torch.full((8,), float(i))} for i in range(4 * batches)]
+    logger = InMemoryLogger()
+    trainer = Trainer(
+        model=ComposerTask(task),
+        train_dataloader=DataLoader(data, batch_size=4),
+        eval_dataloader=DataLoader(data[:4], batch_size=4),
+        eval_interval="2ba",
+        max_duration=f"{batches}ba",
+        optimizers=torch.optim.SGD(task.parameters(), lr=0.01),
+        callbacks=callbacks,
+        loggers=[logger],
+        progress_bar=False,
+        seed=1,
+    )
+    trainer.fit()
+    return {name: values[-1][1] for name, values in logger.data.items() if values}
+
+
+@pytest.mark.parametrize(("side", "gflop"), [(32, 181), (64, 804)])
+def test_the_counter_gives_the_published_flops_of_the_unet(side, gflop):
+    with torch.device("meta"):
+        network = unet(
+            channels=[320, 640, 1280, 1280], attention=[True, True, True, False], heads=[5, 10, 20, 20], text_width=1024
+        )
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            network(torch.empty(1, 4, side, side), torch.zeros(1, dtype=torch.long), torch.empty(1, 77, 1024))
+    assert round(counter.get_total_flops() / 1e9) == gflop
+
+
+def test_flops_of_a_sample_are_those_of_its_products():
+    assert flops_of_a_sample(Layers(), {"x": torch.ones(5, 8)}) == 2 * (2 * 8 * 8)
+
+
+def test_counting_leaves_random_numbers_and_weights_as_they_are():
+    plain, counted = Layers(), Layers()
+    counted.load_state_dict(plain.state_dict())
+    run(plain, [])
+    run(counted, [Throughput(counted, window=2)])
+    assert plain.draws == counted.draws
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), counted.parameters(), strict=True))
+
+
+class Slow(Callback):
+    def batch_checkpoint(self, state, logger):
+        time.sleep(0.3)
+
+
+def test_validation_and_checkpoints_are_left_out_and_parts_add_up():
+    task = Layers(pause=0.05)
+    figures = run(task, [Throughput(task, window=4), Slow()])
+    # 4 samples in 0.05 s and the little that Composer does; with what lies between steps it would be below 14/s.
+    assert 15 < figures["throughput/samples_per_sec"] <= 80
+    assert figures["throughput/samples_per_sec"] == pytest.approx(figures["throughput/device/samples_per_sec"])
+    flops = 3 * 2 * (2 * 8 * 8) * figures["throughput/samples_per_sec"]
+    assert figures["throughput/device/tflops_per_sec"] == pytest.approx(flops / 1e12)
+    shares = {name: figures[f"time/share/{name}"] for name in ("data", "forward", "backward", "optimizer")}
+    assert shares["forward"] > 0.5
+    assert 0.5 < sum(shares.values()) <= 1.01

@@ -1,0 +1,183 @@
+"""Tiny encoders in the real file formats, a set that the encode job made with them, and Stable Diffusion 2's recipe at
+a width that trains in seconds. Made once a session, without a network."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+# 40 pictures to train on in four tars, 6 to validate on in one.
+SPLITS = {"train": (4, 10), "val": (1, 6)}
+# yamls/sd2_base.yaml at the width, grid, text and batch that a CPU trains in tens of milliseconds.
+SMALL = [
+    "model.denoiser.channels=[32,64,64,64]",
+    "model.denoiser.heads=[1,2,2,2]",
+    "model.denoiser.blocks=1",
+    "model.denoiser.text_width=16",
+    "model.eval_timesteps=[50,500,950]",
+    "data.resolution=16",
+    "data.expect={scaling_factor: 0.5, text_length: 12}",
+    "data.workers=0",
+    "evals.val.resolution=16",
+    "evals.val.expect={scaling_factor: 0.5, text_length: 12}",
+    "evals.val.workers=0",
+    "optimizer.lr=2e-3",
+    "schedule.warmup=2ba",
+    "training.duration=12ba",
+    "training.global_batch=8",
+    "training.microbatch=null",
+    "training.precision=auto",
+    "training.device=cpu",
+    "training.eval_every=null",
+    "checkpoints.every=null",
+    "checkpoints.autoresume=false",
+    "callbacks.sample_grid=null",
+    "callbacks.export=null",
+    "algorithms.low_precision_norms=null",  # there is no autocast on a CPU
+    "callbacks.memory=null",  # it warns without a GPU
+    "loggers={}",
+]
+
+
+@pytest.fixture(scope="session")
+def vae_folder(tmp_path_factory) -> Path:
+    """An AutoencoderKL with f = 2 and 4 channels; shift and scale away from 0 and 1, so that a second use shows."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        latent_channels=4,
+        scaling_factor=0.5,
+        shift_factor=0.25,
+    )
+    folder = tmp_path_factory.mktemp("vae")
+    vae.save_pretrained(folder)
+    return folder
+
+
+CLIP = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8},
+    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 3},
+}
+
+
+@pytest.fixture(scope="session")
+def clip_folder(tmp_path_factory) -> Path:
+    """An open_clip model in the format of its own exports."""
+    import open_clip
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    clip = open_clip.CLIP(**CLIP)
+    # Weights at their initial scale would make every caption's embedding nearly the same.
+    with torch.no_grad():
+        for name, parameter in clip.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * (1.0 if "embedding" in name else 0.3))
+    folder = tmp_path_factory.mktemp("clip")
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": CLIP, "preprocess_cfg": {}}))
+    save_file(clip.state_dict(), folder / "open_clip_model.safetensors")
+    return folder
+
+
+def _drawing(number: int) -> bytes:
+    """A blob of its own colour and place on its own ground, as a PNG of its own size."""
+    rng = np.random.default_rng(number)
+    width, height = 34 + number % 5, 33 + number % 7
+    y, x = np.mgrid[:height, :width]
+    inside = (x - rng.integers(8, 26)) ** 2 + (y - rng.integers(8, 26)) ** 2 < rng.integers(40, 120)
+    pixels = np.where(inside[..., None], rng.integers(0, 256, 3), rng.integers(0, 256, 3)).astype(np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture(scope="session")
+def latent_sets(tmp_path_factory, vae_folder, clip_folder) -> Path:
+    """train/ and val/ as precompute/encode.py writes them from tars, at 16 and 32 pixels (latents of 8 and 16)."""
+    import webdataset
+
+    from precompute.encode import main
+
+    root = tmp_path_factory.mktemp("latent_sets")
+    number = 0
+    for split, (tars, each) in SPLITS.items():
+        (root / split).mkdir()
+        for tar in range(tars):
+            with webdataset.TarWriter(str(root / split / f"{tar:05d}.tar")) as sink:
+                for _ in range(each):
+                    caption = f"drawing of {number} {'dots' if number % 2 else 'stars'} on a wall"
+                    sample = {"png": _drawing(number), "txt": caption, "json": {"number": number}}
+                    sink.write({"__key__": f"{tar:05d}_{number:04d}", **sample})
+                    number += 1
+    values = {
+        "out": str(root / "latents"),
+        "sources": {split: {"name": "tars", "urls": f"{root}/{split}/*.tar"} for split in SPLITS},
+        "resolutions": [16, 32],
+        "image_encoder": {"name": "kl_vae", "path": str(vae_folder), "precision": "fp32"},
+        "text_encoder": {"name": "open_clip_text", "path": str(clip_folder), "precision": "fp32"},
+        "batch": 16,
+        "workers": 0,
+        "device": "cpu",
+    }
+    (root / "encode.yaml").write_text(yaml.safe_dump(values))
+    main([str(root / "encode.yaml")])
+    return root / "latents"
+
+
+@pytest.fixture(scope="session")
+def small_recipe(latent_sets):
+    """(output, overrides) -> yamls/sd2_base.yaml as a recipe of the small model on the small set."""
+    from recipes.config import Recipe, load
+
+    def make(output: Path, *overrides: str, yaml_name: str = "sd2_base.yaml") -> Recipe:
+        paths = [
+            f"data.streams.train.path={latent_sets}/train",
+            f"evals.val.streams.val.path={latent_sets}/val",
+            f"output={output}",
+        ]
+        return load(ROOT / "yamls" / yaml_name, [*SMALL, *paths, *overrides], Recipe)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def fit():
+    """Trains a recipe as recipes/train.py does, and gives the finished trainer."""
+    from recipes.trainer import build_trainer
+
+    def run(recipe):
+        trainer = build_trainer(recipe)
+        trainer.fit()
+        trainer.close()
+        return trainer
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory, small_recipe, fit):
+    """A finished run of the small recipe with all that it writes: (recipe, trainer)."""
+    output = tmp_path_factory.mktemp("exported") / "run"
+    recipe = small_recipe(
+        output,
+        "training.duration=14ba",
+        "training.eval_every=5ba",
+        "checkpoints={every: 6ba, keep: -1, autoresume: false}",
+        "callbacks.export={name: export, every: 6ba}",
+        "callbacks.sample_grid={name: sample_grid, every: 6ba, prompts: [a dot, a star, a wall], steps: 3, batch: 2}",
+        "callbacks.progress.seconds=0",
+        "loggers={tensorboard: {name: tensorboard}}",
+    )
+    return recipe, fit(recipe)

@@ -1,0 +1,89 @@
+"""Loggers by name: metrics and pictures of a short run arrive where they should."""
+
+import sqlite3
+
+import numpy as np
+import pytest
+import torch
+from composer import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from recipes.build import build
+from recipes.components import COMPONENTS
+from recipes.composer_model import ComposerTask
+from recipes.schema import Component
+
+
+class Line(torch.nn.Module):
+    eval_names = ["loss"]
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch):
+        return {"total": ((self.weight - batch["x"]) ** 2).mean()}
+
+    def evaluate(self, batch):
+        return {"loss": (self.weight - batch["x"]) ** 2}
+
+
+class Pictures(Callback):
+    def fit_end(self, state, logger):
+        logger.log_images(np.zeros((2, 8, 8, 3), np.uint8), name="samples", channels_last=True, step=1, use_table=False)
+
+
+def component(name, **arguments):
+    return Component("logger", name, arguments, COMPONENTS["logger"][name], f"loggers.{name}")
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """A run that logs to all of them."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        loggers = [
+            component("tensorboard", flush_every=1),
+            component("wandb", project="test", offline=True),
+            component("mlflow", experiment="test"),
+        ]
+        built = [build(logger, run_name="short", output=str(folder)) for logger in loggers]
+        data = DataLoader([{"x": torch.tensor(float(i))} for i in range(4)], batch_size=2)
+        task = Line()
+        trainer = Trainer(
+            model=ComposerTask(task),
+            train_dataloader=data,
+            eval_dataloader=data,
+            max_duration="2ba",
+            optimizers=torch.optim.SGD(task.parameters(), lr=0.1),
+            loggers=built,
+            callbacks=[Pictures()],
+            run_name="short",
+            progress_bar=False,
+        )
+        trainer.fit()
+        trainer.close()
+    return folder
+
+
+def test_tensorboard_has_metrics_and_pictures(output):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = next((output / "tensorboard").rglob("events*")).parent
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert "loss/train/total" in events.Tags()["scalars"]
+    assert any("samples" in tag for tag in events.Tags()["images"])
+
+
+def test_wandb_writes_below_the_output(output):
+    (run,) = (output / "wandb").glob("offline-run-*")
+    assert next(run.glob("*.wandb")).stat().st_size > 0
+    assert list(run.rglob("*.png"))
+
+
+def test_mlflow_writes_a_database_below_the_output(output):
+    with sqlite3.connect(output / "mlflow.db") as database:
+        keys = {row[0] for row in database.execute("select key from metrics")}
+    assert "loss/train/total" in keys
