@@ -14,11 +14,11 @@ from torch.nn import functional as F
 # do nothing under the CPU's, and their surgery makes new parameters, which earlier references then do not follow.
 
 
-def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in autocast's precision, where it is on for the first one's device."""
+def _lowered(*tensors: Tensor | None) -> list[Tensor | None] | None:
+    """The tensors in autocast's precision; None where it is off for the first one's device."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # which does not know of meta
+        return None
     dtype = torch.get_autocast_dtype(kind)
     return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
 
@@ -27,8 +27,11 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
     """Takes and gives autocast's dtype; PyTorch's kernels sum in 32 bits all the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = _lowered(x, self.weight, self.bias)
-        with torch.autocast(x.device.type, enabled=False):
+        lowered = _lowered(x, self.weight, self.bias)
+        if lowered is None:
+            return super().forward(x)
+        x, weight, bias = lowered
+        with torch.autocast(x.device.type, enabled=False):  # it would cast back
             return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
@@ -36,8 +39,11 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
     """Takes and gives autocast's dtype; PyTorch's kernels sum in 32 bits all the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = _lowered(x, self.weight, self.bias)
-        with torch.autocast(x.device.type, enabled=False):
+        lowered = _lowered(x, self.weight, self.bias)
+        if lowered is None:
+            return super().forward(x)
+        x, weight, bias = lowered
+        with torch.autocast(x.device.type, enabled=False):  # it would cast back
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class FusedGroupNorm(nn.GroupNorm):
     The kernel computes in 32 bits and writes what autocast would cast to: more precise than a low-precision norm.
 
     Attributes:
-        plain: the class that the norm had; it still computes what the kernel does not take, and runs off the GPU.
+        plain: the class that the norm had, next in the order of inheritance: it computes what the kernel does not take.
         silu: whether SiLU follows.
         measured: whether the kernel must be the faster one for a shape (`is_faster`) to be used.
     """
@@ -34,19 +35,18 @@ class FusedGroupNorm(nn.GroupNorm):
     measured: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
-        if self._takes(x, dtype) and (
-            not self.measured
-            or is_faster(self.plain, tuple(x.shape), self.num_groups, x.dtype, dtype, autocast, self.silu)
-        ):
-            return group_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, dtype)
-        y = self.plain.forward(self, x)
+        if self._takes(x):
+            kind = x.device.type
+            autocast = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+            case = (self.plain, tuple(x.shape), self.num_groups, x.dtype, dtype, autocast, self.silu)
+            if not self.measured or is_faster(*case):
+                return group_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, dtype)
+        y = super().forward(x)
         return F.silu(y) if self.silu else y
 
-    def _takes(self, x: Tensor, dtype: torch.dtype) -> bool:
-        if x.dim() != 4 or not (x.is_cuda or INTERPRETED) or not {x.dtype, dtype} <= set(DTYPES):
+    def _takes(self, x: Tensor) -> bool:
+        if x.dim() != 4 or x.dtype not in DTYPES or not (x.is_cuda or INTERPRETED) or x.is_meta:
             return False
         # A contiguous network would pay for a copy at each norm.
         return not self.measured or x.is_contiguous(memory_format=torch.channels_last)
@@ -61,9 +61,13 @@ def fuse(norm: nn.GroupNorm, silu: bool, measured: bool) -> None:
         measured: use the kernel only for shapes where it is faster; else always.
     """
     assert norm.affine and not isinstance(norm, FusedGroupNorm)
-    plain = type(norm)
-    norm.__class__ = FusedGroupNorm
-    norm.plain, norm.silu, norm.measured = plain, silu, measured
+    norm.__class__ = _fused_class(type(norm))
+    norm.silu, norm.measured = silu, measured
+
+
+@functools.cache
+def _fused_class(plain: type[nn.GroupNorm]) -> type[FusedGroupNorm]:
+    return type(f"Fused{plain.__name__}", (FusedGroupNorm, plain), {"plain": plain})
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,22 @@ def test_every_norm_of_a_unet_and_off_the_gpu_the_same_result():
     parameters = list(fused.parameters())
     norms = [m for m in fused.modules() if isinstance(m, nn.GroupNorm)]
     assert fuse_group_norms(fused, measured=True) == len(norms)
-    assert all(type(norm) is FusedGroupNorm for norm in norms)
+    assert all(isinstance(norm, FusedGroupNorm) for norm in norms)
     transformers = [name for name, m in fused.named_modules() if isinstance(m, FusedGroupNorm) and not m.silu]
     assert transformers and all(".attentions." in name for name in transformers)
     assert list(fused.state_dict()) == list(plain.state_dict())
     assert all(one is other for one, other in zip(fused.parameters(), parameters, strict=True))
     inputs = batch()
     assert torch.equal(fused(*inputs), plain(*inputs))
+
+
+def test_on_the_meta_device():
+    with torch.device("meta"):
+        model = small_unet()
+        lower_norms(model)
+        fuse_group_norms(model, measured=False)
+        latents, timesteps, text = torch.empty(2, 4, 8, 8), torch.empty(2, dtype=torch.long), torch.empty(2, 3, 8)
+        assert model(latents, timesteps, text).shape == (2, 4, 8, 8)
 
 
 def test_an_autoencoders_too():
@@ -120,3 +129,9 @@ def test_auto_says_so_when_no_norm_qualified(monkeypatch, capsys):
     monkeypatch.setattr(fused_group_norm, "TIMES", {})
     algorithm.report(Logger())
     assert "no norm had a channels_last input" in capsys.readouterr().out
+
+
+def test_a_recipe_on_a_cpu_trains_without(small_recipe, fit, tmp_path, capsys):
+    trainer = fit(small_recipe(tmp_path, "training.duration=1ba"))
+    assert trainer.state.timestamp.batch.value == 1
+    assert "fused_group_norm: not used, its kernels need a GPU" in capsys.readouterr().out

@@ -23,6 +23,7 @@ SHAPES += [(1, 5, 1, 1), (2, 34, 70, 2), (3, 7, 1000, 7), (1, 4096, 300, 2)]
 without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.slow
 def test_the_kernels_in_the_interpreter():
     """In a process of its own: the variable has to be set before triton is imported."""
     file = Path(__file__).with_name("interpreted.py")
