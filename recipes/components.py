@@ -47,6 +47,8 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "algorithm": {
         "attention": "recipes.algorithms.attention:Attention",
         "channels_last": "recipes.builders:channels_last",
+        "fused_group_norm": "recipes.algorithms.fused_group_norm:FusedGroupNorms",
+        "low_precision_norms": "recipes.algorithms.low_precision_norms:LowPrecisionNorms",
         "scheduled_ema": "recipes.algorithms.scheduled_ema:ScheduledEMA",
     },
     "callback": {

@@ -38,6 +38,7 @@ SMALL = [
     "checkpoints.autoresume=false",
     "callbacks.sample_grid=null",
     "callbacks.export=null",
+    "algorithms.low_precision_norms=null",  # there is no autocast on a CPU
     "callbacks.memory=null",  # it warns without a GPU
     "loggers={}",
 ]

@@ -1,0 +1,272 @@
+"""Time and memory traffic of GroupNorm and SiLU at every shape of Stable Diffusion 2's U-Net, in several ways.
+
+    python benchmarks/norms.py                            # small shapes on a CPU, the 256 x 256 ones on a GPU
+    python benchmarks/norms.py --size sd2_512 --batch 96
+    python benchmarks/norms.py --tune                     # the fused kernels with other ways to divide the work
+
+Each way goes from an input in autocast's precision to an output in it, in the memory format of the network around it,
+forward and backward: what PyTorch's norm leaves to its neighbours (casts, copies between formats) is part of it.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch
+from composer.algorithms.low_precision_groupnorm.low_precision_groupnorm import LPGroupNorm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.reporting import write_results
+from recipes.algorithms.fused_group_norm import fuse_group_norms
+from recipes.algorithms.low_precision_norms import LowPrecisionGroupNorm
+from recipes.models.kernels import group_norm_silu as fused
+from recipes.models.kernels.fused_norm import FusedGroupNorm, fuse
+from recipes.models.kernels.group_norm_kernels import make_plan
+from recipes.models.unet import unet
+
+SD2 = {"channels": [320, 640, 1280, 1280], "heads": [5, 10, 20, 20], "text_width": 1024}
+SMALL = {"channels": [32, 64, 64, 64], "heads": [1, 2, 2, 2], "text_width": 16, "norm_groups": 8, "blocks": 1}
+# Name -> the U-Net, the side of its latents, and samples at once.
+SIZES = {"small": (SMALL, 16, 4), "sd2": (SD2, 32, 64), "sd2_512": (SD2, 64, 32)}
+DTYPE = torch.bfloat16
+NOTES = """\
+Forward and backward in milliseconds, medians; `all` is the whole network, each shape as often as it has it. GB/s and
+`of copy` count the least traffic that forward and backward need (input, output; input, gradient, gradient of the input;
+16 bits) against a copy of a large tensor on the same device. `kept MB`: saved for the backward pass. `moved`: bytes
+that the operators read and write, as a multiple of the least; for the fused kernels two reads of every input."""
+
+
+class In32Bits(nn.GroupNorm):
+    """What the GPU's autocast makes of a GroupNorm, also on a CPU, whose autocast leaves it alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+Shape = tuple[int, int, int, bool]  # channels, height, width, whether SiLU follows
+
+
+def norm_shapes(config: dict[str, Any], side: int) -> Counter[Shape]:
+    """Shape of every norm that can be fused -> how often the network has it, from a run without memory."""
+    counts: Counter[Shape] = Counter()
+    with torch.device("meta"), torch.no_grad():
+        network = unet(attention=[True, True, True, False], **config)
+        fuse_group_norms(network, measured=False)
+        for module in network.modules():
+            if isinstance(module, FusedGroupNorm):
+                module.register_forward_pre_hook(
+                    lambda module, args: counts.update([(*args[0].shape[1:], module.silu)])
+                )
+        latents, text = torch.empty(1, 4, side, side), torch.empty(1, 2, config["text_width"])
+        network(latents, torch.empty(1, dtype=torch.long), text)
+    return counts
+
+
+def ways(on_gpu: bool, tune: bool) -> dict[str, Callable[[int, int, bool, torch.device], Callable[[Tensor], Tensor]]]:
+    """Name -> what makes (channels, groups, whether SiLU follows, device) a function of pictures."""
+
+    def of(kind: type[nn.GroupNorm], compiled: bool = False):
+        def make(channels: int, groups: int, silu: bool, device: torch.device):
+            norm = kind(groups, channels, device=device)
+            torch._dynamo.reset()  # or the limit of recompilations would be met
+
+            def function(x: Tensor) -> Tensor:
+                y = norm(x)
+                return (F.silu(y) if silu else y).to(DTYPE)
+
+            return torch.compile(function, dynamic=False) if compiled else function
+
+        return make
+
+    def kernel(**options: int):
+        def make(channels: int, groups: int, silu: bool, device: torch.device):
+            norm = nn.GroupNorm(groups, channels, device=device)
+            fuse(norm, silu, measured=False)
+
+            def plan_for(x: Tensor, groups: int):
+                processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+                return make_plan(x.shape[0], x.shape[2] * x.shape[3], x.shape[1], groups, processors, **options)
+
+            def function(x: Tensor) -> Tensor:
+                fused.plan_for = plan_for
+                return norm(x)
+
+            return function
+
+        return make
+
+    if tune:
+        grid = itertools.product((2048, 4096, 8192), (64, 128), (2, 4, 8))
+        return {
+            f"fused, tile {t}, width {w}, programs {p}": kernel(tile=t, width=w, programs=p) for t, w, p in grid
+        } | {"fused, no splits": kernel(splits=1)}
+    found = {
+        "32 bits, contiguous": of(In32Bits),
+        "32 bits, channels_last": of(In32Bits),
+        "low precision, channels_last": of(LowPrecisionGroupNorm),
+        "low precision, compiled": of(LowPrecisionGroupNorm, compiled=True),
+    }
+    if on_gpu:
+        found["Composer's low precision, channels_last"] = of(LPGroupNorm)
+        found["fused, channels_last"] = kernel()
+    return found
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operators take and give; views and empty memory cost nothing."""
+
+    FREE = {"aten::empty_like", "aten::empty", "aten::empty_strided", "aten::detach", "aten::new_empty"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func._schema.name not in self.FREE:
+            tensors = [t for t in torch.utils._pytree.tree_leaves((args, result)) if isinstance(t, Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return result
+
+
+def milliseconds(step: Callable[[], Any], seconds: float, device: torch.device) -> float:
+    """Median time of a step after a warm-up."""
+    for _ in range(3):
+        step()
+    times: list[Any] = []
+    began = time.perf_counter()
+    while len(times) < 5 or time.perf_counter() - began < seconds:
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            end.record()
+            times.append((start, end))
+            if len(times) % 20 == 0:
+                torch.cuda.synchronize()  # or the queue would grow past the time
+        else:
+            start = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - start))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        times = [start.elapsed_time(end) for start, end in times]
+    return statistics.median(times)
+
+
+def copy_rate(device: torch.device, seconds: float) -> float:
+    """Bytes a second that a copy of a large tensor reads and writes."""
+    source = torch.empty(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source), seconds, device) * 1e3
+
+
+def measure(name: str, make: Callable, shape: Shape, groups: int, batch: int, seconds: float, device: torch.device):
+    """(forward ms, both ms, kept bytes, moved bytes or None)."""
+    channels, height, width, silu = shape
+    layout = torch.contiguous_format if "contiguous" in name else torch.channels_last
+    size = (batch, channels, height, width)
+    x, dy = (torch.randn(size, device=device, dtype=DTYPE).contiguous(memory_format=layout) for _ in range(2))
+    x.requires_grad_()
+    function = make(channels, groups, silu, device)
+
+    def forward() -> Tensor:
+        with torch.autocast(device.type, DTYPE):
+            return function(x).contiguous(memory_format=layout)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), x, dy)[0].contiguous(memory_format=layout)
+
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    both()  # compiles, before the hooks
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = forward()
+    del y
+    moved = None
+    if "compiled" not in name and "fused" not in name:
+        with Traffic() as traffic:
+            both()
+        moved = traffic.bytes
+    elif "fused" in name:
+        moved = 8 * x.numel() * x.element_size()
+    return milliseconds(forward, seconds, device), milliseconds(both, seconds, device), sum(kept.values()), moved
+
+
+def row(way: str, shape: str, count: int, values: tuple, least: float, rate: float) -> dict[str, Any]:
+    """A line of the table."""
+    forward, both, kept, moved = values
+    reached = least / (both / 1e3)
+    return {
+        "shape": shape,
+        "count": count,
+        "way": way,
+        "forward ms": round(forward, 4),
+        "backward ms": round(both - forward, 4),
+        "GB/s": round(reached / 1e9, 1),
+        "of copy": f"{reached / rate:.0%}",
+        "kept MB": round(kept / 1e6, 2),
+        "moved": "" if moved is None else f"{moved / least:.1f}x",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, help="small on a CPU, sd2 on a GPU")
+    parser.add_argument("--batch", type=int, help="samples at once")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each measurement")
+    parser.add_argument("--tune", action="store_true", help="the fused kernels alone, divided in other ways")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.tune and device.type == "cpu":
+        parser.error("--tune: the kernels need a GPU")
+    size = arguments.size or ("sd2" if device.type == "cuda" else "small")
+    config, side, batch = SIZES[size]
+    batch = arguments.batch or batch
+    rate = copy_rate(device, arguments.seconds)
+    shapes = norm_shapes(config, side)
+    rows, totals = [], []
+    for way, make in ways(device.type == "cuda", arguments.tune).items():
+        lines = []
+        for shape, count in sorted(shapes.items(), key=lambda item: (-item[0][1], item[0])):
+            least = 5 * batch * shape[0] * shape[1] * shape[2] * DTYPE.itemsize
+            try:
+                values = measure(way, make, shape, config.get("norm_groups", 32), batch, arguments.seconds, device)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                print(f"{way}: does not compile here ({str(error).splitlines()[0]})", flush=True)
+                break
+            lines.append((shape, count, values, least))
+        else:
+            for shape, count, values, least in lines:
+                name = f"{batch}x{shape[0]}x{shape[1]}x{shape[2]}{'' if shape[3] else ' without SiLU'}"
+                rows.append(row(way, name, count, values, least, rate))
+            columns = zip(*(line[2] for line in lines), strict=True)
+            weights = [line[1] for line in lines]
+            sums = [
+                None if None in column else sum(w * v for w, v in zip(weights, column, strict=True))
+                for column in columns
+            ]
+            totals.append(row(way, "all", sum(weights), tuple(sums), sum(n * b for _, n, _, b in lines), rate))
+            print(f"{way}: {sums[1]:.2f} ms for all {sum(weights)} norms", flush=True)
+    notes = f"{NOTES} The copy: {rate / 1e9:.0f} GB/s. {DTYPE} autocast, {batch} samples."
+    write_results("norms-tune" if arguments.tune else "norms", size, totals + rows, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""GroupNorm and SiLU of diffusers' networks by one kernel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from diffusers import UNet2DConditionModel
+from diffusers.models.autoencoders.vae import Decoder, Encoder
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.models.kernels.fused_norm import TIMES, FusedGroupNorm, fuse
+
+
+class SiLUOfEmbedding(nn.Module):
+    """What is left of a residual block's activation: pictures come activated from the norm, the timestep does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.dim() == 4 else F.silu(x)
+
+
+def fuse_group_norms(module: nn.Module, measured: bool) -> int:
+    """Fuse each GroupNorm of diffusers' blocks, with the SiLU that follows it; returns their number.
+
+    Residual blocks have two; U-Nets and the halves of autoencoders end with one; the one that opens a block of
+    transformers has no SiLU, and gains from the kernel's layout alone. Names and parameters stay.
+
+    Args:
+        module: holds diffusers networks.
+        measured: use the kernel only for shapes where it is faster, measured as they come up; else always.
+
+    Raises:
+        ValueError: nothing to fuse.
+    """
+    count = 0
+    for block in module.modules():
+        for name, silu in _norms(block):
+            fuse(getattr(block, name), silu, measured)
+            count += 1
+        if isinstance(getattr(block, "norm2", None), FusedGroupNorm):
+            block.nonlinearity = SiLUOfEmbedding()
+        if isinstance(getattr(block, "conv_norm_out", None), FusedGroupNorm):
+            block.conv_act = nn.Identity()
+    if not count:
+        raise ValueError("fused_group_norm: the model has no GroupNorm of a diffusers block to fuse")
+    return count
+
+
+def _norms(block: nn.Module) -> list[tuple[str, bool]]:
+    """Names of the norms to fuse that a block holds itself, and whether SiLU follows them."""
+    found: list[tuple[str, bool]] = []
+    if type(block) is ResnetBlock2D:  # with "scale_shift" the timestep comes between norm and activation
+        if block.time_embedding_norm != "scale_shift" and isinstance(block.nonlinearity, nn.SiLU):
+            found = [("norm1", True), ("norm2", True)]
+    elif isinstance(block, (UNet2DConditionModel, Encoder, Decoder)):
+        if isinstance(block.conv_act, nn.SiLU):
+            found = [("conv_norm_out", True)]
+    elif isinstance(block, Transformer2DModel):
+        found = [("norm", False)]
+    return [
+        (name, silu)
+        for name, silu in found
+        if isinstance(norm := getattr(block, name, None), nn.GroupNorm) and not isinstance(norm, FusedGroupNorm)
+    ]
+
+
+class FusedGroupNorms(Algorithm):
+    """GroupNorm and SiLU by one Triton kernel in channels_last, forward and backward; use it with channels_last."""
+
+    def __init__(self, task: nn.Module, *, when: Literal["auto", "always"] = "auto") -> None:
+        """See `fuse_group_norms`.
+
+        Args:
+            when: auto measures each shape once as it comes up, against eager PyTorch, and takes the faster one; on a
+                CPU it leaves the model alone. always makes runs repeat exactly.
+        """
+        self.task = task
+        self.when = when
+        self.to_report = False
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.INIT or (event == Event.BATCH_END and self.to_report)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BATCH_END:
+            self.report(logger)
+        elif state.device.name == "gpu":
+            count = fuse_group_norms(self.task, measured=self.when == "auto")
+            print(f"fused_group_norm: {count} norms, {self.when}", flush=True)
+            logger.log_hyperparameters({"fused_group_norm": count})
+            self.to_report = self.when == "auto"
+        elif self.when == "always":
+            raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the algorithm")
+        else:
+            print("fused_group_norm: not used, its kernels need a GPU", flush=True)
+
+    def report(self, logger: Logger) -> None:
+        """Say, after the first batch, which shapes take the kernel."""
+        self.to_report = False
+        for case, times in TIMES.items():
+            shape = "x".join(str(size) for size in case.shape)
+            taken = "fused" if times.fused_wins else "PyTorch's"
+            print(f"fused_group_norm: {shape} {times.fused:.3f} ms, PyTorch {times.plain:.3f} ms: {taken}", flush=True)
+        if not TIMES:
+            print("fused_group_norm: not used, no norm had a channels_last input; add channels_last", flush=True)
+        logger.log_hyperparameters({"fused_group_norm_shapes": sum(times.fused_wins for times in TIMES.values())})

@@ -1,0 +1,177 @@
+"""The module that computes GroupNorm, and SiLU where it follows, by one kernel; and whether that is faster here."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.models.kernels.group_norm_silu import DTYPES, INTERPRETED, group_norm_silu
+
+WARM_UP, REPEATS = 3, 11
+MARGIN = 0.95  # the kernel must save this much, or the choice would follow the noise
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    """A GroupNorm that another one becomes by `fuse`: same parameters, one kernel, followed by SiLU if asked for.
+
+    The kernel computes in 32 bits and writes what autocast would cast to: more precise than a low-precision norm.
+
+    Attributes:
+        plain: the class that the norm had, next in the order of inheritance: it computes what the kernel does not take.
+        silu: whether SiLU follows.
+        measured: whether the kernel must be the faster one for a shape (`is_faster`) to be used.
+    """
+
+    plain: type[nn.GroupNorm]
+    silu: bool
+    measured: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._takes(x):
+            kind = x.device.type
+            autocast = torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
+            case = (self.plain, tuple(x.shape), self.num_groups, x.dtype, dtype, autocast, self.silu)
+            if not self.measured or is_faster(*case):
+                return group_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, self.silu, dtype)
+        y = super().forward(x)
+        return F.silu(y) if self.silu else y
+
+    def _takes(self, x: Tensor) -> bool:
+        if x.dim() != 4 or x.dtype not in DTYPES or not (x.is_cuda or INTERPRETED) or x.is_meta:
+            return False
+        # A contiguous network would pay for a copy at each norm.
+        return not self.measured or x.is_contiguous(memory_format=torch.channels_last)
+
+
+def fuse(norm: nn.GroupNorm, silu: bool, measured: bool) -> None:
+    """Make a norm a FusedGroupNorm in place: the same object, so parameters, hooks and names stay.
+
+    Args:
+        norm: with weight and bias.
+        silu: whether to apply SiLU too; the caller removes the one that followed.
+        measured: use the kernel only for shapes where it is faster; else always.
+    """
+    assert norm.affine and not isinstance(norm, FusedGroupNorm)
+    norm.__class__ = _fused_class(type(norm))
+    norm.silu, norm.measured = silu, measured
+
+
+@functools.cache
+def _fused_class(plain: type[nn.GroupNorm]) -> type[FusedGroupNorm]:
+    return type(f"Fused{plain.__name__}", (FusedGroupNorm, plain), {"plain": plain})
+
+
+@dataclass(frozen=True)
+class Case:
+    """What decides a norm's time: its class, (N, C, H, W), groups, dtypes in and out, autocast, and SiLU after it."""
+
+    plain: type[nn.GroupNorm]
+    shape: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    out: torch.dtype
+    autocast: bool
+    silu: bool
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of forward and backward pass, by the kernel and by PyTorch."""
+
+    fused: float
+    plain: float
+
+    @property
+    def fused_wins(self) -> bool:
+        return self.fused < MARGIN * self.plain
+
+
+TIMES: dict[Case, Times] = {}  # measured in this process
+
+
+@torch.compiler.assume_constant_result
+def is_faster(*values: Any) -> bool:
+    """Whether the kernel is faster for a case, given as its values: measured when it first comes up, then remembered.
+
+    It is compared with PyTorch's eager kernels, also where the network is compiled: the compiler calls this as it
+    traces, with values alone.
+    """
+    case = Case(*values)
+    if case not in TIMES:
+        # A thread of its own has neither the caller's autocast, nor its gradient mode, nor activation checkpointing's
+        # hooks, which would count what this saves.
+        results: list[Times | BaseException] = []
+        device = torch.cuda.current_device()
+        thread = threading.Thread(target=_measure_into, args=(results, case, device))
+        thread.start()
+        thread.join()
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        TIMES[case] = results[0]
+    return TIMES[case].fused_wins
+
+
+def _measure_into(results: list[Times | BaseException], case: Case, device: int) -> None:
+    try:
+        torch.cuda.set_device(device)
+        results.append(measure(case, torch.device("cuda", device)))
+    except BaseException as error:  # an error of a thread would only be printed
+        results.append(error)
+
+
+def measure(case: Case, device: torch.device) -> Times:
+    """Time a case with the kernel and without, from a channels_last input to a channels_last gradient.
+
+    Changes of layout and dtype that PyTorch's norm leaves to its neighbours are counted: the convolution after it
+    takes channels_last in the lower precision, the one before it takes its gradient so.
+    """
+    generator = torch.Generator(device).manual_seed(0)  # its own: a resumed run must draw the noise that the first drew
+    x = torch.randn(case.shape, device=device, dtype=case.dtype, generator=generator)
+    dy = torch.randn(case.shape, device=device, dtype=case.out, generator=generator)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    steps = {}
+    for name in ("fused", "plain"):
+        norm = case.plain(case.groups, case.shape[1], device=device)
+        if name == "fused":
+            fuse(norm, case.silu, measured=False)
+        steps[name] = _step(norm, x, dy, case, silu=case.silu and name == "plain")
+    with torch.autocast(device.type, dtype=case.out, enabled=case.autocast):
+        return Times(**_interleaved(steps))
+
+
+def _step(norm: nn.Module, x: Tensor, dy: Tensor, case: Case, silu: bool) -> Callable[[], None]:
+    def step() -> None:
+        y = norm(x)
+        y = F.silu(y) if silu else y
+        y = y.to(case.out).contiguous(memory_format=torch.channels_last)
+        dx = torch.autograd.grad(y, (x, norm.weight, norm.bias), dy)[0]
+        dx.contiguous(memory_format=torch.channels_last)
+
+    return step
+
+
+def _interleaved(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Median milliseconds of each step, run in turns, so that a change of clocks meets all of them."""
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
+    for _ in range(REPEATS):
+        for name, step in steps.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: statistics.median(s.elapsed_time(e) for s, e in pairs) for name, pairs in events.items()}

@@ -1,0 +1,311 @@
+"""Triton kernels of GroupNorm and SiLU in one, for channels_last pictures, forward and backward.
+
+PyTorch's CUDA GroupNorm takes contiguous memory only, so in a channels_last network each norm costs two copies
+besides itself, and SiLU one more pass; under autocast all of them move 32-bit numbers. Here the forward pass reads
+its input twice (the second time mostly from the L2 cache) and writes the result once, in the format that the
+next layer takes; the backward pass reads input and gradient twice and writes once. Sums are 32-bit and in a fixed
+order, so a result depends on nothing but its inputs and the device's size.
+
+Each program takes some whole groups of one sample: neighbouring channels, so that a row is a run of up to 256 bytes.
+It goes over its rows once for the sums and once to apply them. Where that makes too few programs for the device
+(small batches), `splits` programs share a sample's rows: one launch then writes each program's sums for each
+channel, and a second one joins and applies them.
+
+Letters: N batch, C channels, H W grid, R = H W rows, G groups. Gradients: Wu and He 2018, equation 2, with
+SiLU'(z) = s(z) (1 + z (1 - s(z))), s the logistic function.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # elements a program holds at once
+WIDTH = 128  # channels of a program, at most, unless one group has more
+SPLITS = 16  # programs that share a sample's rows, at most: each one reads all of their sums
+PROGRAMS = 4  # wanted for each multiprocessor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is divided.
+
+    Attributes:
+        groups: whole groups of a program.
+        width: channels of a tile, the power of two that holds them.
+        step: rows of a tile, a power of two.
+        splits: programs that share a sample's rows.
+        rows: rows of each of these, a multiple of step; the last one may have fewer.
+        warps: of a program.
+    """
+
+    groups: int
+    width: int
+    step: int
+    splits: int
+    rows: int
+    warps: int
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(
+    samples: int,
+    rows: int,
+    channels: int,
+    groups: int,
+    processors: int,
+    splits: int | None = None,
+    tile: int = TILE,
+    width: int = WIDTH,
+    programs: int = PROGRAMS,
+) -> Plan:
+    """A plan from the shapes alone: nothing is tuned at run time, so that runs repeat.
+
+    Args:
+        samples: N.
+        rows: R.
+        channels: C.
+        groups: G, a divisor of C.
+        processors: multiprocessors of the device.
+        splits: programs that share a sample's rows, at most; None: enough to fill the device.
+        tile: elements a program holds at once.
+        width: channels of a program, at most, unless one group has more.
+        programs: wanted for each multiprocessor.
+    """
+    group = channels // groups
+    most = max(1, min(groups, 16, width // group))
+    whole = next((count for count in range(most, 0, -1) if count * group % 8 == 0), most)  # for loads of 16 bytes
+    width = triton.next_power_of_2(whole * group)
+    step = max(1, min(tile // width, triton.next_power_of_2(rows)))
+    if splits is None:
+        wanted = triton.cdiv(programs * processors, samples * triton.cdiv(groups, whole))
+        splits = max(1, min(wanted, rows // (4 * step)))  # a second launch pays from some tiles a program on
+    part = triton.cdiv(triton.cdiv(rows, min(splits, SPLITS)), step) * step
+    return Plan(whole, width, step, triton.cdiv(rows, part), part, min(8, max(1, width * step // 512)))
+
+
+@triton.jit
+def _members(GROUP: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """[GROUPS, WIDTH]: which channel of a tile is in which group."""
+    return (tl.arange(0, WIDTH) // GROUP)[None, :] == tl.arange(0, GROUPS)[:, None]
+
+
+@triton.jit
+def _over_groups(values, members):
+    """[WIDTH] -> [WIDTH]: at each channel the sum over its group."""
+    sums = tl.sum(tl.where(members, values[None, :], 0.0), axis=1)
+    return tl.sum(tl.where(members, sums[:, None], 0.0), axis=0)
+
+
+@triton.jit
+def _place(GROUP: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    """This program's sample, split, channels and which of these count."""
+    blocks: tl.constexpr = (C + PART * GROUP - 1) // (PART * GROUP)
+    program = tl.program_id(0)  # neighbours take neighbouring channels, and share cache lines
+    local = tl.arange(0, WIDTH)
+    channel = (program % blocks) * (PART * GROUP) + local
+    used = (local < PART * GROUP) & (channel < C)
+    sample = (program // blocks // SPLITS).to(tl.int64)
+    return sample, program // blocks % SPLITS, channel, used
+
+
+@triton.jit
+def _forward(
+    x, weight, bias, y, mean, rstd, part_mean, part_m2, total_rows, rows, eps,
+    C: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PART_P2: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr,
+    SUMS: tl.constexpr, APPLY: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """SUMS: means and squared deviations of each channel; APPLY: joins them over groups and splits, and normalises."""
+    sample, split, channel, used = _place(GROUP, PART, C, WIDTH, SPLITS)
+    members = _members(GROUP, WIDTH, PART_P2)
+    x += sample * total_rows * C
+    first = split * rows
+    last = tl.minimum(first + rows, total_rows)
+
+    if SUMS:
+        # Sums of differences from the first row: no cancellation where the mean is far from 0.
+        shift = tl.load(x + first * C + channel, mask=used, other=0.0).to(tl.float32)
+        linear = tl.zeros((STEP, WIDTH), tl.float32)
+        squares = tl.zeros((STEP, WIDTH), tl.float32)
+        for start in range(first, last, STEP):
+            row = start + tl.arange(0, STEP)
+            inside = (row < last)[:, None] & used[None, :]
+            value = tl.load(x + row[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            value = tl.where(inside, value - shift[None, :], 0.0)
+            linear += value
+            squares += value * value
+        count = (last - first).to(tl.float32)
+        offset = tl.sum(linear, axis=0) / count
+        channel_mean = shift + offset
+        channel_m2 = tl.maximum(tl.sum(squares, axis=0) - count * offset * offset, 0.0)
+
+    if SUMS and not APPLY:
+        place = (sample * SPLITS + split) * C + channel
+        tl.store(part_mean + place, channel_mean, mask=used)
+        tl.store(part_m2 + place, channel_m2, mask=used)
+
+    if APPLY:
+        elements = (total_rows * GROUP).to(tl.float32)
+        if SUMS:
+            group_mean = _over_groups(count * channel_mean, members) / elements
+            away = channel_mean - group_mean
+            m2 = channel_m2 + count * away * away
+        else:
+            part = tl.arange(0, SPLITS_P2)
+            counts = tl.maximum(tl.minimum(total_rows - part * rows, rows), 0).to(tl.float32)
+            places = (sample * SPLITS + part)[:, None] * C + channel[None, :]
+            present = (part < SPLITS)[:, None] & used[None, :]
+            means = tl.load(part_mean + places, mask=present, other=0.0)
+            m2s = tl.load(part_m2 + places, mask=present, other=0.0)
+            group_mean = _over_groups(tl.sum(counts[:, None] * means, axis=0), members) / elements
+            away = means - group_mean[None, :]
+            m2 = tl.sum(tl.where(present, m2s + counts[:, None] * away * away, 0.0), axis=0)
+        m2 = tl.where(used, m2, 0.0)
+        group_rstd = tl.rsqrt(_over_groups(m2, members) / elements + eps)
+        group = sample * (C // GROUP) + channel // GROUP
+        write = used & (channel % GROUP == 0) & (split == 0)
+        tl.store(mean + group, group_mean, mask=write)
+        tl.store(rstd + group, group_rstd, mask=write)
+
+        scale = group_rstd * tl.load(weight + channel, mask=used, other=0.0).to(tl.float32)
+        add = tl.load(bias + channel, mask=used, other=0.0).to(tl.float32)
+        y += sample * total_rows * C
+        for start in range(first, last, STEP):
+            row = start + tl.arange(0, STEP)
+            inside = (row < last)[:, None] & used[None, :]
+            at = row[:, None] * C + channel[None, :]
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            z = (value - group_mean[None, :]) * scale[None, :] + add[None, :]
+            if SILU:
+                z = z * tl.sigmoid(z)
+            tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normal_and_gradient(x, dy, at, inside, mean, rstd, weight, bias, SILU: tl.constexpr):
+    """The normalised input, and the gradient before SiLU (0 outside)."""
+    normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
+    gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        z = normal * weight[None, :] + bias[None, :]
+        s = tl.sigmoid(z)
+        gradient *= s * (1.0 + z * (1.0 - s))
+    return normal, gradient
+
+
+@triton.jit
+def _backward(
+    x, dy, weight, bias, mean, rstd, dx, part_plain, part_normal, total_rows, rows,
+    C: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PART_P2: tl.constexpr, WIDTH: tl.constexpr,
+    STEP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr,
+    SUMS: tl.constexpr, APPLY: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """SUMS: sums over rows of the gradient, and of it times the normalised input; APPLY: the input's gradient."""
+    sample, split, channel, used = _place(GROUP, PART, C, WIDTH, SPLITS)
+    members = _members(GROUP, WIDTH, PART_P2)
+    x += sample * total_rows * C
+    dy += sample * total_rows * C
+    first = split * rows
+    last = tl.minimum(first + rows, total_rows)
+    group = sample * (C // GROUP) + channel // GROUP
+    group_mean = tl.load(mean + group, mask=used, other=0.0)
+    group_rstd = tl.load(rstd + group, mask=used, other=0.0)
+    scale = tl.load(weight + channel, mask=used, other=0.0).to(tl.float32)
+    add = tl.load(bias + channel, mask=used, other=0.0).to(tl.float32)
+
+    if SUMS:
+        plain = tl.zeros((STEP, WIDTH), tl.float32)
+        weighted = tl.zeros((STEP, WIDTH), tl.float32)
+        for start in range(first, last, STEP):
+            row = start + tl.arange(0, STEP)
+            inside = (row < last)[:, None] & used[None, :]
+            at = row[:, None] * C + channel[None, :]
+            normal, gradient = _normal_and_gradient(x, dy, at, inside, group_mean, group_rstd, scale, add, SILU)
+            plain += gradient
+            weighted += gradient * normal
+        sum_plain = tl.sum(plain, axis=0)
+        sum_normal = tl.sum(weighted, axis=0)
+        place = (sample * SPLITS + split) * C + channel
+        tl.store(part_plain + place, sum_plain, mask=used)
+        tl.store(part_normal + place, sum_normal, mask=used)
+
+    if APPLY:
+        if not SUMS:
+            part = tl.arange(0, SPLITS_P2)
+            places = (sample * SPLITS + part)[:, None] * C + channel[None, :]
+            present = (part < SPLITS)[:, None] & used[None, :]
+            sum_plain = tl.sum(tl.load(part_plain + places, mask=present, other=0.0), axis=0)
+            sum_normal = tl.sum(tl.load(part_normal + places, mask=present, other=0.0), axis=0)
+        elements = (total_rows * GROUP).to(tl.float32)
+        mean_plain = _over_groups(scale * sum_plain, members) / elements
+        mean_normal = _over_groups(scale * sum_normal, members) / elements
+        dx += sample * total_rows * C
+        for start in range(first, last, STEP):
+            row = start + tl.arange(0, STEP)
+            inside = (row < last)[:, None] & used[None, :]
+            at = row[:, None] * C + channel[None, :]
+            normal, gradient = _normal_and_gradient(x, dy, at, inside, group_mean, group_rstd, scale, add, SILU)
+            change = scale[None, :] * gradient - mean_plain[None, :] - normal * mean_normal[None, :]
+            tl.store(dx + at, (group_rstd[None, :] * change).to(dx.dtype.element_ty), mask=inside)
+
+
+def _launch(kernel, plan: Plan, x: Tensor, groups: int, silu: bool, *arguments) -> None:
+    """Run a kernel in one launch, or in two where programs share a sample's rows."""
+    samples, channels = x.shape[:2]
+    group = channels // groups
+    constants = {
+        "C": channels,
+        "GROUP": group,
+        "PART": plan.groups,
+        "PART_P2": triton.next_power_of_2(plan.groups),
+        "WIDTH": plan.width,
+        "STEP": plan.step,
+        "SPLITS": plan.splits,
+        "SPLITS_P2": triton.next_power_of_2(plan.splits),
+        "SILU": silu,
+        "num_warps": plan.warps,
+    }
+    grid = (samples * plan.splits * triton.cdiv(groups, plan.groups),)
+    passes = ((True, True),) if plan.splits == 1 else ((True, False), (False, True))
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        for sums, apply in passes:
+            kernel[grid](*arguments, SUMS=sums, APPLY=apply, **constants)
+
+
+def plan_for(x: Tensor, groups: int) -> Plan:
+    """The plan for x (N, C, H, W) on its device."""
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    return make_plan(x.shape[0], x.shape[2] * x.shape[3], x.shape[1], groups, processors)
+
+
+def forward_with(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """y (N, C, H, W) channels_last of a dtype, and (2, N, G) float32: means, and reciprocals of the deviations."""
+    samples, channels, height, width = x.shape
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.channels_last)
+    stats = x.new_empty((2, samples, groups), dtype=torch.float32)
+    shared = plan.splits > 1  # one program alone keeps its sums in registers
+    parts = x.new_empty((2, samples, plan.splits, channels) if shared else (2, 1), dtype=torch.float32)
+    arguments = (x, weight, bias, y, *stats, *parts, height * width, plan.rows, eps)
+    _launch(_forward, plan, x, groups, silu, *arguments)
+    return y, stats
+
+
+def backward_with(
+    plan: Plan, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, groups: int, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """dx like x, and (2, C) float32: the gradients of bias and weight."""
+    samples, channels, height, width = x.shape
+    dx = torch.empty_like(x, memory_format=torch.channels_last)
+    parts = x.new_empty((2, samples, plan.splits, channels), dtype=torch.float32)
+    arguments = (x, dy, weight, bias, *stats, dx, *parts, height * width, plan.rows)
+    _launch(_backward, plan, x, groups, silu, *arguments)
+    return dx, parts.sum((1, 2))

@@ -1,0 +1,27 @@
+"""The benchmark of norms: the shapes it takes from the U-Net, and each way on one of them."""
+
+import pytest
+import torch
+
+from benchmarks import norms
+
+
+def test_the_shapes_of_stable_diffusion_2():
+    """22 residual blocks with two norms, 16 blocks of transformers with one, and the last one."""
+    counts = norms.norm_shapes(norms.SD2, 32)
+    assert counts.total() == 22 * 2 + 16 + 1
+    assert sum(count for (*_, silu), count in counts.items() if not silu) == 16
+    assert counts[320, 32, 32, True] == 8 and counts[2560, 4, 4, True] == 3
+
+
+@pytest.mark.parametrize("way", [way for way in norms.ways(False, False) if "compiled" not in way])
+def test_a_way(way):
+    shape, device = (16, 6, 6, True), torch.device("cpu")
+    forward, both, kept, moved = norms.measure(way, norms.ways(False, False)[way], shape, 4, 2, 0.01, device)
+    elements = 2 * 16 * 6 * 6
+    assert forward > 0 and both > 0
+    assert kept >= 2 * 2 * elements  # the norm's input and the activation's
+    # The least is 5 numbers of 2 bytes; 32 bits make it more than twice that.
+    assert moved > (20 if "32" in way else 10) * elements
+    line = norms.row(way, "all", 3, (forward, both, kept, moved), 10 * elements, 1e9)
+    assert line["count"] == 3 and line["moved"].endswith("x")
