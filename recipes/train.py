@@ -1,7 +1,9 @@
 """Train a recipe.
 
-composer recipes/train.py yamls/sd2_base.yaml training.global_batch=256
-python recipes/train.py yamls/openmoji_diffusion.yaml --dry-run
+    composer recipes/train.py yamls/sd2_base.yaml training.global_batch=256
+    python recipes/train.py yamls/openmoji_diffusion.yaml --dry-run
+
+--help lists the keys, docs/recipes.md the components.
 """
 
 import os

@@ -23,7 +23,9 @@ def make_scheduler(sampler: Sampler, config: Mapping[str, Any]) -> DDIMScheduler
     if sampler == "ddim":
         return DDIMScheduler.from_config(dict(config))
     if sampler == "dpm++":
-        return DPMSolverMultistepScheduler.from_config(dict(config), algorithm_type="dpmsolver++", solver_order=2)
+        # From the last timestep on, whatever spacing a saved DDIM config names: its own would start short of the noise.
+        solver = {"algorithm_type": "dpmsolver++", "solver_order": 2, "timestep_spacing": "linspace"}
+        return DPMSolverMultistepScheduler.from_config(dict(config), **solver)
     raise ValueError(f"unknown sampler `{sampler}`; allowed: ddim, dpm++")
 
 
