@@ -35,9 +35,10 @@ def report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
         )
     (channels, downsample), vae_known = image_shape(config.image_encoder)
     (length, width), text_known = text_shape(config.text_encoder)
-    parts = {
-        f"latents {r}": 2 * 2 * channels * (r // downsample) ** 2 for r in config.resolutions
-    } | {"text": 2 * length * width, "the rest": 100 + CAPTION + 16 * len(config.resolutions)}
+    parts = {f"latents {r}": 2 * 2 * channels * (r // downsample) ** 2 for r in config.resolutions} | {
+        "text": 2 * length * width,
+        "the rest": 100 + CAPTION + 16 * len(config.resolutions),
+    }
     for name, known in (("image encoder", vae_known), ("text encoder", text_known)):
         if not known:
             lines.append(f"sizes of the {name} are assumed to be Stable Diffusion 2's: no local config tells them")

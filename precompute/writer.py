@@ -91,9 +91,7 @@ class ShardWriter:
         options: kept in done.json (see `work.EncodedSet.claim`).
     """
 
-    def __init__(
-        self, folder: Path, shard: str, columns: Columns, storage: Storage, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, shard: str, columns: Columns, storage: Storage, options: dict[str, Any]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.folder = folder

@@ -29,10 +29,14 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(report(command.config, command.missing))
             return
+        from callbacks.interval import ended
         from recipes.trainer import build_trainer
 
         trainer = build_trainer(command.config)
-        trainer.fit()
+        if ended(trainer.state):
+            print(f"already trained to {command.config.training.duration}: {command.config.output}", flush=True)
+        else:
+            trainer.fit()
         trainer.close()
 
 

@@ -12,6 +12,7 @@ from composer import DataSpec, Evaluator, Trainer
 from composer.algorithms import GradientClipping
 from composer.utils import dist, reproducibility
 
+from callbacks.generators import Generators
 from callbacks.interval import CHECKPOINT, at_intervals
 from data.loading import Loading, Placement
 from recipes.build import build, encoders_of
@@ -72,7 +73,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
         schedulers=build(recipe.schedule),
         algorithms=[build(algorithm, **context) for algorithm in recipe.algorithms.values()] + clipping(recipe),
-        callbacks=[build(callback, **context) for callback in recipe.callbacks.values()],
+        callbacks=[build(callback, **context) for callback in recipe.callbacks.values()] + [Generators()],
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,

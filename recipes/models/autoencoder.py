@@ -52,8 +52,9 @@ class KLAutoencoder(nn.Module):
         )
         self.kl_weight = kl_weight
         self.eval_names = ["loss", "l1", "psnr"]
-        # First and second moment of the latents, for the scaling factor that the export names.
+        # First and second moment of the latents, for the scaling factor that the export names, and batches they saw.
         self.register_buffer("latent_moments", torch.tensor([0.0, 1.0]))
+        self.register_buffer("latent_batches", torch.tensor(0.0))
 
     def requirements(self) -> dict[str, int]:
         """Pictures are its data: there is no manifest to fit."""
@@ -92,7 +93,9 @@ class KLAutoencoder(nn.Module):
 
     def _track(self, latents: Tensor) -> None:
         moments = torch.stack([latents.mean(), latents.square().mean()])
-        self.latent_moments.lerp_(moments, 0.01)
+        self.latent_batches += 1
+        # A plain mean until it covers 100 batches, so that a short run is not biased by where it starts.
+        self.latent_moments.lerp_(moments, torch.clamp(1 / self.latent_batches, min=0.01))
 
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors for diffusers' `AutoencoderKL.from_pretrained`.

@@ -128,9 +128,7 @@ def read():
 
     def samples(folder) -> list[dict]:
         from streaming import StreamingDataset
-        from streaming.base.util import clean_stale_shared_memory
 
-        clean_stale_shared_memory()
         dataset = StreamingDataset(local=str(folder), batch_size=1, shuffle=False)
         return [dataset[i] for i in range(len(dataset))]
 

@@ -1,0 +1,95 @@
+"""Things happen when they are due, and once at the end of a run however it is measured."""
+
+from types import SimpleNamespace
+
+import pytest
+from composer import Event, Time
+from composer.core import Timestamp
+
+from callbacks.interval import CHECKPOINT, at_intervals, ended
+
+
+def run(every, duration, batches_an_epoch=5, events=None, start=0, samples=4, asked=1):
+    """(batch, event) at which a test held in a run as Composer goes through it, asked so many times at each event."""
+    due = at_intervals(every) if events is None else at_intervals(every, events)
+    length = Time.from_timestring(duration)
+
+    def elapsed():
+        return Time.from_timestring("1dur") * (state.timestamp.get(length.unit).value / length.value)
+
+    state = SimpleNamespace(timestamp=Timestamp(), previous_timestamp=None, max_duration=length)
+    state.get_elapsed_duration = elapsed
+    held = []
+
+    def fire(event):
+        answers = {due(state, event) for _ in range(asked)}
+        assert len(answers) == 1
+        if answers.pop():
+            held.append((state.timestamp.batch.value, event))
+
+    def step(timestamp, *events):
+        state.previous_timestamp, state.timestamp = state.timestamp, timestamp
+        if state.timestamp.batch.value > start:
+            for event in events:
+                fire(event)
+
+    while state.timestamp.get(length.unit) < length:
+        for _ in range(batches_an_epoch):
+            step(state.timestamp.to_next_batch(samples=samples), Event.BATCH_END, Event.BATCH_CHECKPOINT)
+            if state.timestamp.get(length.unit) >= length:
+                break
+        if state.timestamp.batch_in_epoch.value == batches_an_epoch:
+            step(state.timestamp.to_next_epoch(), Event.EPOCH_END, Event.EPOCH_CHECKPOINT)
+    fire(Event.FIT_END)
+    return held
+
+
+def batches(*arguments, **options):
+    return [batch for batch, _ in run(*arguments, **options)]
+
+
+@pytest.mark.parametrize(
+    ("every", "duration", "expected"),
+    [
+        ("3ba", "12ba", [3, 6, 9, 12]),
+        ("3ba", "10ba", [3, 6, 9, 10]),
+        ("5ba", "10ba", [5, 10]),
+        ("1ba", "3ba", [1, 2, 3]),
+        ("20ba", "10ba", [10]),
+        (None, "10ba", [10]),
+        (None, "2ep", [10]),
+        (None, "40sp", [10]),
+        ("1ep", "3ep", [5, 10, 15]),
+        ("1ep", "12ba", [5, 10, 12]),
+        ("3ba", "2ep", [3, 6, 9, 10]),
+        ("0.25dur", "12ba", [3, 6, 9, 12]),
+        ("0.1dur", "30ba", list(range(3, 31, 3))),
+        ("0.5dur", "2ep", [5, 10]),
+        ("0.3dur", "10ba", [3, 6, 9, 10]),
+        ("10sp", "10ba", [3, 5, 8, 10]),
+    ],
+)
+def test_intervals(every, duration, expected):
+    assert batches(every, duration) == expected
+    assert batches(every, duration, asked=2) == expected  # one test is shared by all evaluators
+    checkpoints = run(every, duration, events=CHECKPOINT)
+    assert [batch for batch, _ in checkpoints] == expected and {event for _, event in checkpoints} <= CHECKPOINT
+
+
+def test_a_resumed_run_keeps_the_interval():
+    assert batches("4ba", "12ba", start=6) == [8, 12]
+
+
+def test_an_epoch_ends_at_its_own_event():
+    assert run("1ep", "2ep") == [(5, Event.EPOCH_END), (10, Event.EPOCH_END)]
+    assert run("5ba", "2ep") == [(5, Event.BATCH_END), (10, Event.BATCH_END)]
+
+
+@pytest.mark.parametrize("every", ["0ba", "0dur"])
+def test_an_interval_is_above_zero(every):
+    with pytest.raises(ValueError, match="must be above 0"):
+        at_intervals(every)
+
+
+def test_the_end_of_a_run_without_a_length():
+    assert not ended(SimpleNamespace(get_elapsed_duration=lambda: None))

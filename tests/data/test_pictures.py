@@ -1,0 +1,172 @@
+"""Raw pictures from sources: each once a pass, on one worker of one rank, in an order that the seed gives."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from data.loading import Placement
+from data.pictures import pictures
+from data.sources.base import Rejected, Sample
+from data.sources.filters import Filter
+
+
+class Numbered:
+    """A source of pictures whose every pixel is their number; the left half is bright in the blue channel."""
+
+    def __init__(self, shards, each, reject=()):
+        self.names = [f"shard{i}" for i in range(shards)]
+        self.each = each
+        self.reject = set(reject)
+        self.reads = Counter()
+
+    def shards(self):
+        return self.names
+
+    def read(self, shard):
+        self.reads[shard] += 1
+        first = self.names.index(shard) * self.each
+        for number in range(first, first + self.each):
+            if number in self.reject:
+                yield Rejected(f"{number}", "broken_image", "")
+                continue
+            pixels = np.full((8, 8, 3), number, dtype=np.uint8)
+            pixels[:, :4, 2], pixels[:, 4:, 2] = 255, 0
+            yield Sample(f"{number}", Image.fromarray(pixels), f"picture of {number}", {})
+
+
+def load(source, batch=4, training=True, rank=0, world=1, seed=17, **arguments):
+    arguments = {"resolution": 8, "workers": 0, "shuffle_buffer": 16, **arguments}
+    return pictures(Placement(batch, training, rank, world, seed), source=source, **arguments).loader
+
+
+def numbers(batch):
+    return batch["image"][:, 0, 0, 0].tolist()
+
+
+def take(loader, batches):
+    return [n for batch in itertools.islice(iter(loader), batches) for n in numbers(batch)]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("buffer", [1, 16, 1000])
+def test_every_picture_once_a_pass_in_another_order(buffer, keep):
+    source = Numbered(3, 8)
+    found = take(load(source, shuffle_buffer=buffer, keep_decoded=keep), 18)
+    passes = [found[:24], found[24:48], found[48:]]
+    assert all(sorted(one) == list(range(24)) for one in passes)
+    assert passes[0] != passes[1] != passes[2] != passes[0] and passes[0] != list(range(24))
+    assert set(source.reads.values()) == {1} if keep else min(source.reads.values()) >= 3
+
+
+@pytest.mark.parametrize("shards", [1, 8])  # dealt to the workers by sample, and by shard
+def test_ranks_and_workers_share_a_pass(shards):
+    whole = []
+    for rank in range(2):
+        source = Numbered(shards, 24 // shards)
+        # Two workers take turns at batches of 3; six pictures are each worker's pass.
+        found = take(load(source, batch=3, rank=rank, world=2, workers=2), 8)
+        whole += found[:12]
+    assert sorted(whole) == list(range(24))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_seed_gives_the_order(workers):
+    def order(seed):
+        return take(load(Numbered(4, 6), seed=seed, workers=workers), 12)
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_a_source_keeps_its_own_order_of_shards():
+    source = Numbered(8, 3)
+    take(load(source), 12)
+    assert source.shards() == Numbered(8, 3).shards()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterating_leaves_the_noise_as_it_is(workers):
+    training = load(Numbered(2, 8), flip=0.5, workers=workers)
+    validation = load(Numbered(2, 8), training=False)
+    state = torch.get_rng_state()
+    take(training, 4), take(validation, 4)
+    assert (torch.get_rng_state() == state).all()
+
+
+def test_tokens_are_open_clips():
+    for batch in itertools.islice(load(Numbered(1, 8), tokens=10), 4):
+        captions = [f"picture of {number}" for number in numbers(batch)]
+        assert batch["tokens"].dtype == torch.int64 and batch["image"].dtype == torch.uint8
+        assert (batch["tokens"] == open_clip.SimpleTokenizer(context_length=10)(captions)).all()
+    assert "tokens" not in next(iter(load(Numbered(1, 8))))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_pictures_are_mirrored(keep):
+    bright = [
+        (image[2, 0, 0] == 255, image[2, 0, -1] == 255)
+        for batch in itertools.islice(load(Numbered(4, 25), batch=20, flip=0.25, keep_decoded=keep), 40)
+        for image in batch["image"]
+    ]
+    counts = Counter((bool(left), bool(right)) for left, right in bright)
+    assert set(counts) == {(True, False), (False, True)} and 0.2 < counts[False, True] / 800 < 0.3
+    plain = next(iter(load(Numbered(4, 25), batch=20)))["image"]
+    assert (plain[:, 2, 0, 0] == 255).all() and plain.shape == (20, 3, 8, 8)
+
+
+def test_decoded_pictures_are_kept():
+    source = Numbered(2, 6)
+    batches = itertools.islice(load(source, keep_decoded=True, tokens=10), 9)
+    rows = [row for batch in batches for row in zip(numbers(batch), batch["tokens"][:, 3].tolist(), strict=True)]
+    assert sum(source.reads.values()) == 2
+    assert set(rows[:12]) == set(rows[12:24]) == set(rows[24:]) and len(set(rows[:12])) == 12
+    with pytest.raises(ValueError, match="keep_decoded holds one crop of each picture and needs crop: center"):
+        load(source, keep_decoded=True, crop="random")
+
+
+def test_random_crops_differ():
+    def crops(training):
+        loader = load(Wide(), batch=30, crop="random", training=training, resolution=8)
+        return {int(image[0, 0, 0]) for image in next(iter(loader))["image"]}
+
+    assert len(crops(True)) > 5 and len(crops(False)) == 1
+
+
+class Wide(Numbered):
+    """One picture 40 wide, brighter to the right, many times."""
+
+    def __init__(self):
+        super().__init__(1, 30)
+
+    def read(self, shard):
+        ramp = np.tile(np.arange(40, dtype=np.uint8)[None, :, None] * 6, (8, 1, 3))
+        for number in range(30):
+            yield Sample(f"{number}", Image.fromarray(ramp), "ramp", {})
+
+
+def test_validation_is_limited_and_not_shuffled():
+    loader = load(Numbered(3, 8), training=False, flip=1.0, limit=10)
+    batches = list(loader)
+    assert [numbers(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert all((batch["image"][:, 2, 0, 0] == 255).all() for batch in batches)
+    assert [numbers(batch) for batch in loader] == [numbers(batch) for batch in batches]
+    parts = [[n for b in load(Numbered(3, 7), training=False, rank=r, world=2) for n in numbers(b)] for r in range(2)]
+    assert sorted(parts[0] + parts[1]) == list(range(21)) and parts[0] == sorted(parts[0])
+
+
+def test_rejected_pictures_are_left_out_and_counted(capsys):
+    found = take(load(Numbered(2, 5, reject=(3, 7)), filter=Filter()), 6)
+    assert set(found) == set(range(10)) - {3, 7}
+    assert "pictures: left out 2 of 10 samples: broken_image 2" in capsys.readouterr().out
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_a_part_without_a_picture_is_an_error():
+    with pytest.raises(ValueError, match="part 1 of 1 of the source has no fit picture"):
+        next(iter(load(Numbered(1, 3, reject=(0, 1, 2)))))
+    with pytest.raises(ValueError, match="part 1 of 4 of the source has no fit picture: use fewer workers or ranks"):
+        next(iter(load(Numbered(1, 3), rank=0, world=4, batch=1)))
