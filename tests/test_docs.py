@@ -15,7 +15,7 @@ from recipes.config import Recipe, load
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"recipes/train.py": Recipe, "precompute/encode.py": EncodeConfig}
 LAUNCHERS = {"python", "python3", "composer", "torchrun"}
-PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 YAMLS = sorted((ROOT / "yamls").glob("*.yaml"))
 # Documented commands of other programs: nothing to check but that they are meant.
 OTHERS = {"git", "cd", "docker", "tensorboard", "ls", "nvidia-smi", "pytest", "aws", "curl", "export", "hadolint"}
@@ -81,7 +81,7 @@ def test_there_is_a_readme():
     assert (ROOT / "README.md").is_file()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_every_command_in_the_docs_would_run(page):
     text = page.read_text()
     found = [words for body in blocks(text, ("bash", "sh", "console")) for words in commands(body)]
@@ -93,7 +93,7 @@ def test_every_command_in_the_docs_would_run(page):
     assert not unnamed, "write ```bash, so that the commands are checked"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = {
