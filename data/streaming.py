@@ -34,7 +34,7 @@ def latents(
     flip: float = 0.0,
     workers: int = 2,
     shuffle: bool = True,
-    shuffle_algo: Literal["py1e", "py1s", "py1b", "py1br", "py2s", "naive"] = "py1e",
+    shuffle_algo: Literal["py1e", "py1s", "py1br", "py2s", "naive"] = "py1e",
     shuffle_block: int | None = None,
     predownload: int | None = None,
     cache_limit: str | None = None,
