@@ -1,4 +1,4 @@
-"""Tiny encoders in the real file formats, and tars in img2dataset's layout. Made once a session, without a network."""
+"""Tars in img2dataset's layout and encode jobs over them, with the tiny encoders of tests/conftest.py."""
 
 import io
 import json
@@ -42,53 +42,6 @@ def tars(tmp_path_factory) -> Path:
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     return root
-
-
-@pytest.fixture(scope="session")
-def vae_folder(tmp_path_factory) -> Path:
-    """An AutoencoderKL with f = 2 and 4 channels; shift and scale away from 0 and 1, so that a second use shows."""
-    import torch
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    vae = AutoencoderKL(
-        block_out_channels=(8, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4,
-        latent_channels=4,
-        scaling_factor=0.5,
-        shift_factor=0.25,
-    )
-    folder = tmp_path_factory.mktemp("vae")
-    vae.save_pretrained(folder)
-    return folder
-
-
-CLIP = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8},
-    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 3},
-}
-
-
-@pytest.fixture(scope="session")
-def clip_folder(tmp_path_factory) -> Path:
-    """An open_clip model in the format of its own exports."""
-    import open_clip
-    import torch
-    from safetensors.torch import save_file
-
-    torch.manual_seed(1)
-    clip = open_clip.CLIP(**CLIP)
-    # Weights at their initial scale would make every caption's embedding nearly the same.
-    with torch.no_grad():
-        for name, parameter in clip.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * (1.0 if "embedding" in name else 0.3))
-    folder = tmp_path_factory.mktemp("clip")
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": CLIP, "preprocess_cfg": {}}))
-    save_file(clip.state_dict(), folder / "open_clip_model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="session")
