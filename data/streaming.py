@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep, time_ns
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from streaming import Stream, StreamingDataset
+from streaming.base.dataset import TICK, _Iterator, _ShardState
 from streaming.base.storage import CloudDownloader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -19,6 +23,12 @@ from data.aliases import InputPath  # noqa: F401 - read from the annotations bel
 from data.loading import Batch, Loading, Placement
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
+from data.mds_batches import OpenShard, OpenShards, Rows, layouts, path_of
+from data.shared_batches import BatchBlocks, Specs, bytes_of
+
+PREFETCH = 4  # batches ready or under way, a worker
+TRIES = 8  # to open a shard that may be evicted as soon as it is fetched; streaming's own number
+FAILED = "a shard could not be fetched or decompressed; the reason was printed when it happened"
 
 
 def latents(
@@ -81,6 +91,7 @@ def latents(
         streams=[Stream(local=s.local, remote=s.remote, **s.options) for s in streams.values()],
         resolution=resolution,
         text=text,
+        blocks=workers * PREFETCH + 4 if workers else 0,  # under way or ready, and in use
         batch_size=placement.batch,
         shuffle=shuffle and placement.training,
         shuffle_algo=shuffle_algo,
@@ -93,10 +104,11 @@ def latents(
     loader = DataLoader(
         dataset,
         batch_size=placement.batch,
+        collate_fn=dataset.read,
         drop_last=drop_last and placement.training,
         num_workers=workers,
         persistent_workers=workers > 0,
-        prefetch_factor=4 if workers else None,
+        prefetch_factor=PREFETCH if workers else None,
         pin_memory=placement.pin,
         generator=torch.Generator(),  # not the one that noise is drawn from
     )
@@ -116,17 +128,123 @@ def latents(
 
 
 class LatentDataset(StreamingDataset):
-    """`mean` and `std` (C, h, w) float16, `text` (L, D) float16, `seed` () int64 (a function of the sample's key)."""
+    """Samples' numbers in the library's order, and `read` from numbers to a batch.
 
-    def __init__(self, *, resolution: int, text: str, **arguments: Any) -> None:
+    Order, sharding, mixing, download, cache and resumption are the library's. Its decoding is not used: an item is the
+    sample's number, and `read` fills a batch's memory from the shards.
+
+    Args:
+        resolution: which of the encoded resolutions to read, in pixels.
+        text: column of the text embedding.
+        blocks: see `BatchBlocks`; for worker processes.
+        arguments: of StreamingDataset.
+
+    Raises:
+        ValueError: shards that `Layout.of` refuses, or that differ in the shapes of these columns.
+    """
+
+    def __init__(self, *, resolution: int, text: str, blocks: int = 0, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.columns = {"mean": f"mean_{resolution}", "std": f"std_{resolution}", "text": text}
+        columns = {"mean": f"mean_{resolution}", "std": f"std_{resolution}", "text": text}
+        self.layouts = layouts(self.shards, columns)
+        self.arrays = self.layouts[0].arrays
+        self.files = OpenShards()
+        self.blocks = BatchBlocks(blocks, bytes_of(self._specs(self.batch_size)))
+        self._decompressed = bytearray(self.num_shards)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = super().__getitem__(index)
-        item = {name: torch.from_numpy(sample[column].copy()) for name, column in self.columns.items()}
-        item["seed"] = key_seed(sample["key"])
-        return item
+    def __iter__(self) -> Iterator[int]:
+        """This worker's samples' numbers, in the order of the next epoch.
+
+        Raises:
+            RuntimeError: a shard could not be fetched. The library's own loop ends the epoch early then, in silence.
+        """
+        yield from super().__iter__()
+        if self._event.is_set():
+            raise RuntimeError(FAILED)
+
+    def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
+        """As the library's, but a number goes out once its shard was asked for: `read` waits for it.
+
+        The library lets a thread wait for the shards. With a cache limit, that one waits for ever for a shard that
+        another worker evicts before the thread has seen it.
+        """
+        try:
+            while it.yield_index < it.total and not it.should_exit() and not self._event.is_set():
+                if it.prepare_index <= it.yield_index:
+                    sleep(TICK)
+                    continue
+                number = it.sample_ids[it.yield_index]
+                if number >= 0:  # -1 fills up the last batch
+                    yield number
+                it.yield_index += 1
+            it.on_exit()
+        finally:
+            it.non_blocking_exit()  # else the fetching thread of an epoch that is left early never ends
+
+    def _ready_thread(self, it: _Iterator) -> None:
+        """The library's thread that waits; not needed, see `_each_sample_id`."""
+        it.on_exit()
+
+    def get_item(self, sample_id: int, retry: int = 7) -> int:
+        """The sample's number, as `read` takes it."""
+        return int(sample_id)
+
+    def read(self, numbers: Sequence[int]) -> Batch:
+        """A batch. The collate_fn of a DataLoader over this data set.
+
+        Args:
+            numbers: B samples' numbers.
+
+        Returns:
+            `mean` and `std` (B, C, h, w), `text` (B, L, D), as stored (float16), and `seed` (B,) int64, a function of
+            the sample's key. In a worker process they lie in shared memory.
+
+        Raises:
+            ValueError: a broken shard.
+            RuntimeError: a shard that cannot be fetched, or one that is evicted again and again.
+        """
+        ids = np.asarray(numbers)
+        shards = np.searchsorted(self.spanner.shard_bounds, ids, side="right") - 1
+        samples = (ids - self.spanner.shard_bounds[shards]).tolist()
+        if self.cache_limit:
+            self.files.keep(set(np.flatnonzero(self._shard_states.numpy() == _ShardState.LOCAL).tolist()))
+        batch = self.blocks.new(self._specs(len(ids)))
+        rows, seeds = Rows(batch), batch["seed"].numpy()
+        for row, (shard, sample) in enumerate(zip(shards.tolist(), samples, strict=True)):
+            seeds[row] = key_seed(rows.fill(row, self.layouts[shard], self._file(shard), sample))
+        self._shard_access_times[shards] = time_ns()
+        return batch
+
+    def _specs(self, samples: int) -> Specs:
+        specs = {name: ((samples, *array.shape), array.dtype) for name, array in self.arrays.items()}
+        return {**specs, "seed": ((samples,), torch.int64)}
+
+    def _file(self, shard: int) -> OpenShard:
+        for _ in range(TRIES):
+            try:
+                if shard in self.files or self._shard_states[shard] == _ShardState.LOCAL:
+                    return self.files.get(shard, self.shards[shard])
+            except FileNotFoundError:
+                self._decompressed[shard] = False
+            self.prepare_shard(shard)  # evicted between the library's order and here
+        raise RuntimeError(
+            f"shard {shard} of {self.streams[self.stream_per_shard[shard]].local} is not there after {TRIES} tries; "
+            "raise cache_limit if there is one, else see whether the shard lies in the set"
+        )
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Fetches or decompresses a shard if need be.
+
+        The library asks this for every sample under a lock that all processes of a machine share, which costs more
+        than reading the sample. For a shard that is there only its time of use is noted, as the library does on
+        reading.
+        """
+        if self._decompressed[shard_id] and self._shard_states[shard_id] == _ShardState.LOCAL:
+            self._shard_access_times[shard_id] = time_ns()
+            return
+        super().prepare_shard(shard_id, blocking)
+        if self._shard_states[shard_id] == _ShardState.LOCAL:
+            self._decompressed[shard_id] = os.path.isfile(path_of(self.shards[shard_id]))
 
 
 class LatentTransform:
