@@ -96,6 +96,11 @@ class Caches:
         self.image = 0
 
     @property
+    def begun(self) -> bool:
+        """Whether they hold the text."""
+        return self.layers[0].text is not None
+
+    @property
     def numbers(self) -> int:
         """Keys and values that are kept, in numbers."""
         return sum(x.numel() for layer in self.layers for x in (*layer.text, *layer.kept))
