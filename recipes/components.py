@@ -8,6 +8,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "latent_diffusion": "recipes.models.latent_diffusion:LatentDiffusion",
         "kl_autoencoder": "recipes.models.autoencoder:KLAutoencoder",
         "contrastive_text": "recipes.models.contrastive:ContrastiveText",
+        "autoregressive": "recipes.models.autoregressive:Autoregressive",
     },
     "denoiser": {
         "unet": "recipes.models.unet:unet",
@@ -43,6 +44,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "constant": "recipes.builders:constant",
         "cosine": "recipes.builders:cosine",
         "linear": "recipes.builders:linear",
+        "plateau": "callbacks.plateau:Plateau",
     },
     "algorithm": {
         "attention": "recipes.algorithms.attention:Attention",

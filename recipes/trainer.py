@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import DataSpec, Evaluator, Trainer
+from composer import Callback, DataSpec, Evaluator, Trainer
 from composer.algorithms import GradientClipping
 from composer.utils import dist, reproducibility
 
@@ -59,6 +59,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     }
     save_config(to_yaml(recipe), Path(recipe.output))
     checkpoints = recipe.checkpoints
+    schedule = build(recipe.schedule)
     return Trainer(
         model=ComposerTask(task),
         train_dataloader=data_spec(data),
@@ -71,9 +72,13 @@ def build_trainer(recipe: Recipe) -> Trainer:
         eval_interval=at_intervals(recipe.training.eval_every),
         max_duration=recipe.training.duration,
         optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
-        schedulers=build(recipe.schedule),
+        schedulers=schedule,
         algorithms=[build(algorithm, **context) for algorithm in recipe.algorithms.values()] + clipping(recipe),
-        callbacks=[build(callback, **context) for callback in recipe.callbacks.values()] + [Generators()],
+        callbacks=[
+            *(build(callback, **context) for callback in recipe.callbacks.values()),
+            *([schedule] if isinstance(schedule, Callback) else []),  # one that watches the run
+            Generators(),
+        ],
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
