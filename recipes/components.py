@@ -13,12 +13,12 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "unet": "recipes.models.unet:unet",
     },
     "data": {
-        "latents": "data.streaming:latents",
+        "latents": "data.latents:latents",
         "pictures": "data.pictures:pictures",
     },
     "stream": {
-        "local": "data.streaming:local_set",
-        "remote": "data.streaming:remote_set",
+        "local": "data.encoded_sets:local_set",
+        "remote": "data.encoded_sets:remote_set",
     },
     "source": {
         "tars": "data.sources.tars:TarSource",
