@@ -17,6 +17,7 @@ import heapq
 import json
 import math
 import random
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -206,6 +207,15 @@ class _Drops:
 def manifest_path(vocabulary: Path) -> Path:
     """Where a vocabulary's manifest lies."""
     return vocabulary.with_name(vocabulary.stem + PROMISE)
+
+
+def copy_vocabulary(vocabulary: Path, folder: Path) -> Path:
+    """Copies a vocabulary, and its manifest where it has one, to FOLDER/vocabulary.json; gives that file."""
+    copy = folder / "vocabulary.json"
+    shutil.copyfile(vocabulary, copy)
+    if manifest_path(vocabulary).is_file():
+        shutil.copyfile(manifest_path(vocabulary), manifest_path(copy))
+    return copy
 
 
 def train(captions: Iterable[str], entries: int) -> Tokenizer:

@@ -59,8 +59,7 @@ class EncodeConfig:
     """Seed of random crops."""
 
     def __post_init__(self) -> None:
-        if self.filter is None:
-            self.filter = Component("filter", "pictures", {}, COMPONENTS["filter"]["pictures"], "filter")
+        self.filter = self.filter or _default_filter()
         errors = []
 
         def require(holds: bool, message: str) -> None:
@@ -120,6 +119,46 @@ class EncodeConfig:
         return "tokens" if self.image_encoder.name in TOKEN_ENCODERS else "latents"
 
 
+@dataclass(kw_only=True)
+class VocabularyConfig:
+    """A BPE vocabulary: the captions of sources to a file of the tokenizers library."""
+
+    out: str
+    """File of the result, such as runs/mine/vocabulary.json; its manifest lies beside it."""
+    sources: dict[str, Annotated[Any, "source"]]
+    """Pictures with captions, by label; only the captions are read. Leave validation sets out."""
+    filter: Annotated[Any, "filter"] | None = None
+    """Which captions are taken, as in the encode job; null: all that can be read."""
+    entries: int = 16384
+    """Entries of the vocabulary, the 256 bytes included. Fewer captions than give so many are refused."""
+    limit: int | None = None
+    """Most captions that are read, from shards in drawn order; null: all."""
+    seed: int = 17
+    """Seed of that order."""
+
+    def __post_init__(self) -> None:
+        self.filter = self.filter or _default_filter()
+        errors = []
+        if "://" in self.out or not self.out.endswith(".json"):
+            errors.append(f"out: {self.out}; give a local file that ends in .json")
+        if not self.sources:
+            errors.append("sources: empty; name at least one, such as train: {name: tars, urls: ...}")
+        if self.entries <= 256:
+            errors.append(f"entries: {self.entries}; give more than 256, which the bytes alone take")
+        if self.limit is not None and self.limit < 1:
+            errors.append(f"limit: {self.limit}; give 1 or more, or null for all")
+        if errors:
+            raise ConfigError(errors)
+
+    def request(self) -> dict[str, Any]:
+        """What determines the vocabulary."""
+        return {key: plain(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
+
+
+def _default_filter() -> Component:
+    return Component("filter", "pictures", {}, COMPONENTS["filter"]["pictures"], "filter")
+
+
 def _digests(encoder: Component) -> dict[str, str]:
     """sha256 of the config and weights files in local folders that an encoder's arguments name."""
     texts = [value.removeprefix("local-dir:") for value in encoder.args.values() if isinstance(value, str)]
@@ -127,7 +166,9 @@ def _digests(encoder: Component) -> dict[str, str]:
     files = [root for root in roots if root.is_file()]
     for folder in {root / inner for root in roots for inner in ("", *texts)}:
         if folder.is_dir():
-            files += [f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".txt") and f.is_file()]
+            files += [
+                f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".pt", ".txt") and f.is_file()
+            ]
     digests = {}
     for file in sorted(set(files)):
         with open(file, "rb") as stream:

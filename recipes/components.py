@@ -14,6 +14,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "data": {
         "latents": "data.latents:latents",
+        "tokens": "data.tokens:tokens",
         "pictures": "data.pictures:pictures",
     },
     "stream": {
@@ -31,6 +32,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "image_encoder": {
         "kl_vae": "precompute.encoders.vae:kl_vae",
+        "dvae": "precompute.encoders.dvae:dvae",
     },
     "text_encoder": {
         "open_clip_text": "precompute.encoders.text:open_clip_text",
