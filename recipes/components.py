@@ -14,12 +14,13 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "unet": "recipes.models.unet:unet",
     },
     "data": {
-        "latents": "data.streaming:latents",
+        "latents": "data.latents:latents",
+        "tokens": "data.tokens:tokens",
         "pictures": "data.pictures:pictures",
     },
     "stream": {
-        "local": "data.streaming:local_set",
-        "remote": "data.streaming:remote_set",
+        "local": "data.encoded_sets:local_set",
+        "remote": "data.encoded_sets:remote_set",
     },
     "source": {
         "tars": "data.sources.tars:TarSource",
@@ -32,6 +33,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "image_encoder": {
         "kl_vae": "precompute.encoders.vae:kl_vae",
+        "dvae": "precompute.encoders.dvae:dvae",
     },
     "text_encoder": {
         "open_clip_text": "precompute.encoders.text:open_clip_text",

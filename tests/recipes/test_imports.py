@@ -28,7 +28,9 @@ FORBIDDEN = {
     "callbacks": CONFIG | {"precompute"},
     "recipes/models": CONFIG | {"callbacks", "data", "precompute", "composer"},
     "recipes/algorithms": CONFIG | {"callbacks", "data", "precompute"},
-    "precompute/encoders": CONFIG | {"recipes", "callbacks", "composer"},
+    # Networks that are trained here (recipes.models) are encoders of the next recipe.
+    "precompute/encoders": CONFIG
+    | {"recipes.algorithms", "recipes.builders", "recipes.composer_model", "recipes.sampling", "callbacks", "composer"},
     "recipes/builders.py": CONFIG | {"callbacks", "precompute"},
     "recipes/composer_model.py": CONFIG | {"callbacks", "data", "precompute"},
 }
