@@ -1,4 +1,4 @@
-"""Pictures from fixed prompts and seeds while a diffusion model trains."""
+"""Pictures from fixed prompts and seeds while a model trains: what all kinds have in common, and diffusion's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,52 @@ from recipes.models.latent_diffusion import LatentDiffusion
 from recipes.models.samplers import initial_noise, make_scheduler, sample
 
 
-class SampleGrid(Callback):
-    """Samples a grid of captioned pictures to <output>/samples and to the loggers, from the same noise every time.
+class PromptGrid(Callback):
+    """Draws a grid of captioned pictures to <output>/samples and to the loggers, at intervals and at the end.
+
+    The weights are the averaged ones where the run has an average.
+    """
+
+    def __init__(self, output: str, prompts: list[str], every: str | None, columns: int | None) -> None:
+        """
+        Args:
+            output: folder of the run.
+            prompts: captions, one picture each.
+            every: interval; None: only the end of the run.
+            columns: pictures a row; None: nearest to a square.
+        """
+        if not prompts:
+            raise ValueError("sample_grid: prompts is empty")
+        self.folder = Path(output, "samples")
+        self.prompts = prompts
+        self.due = at_intervals(every)
+        self.columns = columns
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        super().run_event(event, state, logger)
+        if self.due(state, event):
+            self._draw(state, logger)
+
+    def _draw(self, state: State, logger: Logger) -> None:
+        # Other ranks wait at their next collective; sharded models will need every rank in here.
+        if dist.get_global_rank() != 0:
+            return
+        with averaged(state):
+            pictures = to_uint8(self._pictures(state))
+        path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
+        save_png(picture_grid(pictures, self.prompts, self.columns), path)
+        print(f"samples: {path}", flush=True)
+        logger.log_images(
+            pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
+        )
+
+    def _pictures(self, state: State) -> torch.Tensor:
+        """(N, 3, H, W) in [0, 1], one a prompt."""
+        raise NotImplementedError
+
+
+class SampleGrid(PromptGrid):
+    """Samples a grid of captioned pictures from a diffusion model to <output>/samples, from the same noise every time.
 
     The weights are the averaged ones where the run has an average.
     """
@@ -54,19 +98,14 @@ class SampleGrid(Callback):
             columns: pictures a row; null: nearest to a square.
             batch: pictures sampled at once.
         """
-        if not prompts:
-            raise ValueError("sample_grid: prompts is empty")
+        super().__init__(output, prompts, every, columns)
         self.task = task
-        self.folder = Path(output, "samples")
         self.loading = loading
         self.encoders = encoders
-        self.prompts = prompts
-        self.due = at_intervals(every)
         self.seed = seed
         self.steps = steps
         self.guidance = guidance
         self.sampler = sampler
-        self.columns = columns
         self.batch = batch
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
@@ -77,24 +116,6 @@ class SampleGrid(Callback):
         with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
             self.image_encoder, text_encoder = self.encoders()
             self.text = text_encoder.encode(self.prompts)
-
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        super().run_event(event, state, logger)
-        if self.due(state, event):
-            self._draw(state, logger)
-
-    def _draw(self, state: State, logger: Logger) -> None:
-        # Other ranks wait at their next collective; sharded models will need every rank in here.
-        if dist.get_global_rank() != 0:
-            return
-        with averaged(state):
-            pictures = to_uint8(self._pictures(state))
-        path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
-        save_png(picture_grid(pictures, self.prompts, self.columns), path)
-        print(f"samples: {path}", flush=True)
-        logger.log_images(
-            pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
-        )
 
     def _pictures(self, state: State) -> torch.Tensor:
         device = next(self.task.parameters()).device

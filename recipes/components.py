@@ -61,6 +61,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "memory_monitor": "recipes.builders:memory_monitor",
         "progress": "callbacks.progress:Progress",
         "sample_grid": "callbacks.sample_grid:SampleGrid",
+        "token_grid": "callbacks.token_grid:TokenGrid",
         "reconstructions": "callbacks.reconstructions:Reconstructions",
         "throughput": "callbacks.throughput:Throughput",
     },

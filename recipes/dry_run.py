@@ -169,7 +169,7 @@ def callback_lines(recipe: Recipe, weights: int, length: Length) -> Iterable[str
     """A line for each callback that writes files."""
     for label, callback in recipe.callbacks.items():
         when = often(callback.args.get("every"), length)
-        if callback.name == "sample_grid":
+        if callback.name in ("sample_grid", "token_grid"):
             count = len(callback.args["prompts"])
             yield f"callbacks.{label}: {when}, a grid of {plural(count, 'picture')}, in {recipe.output}/samples"
         elif callback.name == "reconstructions":

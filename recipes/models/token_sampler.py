@@ -71,6 +71,14 @@ def uniforms(seeds: list[int], count: int) -> Tensor:
     return torch.stack([torch.rand(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
+def pad_captions(captions: list[list[int]], positions: int) -> Tensor:
+    """(C, T) int64 of encoded captions: those longer than T = `positions` cut, -1 behind the last token of others."""
+    text = torch.full((len(captions), positions), -1, dtype=torch.int64)
+    for row, numbers in zip(text, captions, strict=True):
+        row[: len(numbers)] = torch.tensor(numbers[:positions], dtype=torch.int64)
+    return text
+
+
 @torch.no_grad()
 def sample_tokens(
     network: TokenTransformer,
