@@ -7,6 +7,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "model": {
         "latent_diffusion": "recipes.models.latent_diffusion:LatentDiffusion",
         "kl_autoencoder": "recipes.models.autoencoder:KLAutoencoder",
+        "dvae": "recipes.models.discrete_autoencoder:DiscreteAutoencoder",
         "contrastive_text": "recipes.models.contrastive:ContrastiveText",
         "autoregressive": "recipes.models.autoregressive:Autoregressive",
     },
@@ -56,6 +57,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "scheduled_ema": "recipes.algorithms.scheduled_ema:ScheduledEMA",
     },
     "callback": {
+        "codebook": "callbacks.codebook:Codebook",
         "export": "callbacks.export:Export",
         "lr_monitor": "recipes.builders:lr_monitor",
         "memory_monitor": "recipes.builders:memory_monitor",
@@ -63,6 +65,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "sample_grid": "callbacks.sample_grid:SampleGrid",
         "token_grid": "callbacks.token_grid:TokenGrid",
         "reconstructions": "callbacks.reconstructions:Reconstructions",
+        "scheduled_value": "callbacks.scheduled_value:ScheduledValue",
         "throughput": "callbacks.throughput:Throughput",
     },
     "logger": {

@@ -27,6 +27,7 @@ EPSILON = 0.1  # pixels are kept this far away from 0 and 1, where the logit is 
 GROUPS = 4
 DOWNSAMPLE = 2 ** (GROUPS - 1)
 KIND = "dvae"
+Parts = dict[str, tuple[Path, dict[str, Tensor]]]  # encoder and decoder: the file, and its tensors
 
 
 class DVAE(nn.Module):
@@ -248,11 +249,24 @@ def load_dvae(folder: Path) -> DVAE:
         FileNotFoundError: a file is missing.
         ValueError: the files hold other tensors than such a network.
     """
-    parts = {part: _read_part(folder, part) for part in ("encoder", "decoder")}
+    parts = _read(folder)
     network = DVAE(**_sizes(folder, parts))
+    _fill(network, parts)
+    return network.eval()
+
+
+def load_dvae_into(network: DVAE, folder: Path) -> None:
+    """Take the weights of such a folder into a network of the same sizes. Raises as `load_dvae`."""
+    _fill(network, _read(folder))
+
+
+def _fill(network: DVAE, parts: Parts) -> None:
     for part, (file, tensors) in parts.items():
         load_tensors(getattr(network, part), tensors, file)
-    return network.eval()
+
+
+def _read(folder: Path) -> Parts:
+    return {part: _read_part(folder, part) for part in ("encoder", "decoder")}
 
 
 def _read_part(folder: Path, part: str) -> tuple[Path, dict[str, Tensor]]:
@@ -264,7 +278,7 @@ def _read_part(folder: Path, part: str) -> tuple[Path, dict[str, Tensor]]:
     raise FileNotFoundError(f"{folder}: no {part}.safetensors and no {part}.pt of a dVAE{hint}")
 
 
-def _sizes(folder: Path, parts: dict[str, tuple[Path, dict[str, Tensor]]]) -> dict[str, int]:
+def _sizes(folder: Path, parts: Parts) -> dict[str, int]:
     """Sizes by config.json where there is one, else by the shapes of the tensors."""
     if (folder / "config.json").is_file():
         return _config(folder / "config.json")
