@@ -76,8 +76,8 @@ class Autoregressive(nn.Module):
 
     def requirements(self) -> dict[str, int]:
         """What the data must hold."""
-        names = ("text_vocabulary", "codes", "side")
-        return {"positions": self.sizes["text_positions"], **{name: self.sizes[name] for name in names}}
+        names = ("text_positions", "text_vocabulary", "codes", "side")
+        return {name: self.sizes[name] for name in names}
 
     def blocks(self) -> list[nn.Module]:
         """The residual blocks, attention and MLP in turn: sharded, checkpointed and scaled one by one."""

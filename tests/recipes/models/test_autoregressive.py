@@ -109,7 +109,7 @@ def test_weights_come_back_strictly(tmp_path, batch):
 
 
 def test_what_data_must_hold():
-    assert small().requirements() == {"positions": 6, "text_vocabulary": 20, "codes": 12, "side": 4}
+    assert small().requirements() == {"text_positions": 6, "text_vocabulary": 20, "codes": 12, "side": 4}
 
 
 def test_blocks_are_attention_and_mlp_in_turn():
