@@ -73,7 +73,7 @@ def tokens(
     if positions < 1:
         raise ValueError(f"tokens: positions is {positions}; give 1 or more")
     bpe = Vocabulary.read(vocabulary)
-    own = {"positions": positions, "text_vocabulary": bpe.size}
+    own = {"text_positions": positions, "text_vocabulary": bpe.size}
     needs = check_text(own, requirements, str(vocabulary))
     manifests = manifests_of("tokens", streams)
     first = manifests[0]
@@ -112,7 +112,7 @@ def check_text(own: dict[str, int], requirements: dict[str, Any], vocabulary: st
     """Holds the text side of the data against what a model needs.
 
     Args:
-        own: positions and text_vocabulary of the data.
+        own: text_positions and text_vocabulary of the data.
         requirements: of the model.
         vocabulary: its file, for messages.
 
@@ -123,7 +123,7 @@ def check_text(own: dict[str, int], requirements: dict[str, Any], vocabulary: st
         ValueError: they differ.
     """
     advice = {
-        "positions": "give data.positions the model's number of text positions",
+        "text_positions": "give data.positions the model's number of text positions",
         "text_vocabulary": f"give the model as many text tokens as {vocabulary} has entries, or train another with "
         "precompute/vocabulary.py",
     }

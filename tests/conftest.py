@@ -172,15 +172,19 @@ def latent_sets(tmp_path_factory, drawings, vae_folder, clip_folder) -> Path:
 
 @pytest.fixture(scope="session")
 def dvae_folder(tmp_path_factory) -> Path:
-    """An exported dVAE of 32 codes; as few blocks as make every kind of layer."""
+    """An exported dVAE of 32 codes, each of which stands for one of 32 places in pictures; all of them are used."""
     import torch
 
-    from recipes.models.dvae import DVAE, save_dvae
+    from recipes.models.dvae import DVAE, map_pixels, save_dvae
 
     torch.manual_seed(2)
     network = DVAE(codes=32, hidden=8, blocks=1, initial=8)
-    # New weights give nearly the same logits for every picture.
-    torch.nn.init.normal_(network.encoder.blocks.output.conv.w, std=4.0)
+    patches = torch.nn.functional.interpolate(torch.rand(2, 3, 4, 4), scale_factor=8)  # (B, 3, 32, 32)
+    with torch.no_grad():
+        features = network.encoder.blocks[:-1](map_pixels(patches)).relu().permute(0, 2, 3, 1).reshape(32, -1)  # KC
+        output = network.encoder.blocks.output.conv  # <x, f_k> - |f_k|^2 / 2 is largest for the nearest f_k
+        output.w.copy_(features[:, :, None, None])
+        output.b.copy_(-features.square().sum(1) / 2)
     folder = tmp_path_factory.mktemp("dvae")
     save_dvae(network, folder)
     return folder

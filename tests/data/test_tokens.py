@@ -15,7 +15,7 @@ from data.encoded_sets import local_set
 from data.loading import Placement
 from data.tokens import sample_seed, tokens
 
-NEEDS = {"positions": 40, "text_vocabulary": 280, "codes": 32, "side": 4}
+NEEDS = {"text_positions": 40, "text_vocabulary": 280, "codes": 32, "side": 4}
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_captions_are_dropped_to_no_token_at_all(load):
 
 
 def test_long_captions_are_cut_and_counted(load, stored, vocabulary, capsys):
-    loading = load(positions=6, requirements=NEEDS | {"positions": 6}, dropout=0.0)
+    loading = load(positions=6, requirements=NEEDS | {"text_positions": 6}, dropout=0.0)
     for text, _ in epoch(loading):
         assert len(text) == 6 and -1 not in text
         assert any(vocabulary.encode(caption)[:6] == text for caption in stored)
@@ -151,7 +151,7 @@ def test_reading_draws_from_no_global_generator(load):
             "codes is 32, the recipe expects 8192; give the transformer the set",
         ),
         ({"requirements": NEEDS | {"side": 8}}, "side is 4, the recipe expects 8; train at a resolution whose grid"),
-        ({"positions": 256}, "tokens: positions is 256, the recipe expects 40; give data.positions"),
+        ({"positions": 256}, "tokens: text_positions is 256, the recipe expects 40; give data.positions"),
         (
             {"requirements": NEEDS | {"text_vocabulary": 16384}},
             "text_vocabulary is 280, the recipe expects 16384; give",
