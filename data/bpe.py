@@ -20,6 +20,7 @@ import random
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -202,6 +203,34 @@ class _Drops:
             return False
         self._kept = self._distance()
         return True
+
+
+def check_text(requirements: dict[str, Any], positions: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """Holds the text side of token data against what a model needs.
+
+    Args:
+        requirements: of the model; text_positions and text_vocabulary are looked at.
+        positions: text tokens of a sample.
+        vocabulary: of the data; None: not there yet, as in a dry run.
+
+    Returns:
+        the requirements that are left, which the set's manifest must fit.
+
+    Raises:
+        ValueError: they differ.
+    """
+    wanted = requirements.get("text_positions", positions)
+    if wanted != positions:
+        raise ValueError(
+            f"tokens: text_positions is {positions}, the recipe expects {wanted}; give data.positions the model's "
+            "number of text positions"
+        )
+    if vocabulary is not None and (wanted := requirements.get("text_vocabulary", vocabulary.size)) != vocabulary.size:
+        raise ValueError(
+            f"{vocabulary.where}: text_vocabulary is {vocabulary.size}, the recipe expects {wanted}; give the model as "
+            "many text tokens as the vocabulary has entries, or train another with precompute/vocabulary.py"
+        )
+    return {name: value for name, value in requirements.items() if name not in ("text_positions", "text_vocabulary")}
 
 
 def manifest_path(vocabulary: Path) -> Path:

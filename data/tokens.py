@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
-from data.bpe import Vocabulary
+from data.bpe import Vocabulary, check_text
 from data.encoded_sets import manifests_of
 from data.loading import Batch, Loading, Placement
 from data.reading import EncodedDataset, open_loader, shared_blocks, streams_of
@@ -73,8 +73,7 @@ def tokens(
     if positions < 1:
         raise ValueError(f"tokens: positions is {positions}; give 1 or more")
     bpe = Vocabulary.read(vocabulary)
-    own = {"text_positions": positions, "text_vocabulary": bpe.size}
-    needs = check_text(own, requirements, str(vocabulary))
+    needs = check_text(requirements, positions, bpe)
     manifests = manifests_of("tokens", streams)
     first = manifests[0]
     for manifest in manifests:
@@ -106,32 +105,6 @@ def tokens(
         resolution=resolution,
         vocabulary=Path(vocabulary),
     )
-
-
-def check_text(own: dict[str, int], requirements: dict[str, Any], vocabulary: str) -> dict[str, Any]:
-    """Holds the text side of the data against what a model needs.
-
-    Args:
-        own: text_positions and text_vocabulary of the data.
-        requirements: of the model.
-        vocabulary: its file, for messages.
-
-    Returns:
-        the requirements that are left: those that the manifest must fit.
-
-    Raises:
-        ValueError: they differ.
-    """
-    advice = {
-        "text_positions": "give data.positions the model's number of text positions",
-        "text_vocabulary": f"give the model as many text tokens as {vocabulary} has entries, or train another with "
-        "precompute/vocabulary.py",
-    }
-    for name, value in own.items():
-        wanted = requirements.get(name, value)
-        if wanted != value:
-            raise ValueError(f"tokens: {name} is {value}, the recipe expects {wanted}; {advice[name]}")
-    return {name: value for name, value in requirements.items() if name not in own}
 
 
 class TokenDataset(EncodedDataset):

@@ -89,7 +89,10 @@ class EncodeConfig:
         )
         require(self.crops >= 1, f"crops: {self.crops}; give 1 or more")
         require(tokens or self.crops == 1, f"crops: {self.crops}; `{makes}` makes latents, of one crop a picture")
-        require(self.crop != "center" or self.crops <= 1, f"crops: {self.crops} of `crop: center` would be the same")
+        require(
+            self.crop != "center" or self.crops <= 1,
+            f"crop: center is the same square for all {self.crops} crops; give one that is drawn, or crops=1",
+        )
         require(self.batch >= 1, f"batch: {self.batch}; give 1 or more")
         require(self.workers >= 0, f"workers: {self.workers}; give 0 or more")
         require(self.prefetch >= 1, f"prefetch: {self.prefetch}; give 1 or more")

@@ -154,7 +154,7 @@ def test_reading_draws_from_no_global_generator(load):
         ({"positions": 256}, "tokens: text_positions is 256, the recipe expects 40; give data.positions"),
         (
             {"requirements": NEEDS | {"text_vocabulary": 16384}},
-            "text_vocabulary is 280, the recipe expects 16384; give",
+            "vocabulary.json: text_vocabulary is 280, the recipe expects 16384",
         ),
         ({"expect": {"crops": 1}}, "crops is 3, the recipe expects 1"),
         ({"expect": {"channels": 4}}, "check of tokens knows no field channels"),

@@ -19,6 +19,7 @@ CONFIG = {
     "recipes.schema",
     "recipes.trainer",
     "recipes.values",
+    "precompute.captions",
     "precompute.config",
     "precompute.job",
 }
@@ -45,7 +46,8 @@ KNOWS_COMPOSER = (
 )
 # What is read before a config is known to be right: everything else on import would cost seconds.
 LIGHT = ("recipes/cli.py", "recipes/config.py", "recipes/schema.py", "recipes/values.py", "recipes/components.py")
-LIGHT += ("recipes/train.py", "precompute/config.py", "precompute/encode.py", "data/aliases.py", "data/manifest.py")
+LIGHT += ("recipes/train.py", "precompute/config.py", "precompute/encode.py", "precompute/vocabulary.py")
+LIGHT += ("data/aliases.py", "data/manifest.py")
 HEAVY = {"torch", "composer", "diffusers", "streaming", "numpy", "open_clip", "transformers", "PIL"}
 
 
