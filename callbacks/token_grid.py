@@ -15,7 +15,7 @@ from data.aliases import Duration  # noqa: F401 - read from the annotations belo
 from data.bpe import Vocabulary
 from data.loading import Loading
 from recipes.models.autoregressive import Autoregressive
-from recipes.models.token_sampler import Choice, pad_captions, sample_tokens, uniforms
+from recipes.models.token_sampler import Choice, pad_captions, uniforms
 
 
 class TokenGrid(PromptGrid):
@@ -74,15 +74,15 @@ class TokenGrid(PromptGrid):
         self.text = pad_captions([vocabulary.encode(prompt) for prompt in self.prompts], positions)
 
     def _pictures(self, state: State) -> torch.Tensor:
-        network = self.task.network
-        device, layout = network.norm.weight.device, network.layout
+        layout = self.task.network.layout
+        device = next(self.task.parameters()).device
         uniform = uniforms([self.seed + i for i in range(len(self.prompts))], layout.image)[:, None]  # (N, 1, tokens)
         pictures = []
         self.image_encoder.to(device)
         with model_eval_mode(self.task), get_precision_context(state.precision, state.precision_config):
             for start in range(0, len(self.prompts), self.batch):
                 part = slice(start, start + self.batch)
-                tokens = sample_tokens(network, self.text[part].to(device), uniform[part].to(device), self.choice)
+                tokens = self.task.sample(self.text[part].to(device), uniform[part].to(device), self.choice)
                 grid = tokens[:, 0].unflatten(1, (layout.side, layout.side))
                 pictures.append(self.image_encoder.decode(grid).cpu())
         self.image_encoder.to("cpu")  # its memory belongs to training

@@ -67,6 +67,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "reconstructions": "callbacks.reconstructions:Reconstructions",
         "scheduled_value": "callbacks.scheduled_value:ScheduledValue",
         "throughput": "callbacks.throughput:Throughput",
+        "unigram": "callbacks.unigram:Unigram",
     },
     "logger": {
         "tensorboard": "recipes.builders:tensorboard",

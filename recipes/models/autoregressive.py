@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from recipes.models.masks import Layout
 from recipes.models.token_loss import token_losses
+from recipes.models.token_sampler import Choice, sample_tokens
 from recipes.models.transformer import TokenTransformer
 from recipes.models.weights import load_safetensors
 
@@ -24,6 +25,8 @@ FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
 
 class Autoregressive(nn.Module):
     """A transformer over text tokens, then image tokens (Ramesh et al. 2021, section 2.2), on precomputed tokens."""
+
+    entry_points = ("sample",)
 
     def __init__(
         self,
@@ -111,6 +114,10 @@ class Autoregressive(nn.Module):
         text_mean = text.sum(1) / there.sum(1).clamp(min=1)
         image_mean = image.mean(1)
         return {"loss": self._weighted(text_mean, image_mean), "text_loss": text_mean, "image_loss": image_mean}
+
+    def sample(self, text: Tensor, uniform: Tensor, choice: Choice, given: Tensor | None = None) -> Tensor:
+        """Image tokens for captions, also while the model is sharded: see `sample_tokens`."""
+        return sample_tokens(self.network, text, uniform, choice, given)
 
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Losses of text (B, T - 1) and image (B, N) tokens, and where there is text to predict, (B, T - 1) bool."""

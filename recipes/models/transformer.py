@@ -154,6 +154,7 @@ class TokenTransformer(nn.Module):
         x = self.embed_image(image, 0 if caches is None else caches.image)  # (B, n, d)
         if text is not None:
             x = torch.cat([self.embed_text(text), x], dim=1)  # (B, T + n, d)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # 16-bit tables, too, begin a 32-bit identity path
         attends = self._attends_on(x.device) if caches is None else caches.layers
         for number, attend in enumerate(attends):
             x = self.blocks[2 * number](x, attend)
