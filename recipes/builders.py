@@ -52,14 +52,15 @@ def constant(*, warmup: Duration = "0ba") -> ComposerScheduler:
     return ConstantWithWarmupScheduler(t_warmup=warmup)
 
 
-def cosine(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler:
-    """A linear warm-up, then half a cosine to the end of the run.
+def cosine(*, warmup: Duration = "0ba", final: float = 0.0, over: Duration = "1dur") -> ComposerScheduler:
+    """A linear warm-up, then half a cosine to the end of the run or of `over`, and constant from there on.
 
     Args:
         warmup: length of the warm-up.
         final: learning rate at the end, as a share of the peak.
+        over: length of the warm-up and the cosine together.
     """
-    return CosineWithWarmup(t_warmup=warmup, alpha_f=final)
+    return CosineWithWarmup(t_warmup=warmup, t_max=over, alpha_f=final)
 
 
 def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler:

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
 
+from data.bpe import Vocabulary, check_text
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from recipes.build import build_on_meta
 from recipes.config import Recipe, Training, to_yaml
+from recipes.schema import read_signature
 from recipes.values import Component
 
 FLOAT = 4  # bytes of a 32-bit number, the format of weights and optimizer state
@@ -102,10 +104,15 @@ def data_samples(component: Component, requirements: dict[str, Any]) -> int | No
     """Samples of an epoch by the manifests that lie on this machine; None where one does not, or there is none.
 
     Raises:
-        ValueError: a manifest that does not fit the recipe.
+        ValueError: a manifest or a vocabulary that does not fit the recipe.
     """
-    if component.name != "latents":
+    if component.name not in ("latents", "tokens"):
         return None
+    if component.name == "tokens":
+        default = read_signature(component.target).parameters["positions"].default
+        vocabulary = Path(component.args["vocabulary"])
+        found = Vocabulary.read(vocabulary) if vocabulary.is_file() else None
+        requirements = check_text(requirements, component.args.get("positions", int(default)), found)
     total: float | None = 0.0
     for stream in component.args["streams"].values():
         folder = Path(stream.args.get("path") or stream.args["cache"])
@@ -114,7 +121,9 @@ def data_samples(component: Component, requirements: dict[str, Any]) -> int | No
             continue
         manifest = Manifest.read(folder)
         resolution = component.args["resolution"]
-        manifest.check(resolution=resolution, **requirements, **(component.args.get("expect") or {}))
+        manifest.check(
+            kind=component.name, resolution=resolution, **requirements, **(component.args.get("expect") or {})
+        )
         if total is not None:
             repeat = stream.args.get("repeat")
             total += manifest.samples * (1.0 if repeat is None else repeat)
@@ -169,7 +178,7 @@ def callback_lines(recipe: Recipe, weights: int, length: Length) -> Iterable[str
     """A line for each callback that writes files."""
     for label, callback in recipe.callbacks.items():
         when = often(callback.args.get("every"), length)
-        if callback.name == "sample_grid":
+        if callback.name in ("sample_grid", "token_grid"):
             count = len(callback.args["prompts"])
             yield f"callbacks.{label}: {when}, a grid of {plural(count, 'picture')}, in {recipe.output}/samples"
         elif callback.name == "reconstructions":

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from composer import DataSpec, Evaluator, Trainer
+from composer import Callback, DataSpec, Evaluator, Trainer
 from composer.utils import dist, reproducibility
 
 from callbacks.generators import Generators
@@ -74,6 +74,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
             checkpoints=fsdp.checkpoints,
         )
         algorithms.append(sharding)  # after all that changes modules
+    schedule = build(recipe.schedule)
     return Trainer(
         model=ComposerTask(task),
         train_dataloader=data_spec(data),
@@ -86,10 +87,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
         eval_interval=at_intervals(recipe.training.eval_every),
         max_duration=recipe.training.duration,
         optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
-        schedulers=build(recipe.schedule),
+        schedulers=schedule,
         algorithms=algorithms,
         parallelism_config={"fsdp": sharding.composer_config()} if sharding else None,
-        callbacks=[build(callback, **context) for callback in recipe.callbacks.values()] + [Generators()],
+        callbacks=[
+            *(build(callback, **context) for callback in recipe.callbacks.values()),
+            *([schedule] if isinstance(schedule, Callback) else []),  # one that watches the run
+            Generators(),
+        ],
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,

@@ -11,7 +11,7 @@ from recipes.config import Recipe, load
 from recipes.dry_run import Length, report
 
 ROOT = Path(__file__).resolve().parents[2]
-YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if not path.stem.endswith("_encode"))
+YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\nmodel:" in path.read_text())
 SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,false]", "model.denoiser.heads=[1,1]"]
 
 
