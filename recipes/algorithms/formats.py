@@ -5,12 +5,12 @@
 | `MEAN_1_6_9` | 1-6-9 | 60 | 2^-68 | 2^-59 | 16 - 2^-6 = 15.984375 | Adam's mean, PowerSGD's error, P and Q |
 | `VARIANCE_0_6_10` | 0-6-10 | 61 | 2^-70 | 2^-60 | 8 - 2^-8 = 7.99609375 | Adam's variance |
 
-No code is reserved: there is neither an infinity nor a NaN, and all 65,536 codes are numbers. The biases follow from the
-largest value that must be held: for 1-6-9 the published one, slightly below 16; for 0-6-10 the smallest power of two
-above 5, where the variance is clipped. Its least subnormal has the root 2^-35, far below Adam's eps of 1e-8.
+No code is reserved: there is neither an infinity nor a NaN, and all 65,536 codes are numbers. The biases follow from
+the largest value that must be held: for 1-6-9 the published one, slightly below 16; for 0-6-10 the smallest power of
+two above 5, where the variance is clipped. Its least subnormal has the root 2^-35, far below Adam's eps of 1e-8.
 
 Values are rounded to the nearest, ties to the even code; what lies outside of a format's range becomes its largest
-value (with the sign, or 0 where there is none), infinities too. NaN becomes a zero: who must know of it looks before encoding.
+value (with the sign, or 0 where there is none), infinities too. NaN becomes a zero: who must know of it looks before.
 
 Everything is integer arithmetic and one exact addition of 32-bit floats: the same bits on a CPU and a GPU, compiled or
 not. A value that is a subnormal in 32-bit becomes 0 in every format.
