@@ -70,7 +70,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         ],
         eval_interval=at_intervals(recipe.training.eval_every),
         max_duration=recipe.training.duration,
-        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
+        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task),
         schedulers=build(recipe.schedule),
         algorithms=[build(algorithm, **context) for algorithm in recipe.algorithms.values()] + clipping(recipe),
         callbacks=[build(callback, **context) for callback in recipe.callbacks.values()] + [Generators()],
