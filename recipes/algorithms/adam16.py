@@ -16,6 +16,9 @@ from recipes.algorithms.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10, Fo
 # Bits of a group's moments -> formats of the running mean and of the running variance.
 FORMATS: dict[int, tuple[Format, Format]] = {16: (MEAN_1_6_9, VARIANCE_0_6_10), 32: (FLOAT_32, FLOAT_32)}
 MOMENTS = ("mean", "variance")
+# Elements that are updated at a time where nothing is compiled: some forty operations follow each other, and their
+# results stay in a processor's cache, or take little of a GPU's memory.
+CHUNK = {"cpu": 2**15, "cuda": 2**26}
 
 
 class Adam16(torch.optim.Optimizer):
@@ -54,7 +57,7 @@ class Adam16(torch.optim.Optimizer):
         Raises:
             ValueError: values out of range, decays that 16-bit moments cannot follow, parameters not in 32-bit.
         """
-        self.update = _compiled_update() if compiled else adamw_update
+        self.compiled = compiled
         settings = {
             "lr": lr,
             "betas": tuple(betas),
@@ -102,15 +105,14 @@ class Adam16(torch.optim.Optimizer):
             return
         if gradient.stride() != values.stride() or gradient.dtype != values.dtype:
             gradient = torch.empty_like(values).copy_(gradient)
-        codes = [_codes(_local(state[name])) for name in MOMENTS]
-        self.update(
-            *(_flat(tensor) for tensor in (values, gradient, *codes)),
-            *scalars,
-            *FORMATS[group["moment_bits"]],
-            *group["betas"],
-            group["eps"],
-            group["variance_clip"],
-        )
+        tensors = [_flat(t) for t in (values, gradient, *(_codes(_local(state[name])) for name in MOMENTS))]
+        formats = FORMATS[group["moment_bits"]]
+        constants = *group["betas"], group["eps"], group["variance_clip"]
+        if self.compiled:
+            _compiled_update()(*tensors, *scalars, *formats, *constants)
+            return
+        for parts in zip(*(tensor.split(CHUNK[tensor.device.type]) for tensor in tensors), strict=True):
+            adamw_update(*parts, *scalars, *formats, *constants)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by `load_state_dict`, which has cast bytes to the parameter's type: exact, and undone here."""
@@ -195,7 +197,7 @@ def adamw_update(
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    # Sizes alone vary (`_flat` marks them); bits, betas and formats are constants of the kernels.
+    # Compiled for the first size, then for any; bits, betas and formats are constants of the kernels.
     return torch.compile(adamw_update)
 
 
@@ -241,9 +243,7 @@ def _codes(moment: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """(N,) the elements of a dense tensor in memory order, in its own memory."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    torch._dynamo.maybe_mark_dynamic(flat, 0)
-    return flat
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _local(tensor: Tensor) -> Tensor:
