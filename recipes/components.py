@@ -41,6 +41,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "hf_clip_text": "precompute.encoders.text:hf_clip_text",
     },
     "optimizer": {
+        "adam16": "recipes.builders:adam16",
         "adamw": "recipes.builders:adamw",
     },
     "schedule": {

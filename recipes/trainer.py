@@ -86,7 +86,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         ],
         eval_interval=at_intervals(recipe.training.eval_every),
         max_duration=recipe.training.duration,
-        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
+        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task),
         schedulers=schedule,
         algorithms=algorithms,
         parallelism_config={"fsdp": sharding.composer_config()} if sharding else None,
