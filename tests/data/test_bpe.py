@@ -148,6 +148,9 @@ def test_files(tokenizer, vocabulary, tmp_path):
     manifest_path(path).write_text(json.dumps({"sha256": "0" * 64}))
     with pytest.raises(ValueError, match="mine.json: not the vocabulary that mine.manifest.json describes"):
         Vocabulary.read(path)
+    manifest_path(path).write_text("[]")
+    with pytest.raises(ValueError, match="mine.manifest.json: damaged"):
+        Vocabulary.read(path)
     path.write_text("{}")
     manifest_path(path).unlink()
     with pytest.raises(ValueError, match="mine.json: not a vocabulary of the tokenizers library"):
@@ -163,11 +166,17 @@ def other(kind: str) -> Tokenizer:
     return found
 
 
-@pytest.mark.parametrize("kind", ["words", "no bytes", "few bytes", "special"])
+@pytest.mark.parametrize("kind", ["words", "no bytes", "few bytes", "special", "gaps", "whole words"])
 def test_other_tokenizers_are_refused(kind, tokenizer):
     found = other(kind)
     if kind == "special":
         found = Tokenizer.from_str(tokenizer.to_str())
         found.add_special_tokens(["<end>"])
+    if kind in ("gaps", "whole words"):
+        state = json.loads(tokenizer.to_str())
+        if kind == "gaps":
+            state["model"]["vocab"]["a"] = 1000
+        state["model"]["ignore_merges"] = kind == "whole words"
+        found = Tokenizer.from_str(json.dumps(state))
     with pytest.raises(ValueError, match="not a byte-level BPE without special tokens"):
         Vocabulary(found)
