@@ -30,6 +30,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 REMEMBERED = 1 << 16  # words; the memory is emptied when it is full
+FAR = 1 << 62  # draws; further than any caption goes
 PROMISE = ".manifest.json"  # beside a vocabulary: what it was made of, and the sha256 of its file
 
 
@@ -185,8 +186,8 @@ class _Drops:
         self._kept = math.inf if p == 0 else self._distance()
 
     def _distance(self) -> int:
-        # P(distance >= k) = (1 - p)^k.
-        return int(math.log(1.0 - self._draws.random()) / self._log_keep)
+        # P(distance >= k) = (1 - p)^k; with p below 1e-300 it is no number any more.
+        return int(min(math.log(1.0 - self._draws.random()) / self._log_keep, FAR))
 
     def passes(self, count: int) -> bool:
         """Whether the next `count` draws all say "keep"; they are then made, else none is."""
