@@ -152,6 +152,18 @@ def test_more_crops_begin_with_the_same(encoded_tokens, read, token_recipe, tmp_
         np.testing.assert_array_equal(few["tokens_32"], many["tokens_32"][:3])
 
 
+@pytest.mark.parametrize(("crop", "crops"), [("random", 2), ("center", 1), ("dvae", 2)])
+def test_other_crops(read, token_recipe, tmp_path, crop, crops):
+    main([token_recipe(resolutions=[32], crop=crop, crops=crops, upscale=True)])
+    samples = read(tmp_path / "out" / "train")
+    boxes = np.stack([sample["crop_32"] for sample in samples])
+    assert boxes.shape == (13, crops, 4) and samples[0]["tokens_32"].shape == (crops, 16)
+    assert Manifest.read(tmp_path / "out" / "train").upscaled == {"32": 1}
+    side, short = boxes[:, :, 2] - boxes[:, :, 0], np.array([[min(s["width"], s["height"])] for s in samples])
+    assert (side == short).all() if crop != "dvae" else (side <= short + 1e-3).all()
+    assert crops == 1 or (boxes[:, 0] != boxes[:, 1]).any()
+
+
 def test_interrupted_job_goes_on_where_it_stopped(encoded_tokens, read, token_recipe, tmp_path, monkeypatch, capsys):
     path, out = token_recipe(), tmp_path / "out" / "train"
     finish = ShardWriter.finish
