@@ -252,12 +252,27 @@ def test_logits_that_are_not_finite_are_encoded_again_in_fp32(
 def test_precisions(dvae_folder, precision):
     encoder = dvae(path=str(dvae_folder), precision=precision).to("cpu")
     pixels = torch.randint(0, 256, (1, 2, 16, 16, 3), dtype=torch.uint8)
+    head = load_dvae(dvae_folder).encoder.blocks.output.conv.w
+    assert torch.equal(encoder.module.encoder.blocks.output.conv.w, head)  # 32-bit in every precision
+    assert encoder.module.encoder.blocks.input.w.dtype == base.DTYPES[precision]
     stored = encoder.store(pixels)
     assert stored.arrays["tokens"].shape == (1, 2, 4) and stored.finite.all() and stored.sums is None
     exact = encoder.store(pixels, exact=True)
     network = load_dvae(dvae_folder)
     expected = network.tokens(pixels[0].permute(0, 3, 1, 2).float() / 255).flatten(1)
     assert (exact.arrays["tokens"][0] == expected).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_gpu_gives_nearly_the_same_tokens(dvae_folder, precision):
+    torch.backends.cudnn.allow_tf32 = False
+    pixels = torch.randint(0, 256, (8, 2, 32, 32, 3), dtype=torch.uint8)
+    expected = dvae(path=str(dvae_folder)).store(pixels).arrays["tokens"]
+    found = dvae(path=str(dvae_folder), precision=precision).to("cuda").store(pixels.cuda())
+    share = (found.arrays["tokens"].cpu() == expected).float().mean()
+    assert found.finite.all() and share > (0.99 if precision == "fp32" else 0.9)  # the nearer of two codes can change
 
 
 def test_too_many_codes(dvae_folder, monkeypatch):
