@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.reporting import write_results
 from recipes.models.autoregressive import Autoregressive
-from recipes.models.masks import Kind, Layout, dense_mask, visible, visible_by_columns
+from recipes.models.masks import Kind, Layout, dense_mask, visible, visible_by_columns, visible_pairs
 from recipes.models.sparse_attention import make_attend
 from recipes.models.token_sampler import Choice, sample_tokens, uniforms
-from recipes.models.transformer import TokenTransformer
+from recipes.models.transformer import forward_flops
 
 GRID = {"text_positions": 256, "side": 32, "kernel": 11}
 SIZES = {
@@ -85,16 +85,6 @@ class Machine:
         return rate, f"{rate / 1e12:.3f} TFLOP/s, measured for a product of {side} x {side} matrices"
 
 
-def matrix_weights(network: nn.Module) -> int:
-    """Weights that each token is multiplied by."""
-    return sum(module.weight.numel() for module in network.modules() if isinstance(module, nn.Linear))
-
-
-def pairs(kind: Kind, layout: Layout) -> int:
-    """Pairs of a query and a key that a mask shows."""
-    return int(dense_mask(visible(kind, layout), layout.length).sum())
-
-
 def block_share(kind: Kind, layout: Layout) -> float:
     """Blocks of 128 x 128 that hold a visible pair, in FlexAttention's order of tokens, of those of a causal mask."""
     sees = visible_by_columns(layout) if kind == "column" else visible(kind, layout)
@@ -103,13 +93,6 @@ def block_share(kind: Kind, layout: Layout) -> float:
         for mask in (dense_mask(sees, layout.length), torch.ones(layout.length, layout.length).tril())
     ]
     return blocks[0] / blocks[1]
-
-
-def flops(network: TokenTransformer, sparse: bool) -> float:
-    """FLOPs of forward and backward pass of a sample."""
-    layout, width = network.layout, network.norm.normalized_shape[0]
-    seen = sum(pairs(kind, layout) if sparse else layout.length**2 for kind in network.kinds)
-    return 6.0 * matrix_weights(network) * layout.length + 12.0 * width * seen
 
 
 def training(machine: Machine, options: argparse.Namespace) -> None:
@@ -139,7 +122,9 @@ def training(machine: Machine, options: argparse.Namespace) -> None:
 
     taken = machine.seconds(step, options.rounds, warm=3)
     seconds, (peak, source) = statistics.median(taken), machine.peak()
-    rates = {name: options.batch * flops(network, name == "sparse") / seconds for name in ("sparse", "dense")}
+    rates = {
+        name: 3 * options.batch * forward_flops(network, name == "sparse") / seconds for name in ("sparse", "dense")
+    }
     memory = torch.cuda.max_memory_allocated() / 1e9 if machine.gpu else float("nan")
     row = {
         "parameters": f"{sum(p.numel() for p in task.parameters()):,}",
@@ -191,7 +176,7 @@ def attention(machine: Machine, options: argparse.Namespace) -> None:
         {
             "mask": mask,
             "implementation": implementation,
-            "share of causal pairs": 1.0 if mask == "dense causal" else round(pairs(mask, layout) / whole, 3),
+            "share of causal pairs": 1.0 if mask == "dense causal" else round(visible_pairs(mask, layout) / whole, 3),
             "of causal blocks of 128": 1.0 if mask == "dense causal" else round(block_share(mask, layout), 3),
             "ms": round(1e3 * value, 2),
             "times as fast as dense causal": round(reference / value, 2),

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.models.masks import Layout, dense_mask, visible
+from recipes.models.masks import Layout, dense_mask, visible, visible_pairs
 from recipes.models.sparse_attention import MaskedAttend, flex_attend, local_attend
-from recipes.models.transformer import Residual, TokenTransformer
+from recipes.models.transformer import Residual, TokenTransformer, forward_flops
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(5, 4, 3)
@@ -189,6 +190,18 @@ def test_a_cache_keeps_only_what_can_be_seen():
     slots = [layer.slots for layer in caches.layers]
     assert slots == [16 + 1, 256, 2 * 16 + 2 + 1]  # row, column, two rows of the neighbourhood
     assert caches.numbers == 2 * 8 * (3 * 6 + sum(slots))
+
+
+def test_flops():
+    network = small(implementation="masked")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        text, image = tokens(1)
+        network.unembedding(network(text, image))
+    # The counter knows no fused attention on a CPU: two products of a pair and a number of its width, two FLOPs each.
+    pairs = 3 * LAYOUT.length**2
+    assert forward_flops(network, sparse=False) == counter.get_total_flops() + 2 * 2 * 16 * pairs
+    seen = sum(visible_pairs(kind, LAYOUT) for kind in network.kinds)
+    assert forward_flops(network) == counter.get_total_flops() + 2 * 2 * 16 * seen
 
 
 @pytest.mark.parametrize("changes", [{"heads": 3}, {"layers": 0}])
