@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from composer import Logger, State
-from composer.core import get_precision_context
-from composer.utils import dist, model_eval_mode
+from composer import State
 
 from callbacks.sample_grid import PromptGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
@@ -54,36 +52,27 @@ class TokenGrid(PromptGrid):
             columns: pictures a row; null: nearest to a square.
             batch: pictures sampled at once.
         """
-        super().__init__(output, prompts, every, columns)
+        super().__init__(task, output, prompts, every, columns)
         self.choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, guidance=guidance)
-        self.task = task
         self.loading = loading
         self.encoders = encoders
         self.seed = seed
         self.batch = batch
-        self.text: torch.Tensor | None = None
-        self.image_encoder: Any = None
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0:
-            return
-        with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
-            self.image_encoder, _ = self.encoders()
+    def prepare(self) -> tuple[Any, torch.Tensor]:
+        """See `PromptGrid.prepare`."""
         vocabulary = Vocabulary.read(self.loading.vocabulary)
-        positions = self.task.network.layout.text
-        self.text = pad_captions([vocabulary.encode(prompt) for prompt in self.prompts], positions)
+        encoded = [vocabulary.encode(prompt) for prompt in self.prompts]
+        return self.encoders()[0], pad_captions(encoded, self.task.network.layout.text)
 
-    def _pictures(self, state: State) -> torch.Tensor:
+    def draw(self, state: State) -> list[torch.Tensor]:
+        """Grids of tokens (B, R, R); see `PromptGrid.draw`."""
         layout = self.task.network.layout
         device = next(self.task.parameters()).device
         uniform = uniforms([self.seed + i for i in range(len(self.prompts))], layout.image)[:, None]  # (N, 1, tokens)
-        pictures = []
-        self.image_encoder.to(device)
-        with model_eval_mode(self.task), get_precision_context(state.precision, state.precision_config):
-            for start in range(0, len(self.prompts), self.batch):
-                part = slice(start, start + self.batch)
-                tokens = self.task.sample(self.text[part].to(device), uniform[part].to(device), self.choice)
-                grid = tokens[:, 0].unflatten(1, (layout.side, layout.side))
-                pictures.append(self.image_encoder.decode(grid).cpu())
-        self.image_encoder.to("cpu")  # its memory belongs to training
-        return torch.cat(pictures)
+        grids = []
+        for start in range(0, len(self.prompts), self.batch):
+            part = slice(start, start + self.batch)
+            tokens = self.task.sample(self.text[part].to(device), uniform[part].to(device), self.choice)
+            grids.append(tokens[:, 0].unflatten(1, (layout.side, layout.side)))
+        return grids
