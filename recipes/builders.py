@@ -1,25 +1,26 @@
-"""Builders of components that come from the libraries as they are: optimizers, schedules, loggers, stock callbacks.
+"""Builders of components that come from the libraries (nearly) as they are: optimizers, schedules, loggers, callbacks.
 
 Parameters before `*` are handed over by `recipes.build` by their name; those after it are the YAML's keys.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback
+from composer import Callback, State
 from composer.algorithms import ChannelsLast
 from composer.callbacks import LRMonitor, MemoryMonitor
 from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
-from composer.optim import CosineAnnealingWithWarmupScheduler as CosineWithWarmup
 from composer.optim import LinearWithWarmupScheduler as LinearWithWarmup
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from recipes.algorithms.scheduled_ema import measure
 
 
 def adamw(
@@ -60,7 +61,37 @@ def cosine(*, warmup: Duration = "0ba", final: float = 0.0, over: Duration = "1d
         final: learning rate at the end, as a share of the peak.
         over: length of the warm-up and the cosine together.
     """
-    return CosineWithWarmup(t_warmup=warmup, t_max=over, alpha_f=final)
+    return Cosine(warmup, final, over)
+
+
+class Cosine(ComposerScheduler):
+    """See `cosine`. Composer's own refuses a cosine that ends before the run does."""
+
+    def __init__(self, warmup: str, final: float, over: str) -> None:
+        self.warmup, self.final, self.over = warmup, final, over
+
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
+        """What the learning rate is multiplied by.
+
+        Args:
+            state: has the time, and the length of the run.
+            ssr: Composer's stretch of all durations.
+
+        Raises:
+            ValueError: a warm-up in other units than the cosine, or longer.
+        """
+        over, unit = measure(self.over, state)
+        warmup, warmup_unit = measure(self.warmup, state)
+        if warmup and (warmup_unit != unit or warmup >= over):
+            raise ValueError(
+                f"schedule: a warm-up of {self.warmup} does not fit into {self.over} of a run of "
+                f"{state.max_duration.to_timestring()}; give it in the same unit, and shorter"
+            )
+        passed = state.timestamp.get(unit).value
+        if passed < warmup:
+            return passed / warmup
+        share = min(1.0, (passed - warmup) / max(over * ssr - warmup, 1))
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * share)) / 2
 
 
 def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler:
