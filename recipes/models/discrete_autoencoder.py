@@ -23,6 +23,7 @@ class DiscreteAutoencoder(nn.Module):
     """
 
     scheduled = ("beta", "temperature")
+    entry_points = ("reconstruct",)
 
     def __init__(
         self,
