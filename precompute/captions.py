@@ -91,8 +91,9 @@ def write_vocabulary(config: VocabularyConfig) -> None:
         "software": {"tokenizers": version("tokenizers")},
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, data)
+    # The vocabulary last: a manifest without it is no obstacle when the job is started again.
     write_atomically(manifest_path(out), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(out, data)
     print(
         f"wrote {out}: {config.entries:,} entries from {captions.count:,} captions; "
         f"set aside: {summary(captions.rejected.items())}"

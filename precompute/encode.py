@@ -23,16 +23,15 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     with user_errors():
         from precompute.work import EncodedSet, Rank
+        from recipes.build import build
 
+        build(config.filter)  # for its errors, before anything slow
         rank = Rank.from_environment()
         if command.dry_run:
             from precompute.dry_run import report
 
             print(report(config, command.missing, rank))
             return
-        from recipes.build import build
-
-        build(config.filter)  # for its errors, before anything slow
         sources = build(config.sources)
         sets = {label: EncodedSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}
         if all(encoded.is_complete(request) for request in [config.request()] for encoded in sets.values()):

@@ -133,6 +133,19 @@ def test_batches_and_workers_change_nothing(encoded_tokens, read, token_recipe, 
     assert_same(read(encoded_tokens), read(tmp_path / "out" / "train"))
 
 
+def test_captions_are_set_aside_with_their_reason(token_recipe, tmp_path):
+    rules = {"min_caption_words": 3, "boilerplate": [r"a picture of [0-2] \w+"], "max_boilerplate": 0.4}
+    main([token_recipe(resolutions=[32], workers=1, filter={"name": "pictures", **rules})])
+    out = tmp_path / "out" / "train"
+    manifest = Manifest.read(out)
+    # The caption is judged before the picture: two of them are too small and broken besides.
+    assert manifest.rejected == {"boilerplate": 8, "empty_caption": 1}
+    rows = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
+    assert [row["key"] for row in rows if row["reason"] == "boilerplate"][0] == "00000_000"
+    assert rows[0]["detail"] == "0.70 of the characters"
+    assert manifest.filter == {"name": "pictures", **rules}
+
+
 def test_more_crops_begin_with_the_same(encoded_tokens, read, token_recipe, tmp_path):
     main([token_recipe(crops=4, resolutions=[32])])
     for few, many in zip(read(encoded_tokens), read(tmp_path / "out" / "train"), strict=True):

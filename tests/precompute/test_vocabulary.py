@@ -47,7 +47,7 @@ def test_it_is_written_once_with_its_manifest(arguments, tmp_path, capsys):
     assert "already complete" in capsys.readouterr().out and out.read_bytes() == data
     main(arguments(f"out={tmp_path}/again.json"))
     assert (tmp_path / "again.json").read_bytes() == data
-    out.unlink()  # a lost file is made again
+    out.unlink()  # as a job leaves it that was killed between the two files
     main(arguments())
     assert out.read_bytes() == data
 

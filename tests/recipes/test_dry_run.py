@@ -7,8 +7,10 @@ import pytest
 from data.manifest import Manifest
 from recipes import dry_run
 from recipes.build import build_on_meta
+from recipes.components import COMPONENTS
 from recipes.config import Recipe, load
 from recipes.dry_run import Length, report
+from recipes.schema import Checker
 
 ROOT = Path(__file__).resolve().parents[2]
 YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\nmodel:" in path.read_text())
@@ -103,6 +105,29 @@ def test_epochs_are_known_from_a_manifest(tmp_path):
     assert "run: 1 step, 2,048 samples, 1.00 epochs of 1 step" in lines
     with pytest.raises(ValueError, match="training.global_batch: 2048 is more than the 1000 samples of an epoch"):
         dry("sd2_base.yaml", *SMALL)
+
+
+def test_tokens_are_held_against_the_model(token_sets, tmp_path):
+    checker = Checker(COMPONENTS)
+
+    def samples(requirements, **changes):
+        streams = {"a": {"name": "local", "path": str(token_sets / "train"), "repeat": 2.0}}
+        values = {
+            "name": "tokens",
+            "streams": streams,
+            "resolution": 32,
+            "vocabulary": str(token_sets / "vocabulary.json"),
+        }
+        component = checker.component("data", {**values, **changes}, "data")
+        assert not checker.errors
+        return dry_run.data_samples(component, requirements)
+
+    needs = {"text_positions": 256, "text_vocabulary": 280, "codes": 32, "side": 4}
+    assert samples(needs) == 80
+    assert samples(needs | {"text_vocabulary": 16384}, vocabulary=str(tmp_path / "none.json")) == 80  # not made yet
+    for name, wrong in (("text_positions", 64), ("text_vocabulary", 16384), ("codes", 8192), ("side", 32)):
+        with pytest.raises(ValueError, match=f"{name} is .*, the recipe expects {wrong}"):
+            samples(needs | {name: wrong})
 
 
 def test_epochs_without_a_manifest():
