@@ -104,7 +104,6 @@ class TokenTransformer(nn.Module):
         self.kinds = layer_kinds(layers)
         self.text_vocabulary = text_vocabulary
         self.codes = codes
-        self.heads = heads
         self.implementation: Implementation = implementation
         self.text_tokens = nn.Embedding(text_vocabulary, width)
         self.text_padding = nn.Embedding(layout.text, width)
@@ -177,7 +176,9 @@ class TokenTransformer(nn.Module):
 
     def image_logits(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., K), 32-bit: the part of the softmax that an image token can be."""
-        return nn.functional.linear(x, self.unembedding.weight[self.text_vocabulary :]).float()
+        weight = self.unembedding.weight[self.text_vocabulary :]
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x, weight.to(x.dtype))
 
     def new_caches(self, repeat: int = 1) -> Caches:
         """Empty caches.
