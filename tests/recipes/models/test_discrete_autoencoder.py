@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from recipes.algorithms.sharding import shard
 from recipes.models.discrete_autoencoder import DiscreteAutoencoder
 from recipes.models.dvae import load_dvae
 from recipes.models.dvae_loss import relax
@@ -116,3 +119,31 @@ def test_weights_come_back_strictly(tmp_path):
 def test_values_that_make_no_loss(wrong):
     with pytest.raises(ValueError, match="dvae: beta .*: give 0 or more, and a temperature above 0"):
         small(**wrong)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, unless an earlier test has left one."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharded_in_16_bit_the_convolutions_around_the_relaxation_have_32(one_rank):
+    task, kinds = small(), {}
+    for name, module in task.network.named_modules():
+        if hasattr(module, "w"):
+            module.register_forward_hook(lambda module, *_, name=name: kinds.update({name: module.w.dtype}))
+    units = shard(task, init_device_mesh("cpu", (1,)), parameters=torch.bfloat16)
+    assert units == 8 + 2 + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = task({"image": pictures()})
+    losses["total"].backward()
+    full = {name for name, dtype in kinds.items() if dtype == torch.float32}
+    assert full == {"encoder.blocks.output.conv", "decoder.blocks.input"} and len(kinds) == 43
+    assert set(kinds.values()) == {torch.float32, torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert task.reconstruct(pictures() / 127.5 - 1).shape == (4, 3, 16, 16)
