@@ -30,6 +30,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 REMEMBERED = 1 << 16  # words; the memory is emptied when it is full
+FAR = 1 << 62  # draws; further than any caption goes
 PROMISE = ".manifest.json"  # beside a vocabulary: what it was made of, and the sha256 of its file
 
 
@@ -52,9 +53,11 @@ class Vocabulary:
         self.where = where
         state = json.loads(tokenizer.to_str())
         model, splitting = state["model"], state["pre_tokenizer"] or {}
-        extras = [key for key in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
+        others = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+        extras = state["added_tokens"] or any(model.get(key) for key in others)
         of_bytes = splitting.get("type") == "ByteLevel" and set(ByteLevel.alphabet()) <= set(model["vocab"])
-        if model["type"] != "BPE" or not of_bytes or extras or state["added_tokens"]:
+        numbered = of_bytes and sorted(model["vocab"].values()) == list(range(len(model["vocab"])))
+        if model["type"] != "BPE" or not numbered or extras:
             raise ValueError(
                 f"{where}: not a byte-level BPE without special tokens, which captions are encoded with; make one with "
                 "precompute/vocabulary.py"
@@ -83,13 +86,10 @@ class Vocabulary:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no vocabulary; make it with precompute/vocabulary.py")
         data = path.read_bytes()
-        promise = manifest_path(path)
-        if promise.is_file():
-            promised = json.loads(promise.read_text(encoding="utf-8"))["sha256"]
-            if promised != hashlib.sha256(data).hexdigest():
-                raise ValueError(
-                    f"{path}: not the vocabulary that {promise.name} describes; restore the file or retrain"
-                )
+        if manifest_path(path).is_file() and read_manifest(path)["sha256"] != hashlib.sha256(data).hexdigest():
+            raise ValueError(
+                f"{path}: not the vocabulary that {manifest_path(path).name} describes; restore it, or train it again"
+            )
         try:
             tokenizer = Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # the library raises plain exceptions
@@ -186,8 +186,8 @@ class _Drops:
         self._kept = math.inf if p == 0 else self._distance()
 
     def _distance(self) -> int:
-        # P(distance >= k) = (1 - p)^k.
-        return int(math.log(1.0 - self._draws.random()) / self._log_keep)
+        # P(distance >= k) = (1 - p)^k; with p below 1e-300 it is no number any more.
+        return int(min(math.log(1.0 - self._draws.random()) / self._log_keep, FAR))
 
     def passes(self, count: int) -> bool:
         """Whether the next `count` draws all say "keep"; they are then made, else none is."""
@@ -236,6 +236,22 @@ def check_text(requirements: dict[str, Any], positions: int, vocabulary: Vocabul
 def manifest_path(vocabulary: Path) -> Path:
     """Where a vocabulary's manifest lies."""
     return vocabulary.with_name(vocabulary.stem + PROMISE)
+
+
+def read_manifest(vocabulary: Path) -> dict[str, Any]:
+    """What a vocabulary's manifest says.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = manifest_path(vocabulary)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or "sha256" not in values:
+        raise ValueError(f"{path}: damaged; delete it and train the vocabulary again")
+    return values
 
 
 def copy_vocabulary(vocabulary: Path, folder: Path) -> Path:

@@ -18,6 +18,7 @@ from data.reading import EncodedDataset, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
 
 NO_TOKEN = -1  # behind the last token of a caption
+POWERS_OF_TEN = frozenset(10**digits for digits in range(12))
 
 
 def tokens(
@@ -87,6 +88,7 @@ def tokens(
         dropout=dropout if placement.training else 0.0,
         caption_dropout=caption_dropout if placement.training else 0.0,
         draw_crop=placement.training,
+        report=placement.rank == 0,
         blocks=shared_blocks(workers),
         batch_size=placement.batch,
         shuffle=shuffle and placement.training,
@@ -117,6 +119,7 @@ class TokenDataset(EncodedDataset):
         dropout: probability that a merge is left out.
         caption_dropout: share of captions that become empty.
         draw_crop: draw one of the crops; false takes the first.
+        report: print how many captions were too long.
         arguments: of EncodedDataset.
     """
 
@@ -129,6 +132,7 @@ class TokenDataset(EncodedDataset):
         dropout: float,
         caption_dropout: float,
         draw_crop: bool,
+        report: bool,
         **arguments: Any,
     ) -> None:
         self.vocabulary = vocabulary
@@ -136,6 +140,7 @@ class TokenDataset(EncodedDataset):
         self.dropout = dropout
         self.caption_dropout = caption_dropout
         self.draw_crop = draw_crop
+        self.report = report
         self.captions = self.cut = 0  # seen by this process, and those of them that were too long
         super().__init__(columns={"tokens": f"tokens_{resolution}"}, texts=("key", "caption"), **arguments)
 
@@ -172,7 +177,7 @@ class TokenDataset(EncodedDataset):
         self.captions += 1
         if len(found) > self.positions:
             self.cut += 1
-            if self.cut & (self.cut - 1) == 0:  # the 1st, 2nd, 4th, ... : seen, and not a line a sample
+            if self.report and self.cut in POWERS_OF_TEN:  # seen, and not a line a sample
                 print(
                     f"tokens: {self.cut:,} of {self.captions:,} captions that this process read were cut to "
                     f"{self.positions} tokens; the last one, of {key}, has {len(found)}",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from data.bpe import manifest_path, train
+from data.bpe import manifest_path, read_manifest, train
 from data.manifest import write_atomically
 from data.sources.base import Rejected, Source
 from data.sources.filters import Filter
@@ -71,9 +71,9 @@ def write_vocabulary(config: VocabularyConfig) -> None:
     """
     out, request = Path(config.out), config.request()
     if manifest_path(out).is_file():
-        made = json.loads(manifest_path(out).read_text(encoding="utf-8"))
+        made = read_manifest(out)
         whole = out.is_file() and hashlib.sha256(out.read_bytes()).hexdigest() == made["sha256"]
-        if made["request"] != json.loads(json.dumps(request)):
+        if made.get("request") != json.loads(json.dumps(request)):
             raise ValueError(f"out: {out} was made with other options; give another `out`, or delete it to train again")
         if whole:
             print(f"already complete: {out}; delete it to train again")

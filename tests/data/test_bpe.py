@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
@@ -63,6 +63,7 @@ def test_without_dropout_the_numbers_are_the_librarys(tokenizer, vocabulary, tex
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.floats(0, 1), st.integers(0, 2**64 - 1))
+@example("a red cat", 5e-324, 0)
 def test_dropout_spells_the_same_caption(vocabulary, text, dropout, seed):
     numbers = vocabulary.encode(text, dropout, random.Random(seed))
     assert numbers == vocabulary.encode(text, dropout, random.Random(seed))
@@ -148,6 +149,9 @@ def test_files(tokenizer, vocabulary, tmp_path):
     manifest_path(path).write_text(json.dumps({"sha256": "0" * 64}))
     with pytest.raises(ValueError, match="mine.json: not the vocabulary that mine.manifest.json describes"):
         Vocabulary.read(path)
+    manifest_path(path).write_text("[]")
+    with pytest.raises(ValueError, match="mine.manifest.json: damaged"):
+        Vocabulary.read(path)
     path.write_text("{}")
     manifest_path(path).unlink()
     with pytest.raises(ValueError, match="mine.json: not a vocabulary of the tokenizers library"):
@@ -163,11 +167,17 @@ def other(kind: str) -> Tokenizer:
     return found
 
 
-@pytest.mark.parametrize("kind", ["words", "no bytes", "few bytes", "special"])
+@pytest.mark.parametrize("kind", ["words", "no bytes", "few bytes", "special", "gaps", "whole words"])
 def test_other_tokenizers_are_refused(kind, tokenizer):
     found = other(kind)
     if kind == "special":
         found = Tokenizer.from_str(tokenizer.to_str())
         found.add_special_tokens(["<end>"])
+    if kind in ("gaps", "whole words"):
+        state = json.loads(tokenizer.to_str())
+        if kind == "gaps":
+            state["model"]["vocab"]["a"] = 1000
+        state["model"]["ignore_merges"] = kind == "whole words"
+        found = Tokenizer.from_str(json.dumps(state))
     with pytest.raises(ValueError, match="not a byte-level BPE without special tokens"):
         Vocabulary(found)
