@@ -158,6 +158,26 @@ def test_initial_weights():
     assert network.image_rows.weight.std().item() == pytest.approx(0.125 / root / math.sqrt(2), rel=0.1)
 
 
+def test_under_autocast_branches_have_16_bits_and_the_identity_path_32():
+    network, seen = small(), []
+    for block in network.blocks:
+        block.register_forward_hook(lambda m, given, out: seen.append((given[0].dtype, out.dtype)))
+        block.branch.register_forward_hook(lambda m, given, out: seen.append((given[0].dtype, out.dtype)))
+    text, image = tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = network(text, image)
+        logits = network.image_logits(out)
+    wide, narrow = torch.float32, torch.bfloat16
+    assert seen == [(wide, narrow), (wide, wide)] * 6 and out.dtype == logits.dtype == wide
+    # Tables that FSDP gathers in 16 bits, too.
+    for table in (m for m in network.modules() if isinstance(m, torch.nn.Embedding)):
+        table.to(narrow)
+    seen.clear()
+    with torch.autocast("cpu", narrow):
+        network(text, image)
+    assert seen == [(wide, narrow), (wide, wide)] * 6
+
+
 def test_attention_and_mlp_are_blocks_of_their_own():
     network = small()
     assert len(network.blocks) == 6 and all(isinstance(block, Residual) for block in network.blocks)
