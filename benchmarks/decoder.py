@@ -10,8 +10,8 @@ causal ones at 1,280 positions, cached sampling at least 20 times as fast as unc
 Which FLOPs are counted: 6 for each weight of a matrix and token (2 forward, 4 backward), the unembedding included and
 tables not; 12 for each head width and pair of a query and a key. "Sparse" counts the pairs that a mask shows, which is
 what the model needs; "dense" counts all S * S pairs, as published MFU figures often do. What is computed again in the
-backward pass is not counted. A share is one of the peak that the chip's maker names for dense 16-bit products, or, for
-a chip that is not listed, of the rate of a large square product measured here.
+backward pass is not counted. MFU is a share of what the chip's maker names for dense bf16 products (989 TFLOP/s for an
+H100 or H200); a CPU has none.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Machine:
     def __init__(self) -> None:
         self.gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.gpu else "cpu")
-        self.dtype = torch.bfloat16 if self.gpu else torch.float32
+        self.dtype = torch.bfloat16 if self.gpu else torch.float32  # of what attention alone is measured with
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.gpu)
@@ -73,16 +73,10 @@ class Machine:
         if self.gpu:
             torch.cuda.synchronize()
 
-    def peak(self) -> tuple[float, str]:
-        """FLOP/s that shares are taken of, and their source."""
+    def peak(self) -> float | None:
+        """FLOP/s that MFU is taken of; None for a chip that is not listed, and for a CPU."""
         name = torch.cuda.get_device_name() if self.gpu else ""
-        for part, peak in PEAKS.items():
-            if part in name:
-                return peak, f"{peak / 1e12:.0f} TFLOP/s, the maker's figure for dense bf16"
-        side = 8192 if self.gpu else 1536
-        a, b = (torch.randn(side, side, device=self.device, dtype=self.dtype) for _ in range(2))
-        rate = 2 * side**3 / min(self.seconds(lambda: a @ b, 5))
-        return rate, f"{rate / 1e12:.3f} TFLOP/s, measured for a product of {side} x {side} matrices"
+        return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def block_share(kind: Kind, layout: Layout) -> float:
@@ -121,7 +115,7 @@ def training(machine: Machine, options: argparse.Namespace) -> None:
         optimizer.zero_grad()
 
     taken = machine.seconds(step, options.rounds, warm=3)
-    seconds, (peak, source) = statistics.median(taken), machine.peak()
+    seconds, peak = statistics.median(taken), machine.peak()
     rates = {
         name: 3 * options.batch * forward_flops(network, name == "sparse") / seconds for name in ("sparse", "dense")
     }
@@ -135,11 +129,11 @@ def training(machine: Machine, options: argparse.Namespace) -> None:
         "spread": f"{1e3 * min(taken):.1f} to {1e3 * max(taken):.1f}",
         "tokens/s": round(options.batch * layout.length / seconds),
         **{f"TFLOP/s, {name}": round(rate / 1e12, 3) for name, rate in rates.items()},
-        **{f"MFU, {name}": round(rate / peak, 3) for name, rate in rates.items()},
+        **{f"MFU, {name}": round(rate / peak, 3) if peak else "" for name, rate in rates.items()},
         "GB at most": round(memory, 1) if machine.gpu else "",
     }
     counted = __doc__[__doc__.index("Which FLOPs") :].strip()
-    write_results("decoder_training", options.size, [row], f"{counted} Peak here: {source}.")
+    write_results("decoder_training", options.size, [row], counted)
 
 
 def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
