@@ -10,8 +10,8 @@ causal ones at 1,280 positions, cached sampling at least 20 times as fast as unc
 Which FLOPs are counted: 6 for each weight of a matrix and token (2 forward, 4 backward), the unembedding included and
 tables not; 12 for each head width and pair of a query and a key. "Sparse" counts the pairs that a mask shows, which is
 what the model needs; "dense" counts all S * S pairs, as published MFU figures often do. What is computed again in the
-backward pass is not counted. A share is one of the peak that the chip's maker names for dense 16-bit products, or, for
-a chip that is not listed, of the rate of a large square product measured here.
+backward pass is not counted. MFU is a share of what the chip's maker names for dense bf16 products (989 TFLOP/s for an
+H100 or H200); a CPU has none.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.reporting import write_results
 from recipes.models.autoregressive import Autoregressive
-from recipes.models.masks import Kind, Layout, dense_mask, visible, visible_by_columns
+from recipes.models.masks import Kind, Layout, dense_mask, visible, visible_by_columns, visible_pairs
 from recipes.models.sparse_attention import make_attend
 from recipes.models.token_sampler import Choice, sample_tokens, uniforms
-from recipes.models.transformer import TokenTransformer
+from recipes.models.transformer import forward_flops
 
 GRID = {"text_positions": 256, "side": 32, "kernel": 11}
 SIZES = {
@@ -52,7 +52,7 @@ class Machine:
     def __init__(self) -> None:
         self.gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.gpu else "cpu")
-        self.dtype = torch.bfloat16 if self.gpu else torch.float32
+        self.dtype = torch.bfloat16 if self.gpu else torch.float32  # of what attention alone is measured with
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.gpu)
@@ -73,26 +73,10 @@ class Machine:
         if self.gpu:
             torch.cuda.synchronize()
 
-    def peak(self) -> tuple[float, str]:
-        """FLOP/s that shares are taken of, and their source."""
+    def peak(self) -> float | None:
+        """FLOP/s that MFU is taken of; None for a chip that is not listed, and for a CPU."""
         name = torch.cuda.get_device_name() if self.gpu else ""
-        for part, peak in PEAKS.items():
-            if part in name:
-                return peak, f"{peak / 1e12:.0f} TFLOP/s, the maker's figure for dense bf16"
-        side = 8192 if self.gpu else 1536
-        a, b = (torch.randn(side, side, device=self.device, dtype=self.dtype) for _ in range(2))
-        rate = 2 * side**3 / min(self.seconds(lambda: a @ b, 5))
-        return rate, f"{rate / 1e12:.3f} TFLOP/s, measured for a product of {side} x {side} matrices"
-
-
-def matrix_weights(network: nn.Module) -> int:
-    """Weights that each token is multiplied by."""
-    return sum(module.weight.numel() for module in network.modules() if isinstance(module, nn.Linear))
-
-
-def pairs(kind: Kind, layout: Layout) -> int:
-    """Pairs of a query and a key that a mask shows."""
-    return int(dense_mask(visible(kind, layout), layout.length).sum())
+        return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def block_share(kind: Kind, layout: Layout) -> float:
@@ -103,13 +87,6 @@ def block_share(kind: Kind, layout: Layout) -> float:
         for mask in (dense_mask(sees, layout.length), torch.ones(layout.length, layout.length).tril())
     ]
     return blocks[0] / blocks[1]
-
-
-def flops(network: TokenTransformer, sparse: bool) -> float:
-    """FLOPs of forward and backward pass of a sample."""
-    layout, width = network.layout, network.norm.normalized_shape[0]
-    seen = sum(pairs(kind, layout) if sparse else layout.length**2 for kind in network.kinds)
-    return 6.0 * matrix_weights(network) * layout.length + 12.0 * width * seen
 
 
 def training(machine: Machine, options: argparse.Namespace) -> None:
@@ -138,8 +115,10 @@ def training(machine: Machine, options: argparse.Namespace) -> None:
         optimizer.zero_grad()
 
     taken = machine.seconds(step, options.rounds, warm=3)
-    seconds, (peak, source) = statistics.median(taken), machine.peak()
-    rates = {name: options.batch * flops(network, name == "sparse") / seconds for name in ("sparse", "dense")}
+    seconds, peak = statistics.median(taken), machine.peak()
+    rates = {
+        name: 3 * options.batch * forward_flops(network, name == "sparse") / seconds for name in ("sparse", "dense")
+    }
     memory = torch.cuda.max_memory_allocated() / 1e9 if machine.gpu else float("nan")
     row = {
         "parameters": f"{sum(p.numel() for p in task.parameters()):,}",
@@ -150,11 +129,11 @@ def training(machine: Machine, options: argparse.Namespace) -> None:
         "spread": f"{1e3 * min(taken):.1f} to {1e3 * max(taken):.1f}",
         "tokens/s": round(options.batch * layout.length / seconds),
         **{f"TFLOP/s, {name}": round(rate / 1e12, 3) for name, rate in rates.items()},
-        **{f"MFU, {name}": round(rate / peak, 3) for name, rate in rates.items()},
+        **{f"MFU, {name}": round(rate / peak, 3) if peak else "" for name, rate in rates.items()},
         "GB at most": round(memory, 1) if machine.gpu else "",
     }
     counted = __doc__[__doc__.index("Which FLOPs") :].strip()
-    write_results("decoder_training", options.size, [row], f"{counted} Peak here: {source}.")
+    write_results("decoder_training", options.size, [row], counted)
 
 
 def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -191,7 +170,7 @@ def attention(machine: Machine, options: argparse.Namespace) -> None:
         {
             "mask": mask,
             "implementation": implementation,
-            "share of causal pairs": 1.0 if mask == "dense causal" else round(pairs(mask, layout) / whole, 3),
+            "share of causal pairs": 1.0 if mask == "dense causal" else round(visible_pairs(mask, layout) / whole, 3),
             "of causal blocks of 128": 1.0 if mask == "dense causal" else round(block_share(mask, layout), 3),
             "ms": round(1e3 * value, 2),
             "times as fast as dense causal": round(reference / value, 2),

@@ -49,11 +49,19 @@ class PromptGrid(Callback):
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
 
+    def prepare(self) -> tuple[Any, torch.Tensor]:
+        """The image encoder, which decodes what is drawn, and the prompts as the model takes them."""
+        raise NotImplementedError
+
+    def draw(self, state: State) -> list[torch.Tensor]:
+        """What the image encoder decodes to the prompts' pictures, in parts. Every rank of a sharded model calls it."""
+        raise NotImplementedError
+
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
             with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
-                self.text, self.image_encoder = self._prepare()
-        if is_sharded(self.task):  # every rank samples, as parts of the model are gathered from all
+                self.image_encoder, self.text = self.prepare()
+        if is_sharded(self.task):  # every rank draws, as the model's parts are gathered from all
             held = [self.text]
             dist.broadcast_object_list(held)
             self.text = held[0]
@@ -61,20 +69,18 @@ class PromptGrid(Callback):
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         super().run_event(event, state, logger)
         if self.due(state, event):
-            self._draw(state, logger)
+            self._write(state, logger)
 
-    def _draw(self, state: State, logger: Logger) -> None:
+    def _write(self, state: State, logger: Logger) -> None:
         first = dist.get_global_rank() == 0
         if not first and not is_sharded(self.task):
             return  # and wait at the next collective
         precision = get_precision_context(state.precision, state.precision_config)
         with averaged(state), model_eval_mode(self.task), precision:
-            batches = self._sample()
+            drawn = self.draw(state)
         if not first:
             return
-        self.image_encoder.to(batches[0].device)
-        pictures = to_uint8(torch.cat([self.image_encoder.decode(batch).cpu() for batch in batches]))
-        self.image_encoder.to("cpu")  # its memory belongs to training
+        pictures = to_uint8(self._decoded(drawn))
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(pictures, self.prompts, self.columns), path)
         print(f"samples: {path}", flush=True)
@@ -82,13 +88,11 @@ class PromptGrid(Callback):
             pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
         )
 
-    def _prepare(self) -> tuple[torch.Tensor, Any]:
-        """What the model takes of the prompts, and what decodes the samples; on the first rank."""
-        raise NotImplementedError
-
-    def _sample(self) -> list[torch.Tensor]:
-        """Batches of what the decoder takes, one entry a prompt; on every rank where the model is sharded."""
-        raise NotImplementedError
+    def _decoded(self, drawn: list[torch.Tensor]) -> torch.Tensor:
+        self.image_encoder.to(drawn[0].device)
+        pictures = torch.cat([self.image_encoder.decode(part).cpu() for part in drawn])
+        self.image_encoder.to("cpu")  # its memory belongs to training
+        return pictures
 
 
 class SampleGrid(PromptGrid):
@@ -134,11 +138,13 @@ class SampleGrid(PromptGrid):
         self.sampler = sampler
         self.batch = batch
 
-    def _prepare(self) -> tuple[torch.Tensor, Any]:
+    def prepare(self) -> tuple[Any, torch.Tensor]:
+        """See `PromptGrid.prepare`."""
         image_encoder, text_encoder = self.encoders()
-        return text_encoder.encode(self.prompts), image_encoder
+        return image_encoder, text_encoder.encode(self.prompts)
 
-    def _sample(self) -> list[torch.Tensor]:
+    def draw(self, state: State) -> list[torch.Tensor]:
+        """Latents; see `PromptGrid.draw`."""
         device = next(self.task.parameters()).device
         shape = self.loading.manifest.latent_shape(self.loading.resolution)
         noise = initial_noise([self.seed + i for i in range(len(self.prompts))], shape)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from composer import State
 
 from callbacks.sample_grid import PromptGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
@@ -58,12 +59,14 @@ class TokenGrid(PromptGrid):
         self.seed = seed
         self.batch = batch
 
-    def _prepare(self) -> tuple[torch.Tensor, Any]:
+    def prepare(self) -> tuple[Any, torch.Tensor]:
+        """See `PromptGrid.prepare`."""
         vocabulary = Vocabulary.read(self.loading.vocabulary)
-        positions = self.task.network.layout.text
-        return pad_captions([vocabulary.encode(prompt) for prompt in self.prompts], positions), self.encoders()[0]
+        encoded = [vocabulary.encode(prompt) for prompt in self.prompts]
+        return self.encoders()[0], pad_captions(encoded, self.task.network.layout.text)
 
-    def _sample(self) -> list[torch.Tensor]:
+    def draw(self, state: State) -> list[torch.Tensor]:
+        """Grids of tokens (B, R, R); see `PromptGrid.draw`."""
         layout = self.task.network.layout
         device = next(self.task.parameters()).device
         uniform = uniforms([self.seed + i for i in range(len(self.prompts))], layout.image)[:, None]  # (N, 1, tokens)

@@ -60,6 +60,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     }
     save_config(to_yaml(recipe), Path(recipe.output))
     checkpoints = recipe.checkpoints
+    schedule = build(recipe.schedule)
     algorithms = [build(algorithm, **context) for algorithm in recipe.algorithms.values()]
     if recipe.training.grad_clip is not None:
         algorithms.append(ClipByNorm(recipe.training.grad_clip))
@@ -74,7 +75,6 @@ def build_trainer(recipe: Recipe) -> Trainer:
             checkpoints=fsdp.checkpoints,
         )
         algorithms.append(sharding)  # after all that changes modules
-    schedule = build(recipe.schedule)
     return Trainer(
         model=ComposerTask(task),
         train_dataloader=data_spec(data),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recipes.models.masks import Layout
 from recipes.models.token_loss import token_losses
 from recipes.models.token_sampler import Choice, sample_tokens
-from recipes.models.transformer import TokenTransformer
+from recipes.models.transformer import TokenTransformer, forward_flops
 from recipes.models.weights import load_safetensors
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
@@ -85,6 +85,13 @@ class Autoregressive(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The residual blocks, attention and MLP in turn: sharded, checkpointed and scaled one by one."""
         return list(self.network.blocks)
+
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of a sample, of attention those that its masks show.
+
+        PyTorch's counter cannot follow FlexAttention.
+        """
+        return forward_flops(self.network)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss: 1/8 of the text tokens' mean and 7/8 of the image tokens', each over its own count.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ class DiscreteAutoencoder(nn.Module):
     """
 
     scheduled = ("beta", "temperature")
+    entry_points = ("reconstruct",)
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class DiscreteAutoencoder(nn.Module):
         initial: int = 128,
         beta: float = 6.6,
         temperature: float = 1.0,
+        least_scale: float = 0.0,
     ) -> None:
         """Build it with new weights. The default sizes are the published ones.
 
@@ -43,17 +46,23 @@ class DiscreteAutoencoder(nn.Module):
             initial: width that the decoder starts from.
             beta: weight of the KL divergence, where no scheduled_value callback sets it.
             temperature: of the relaxation, where no scheduled_value callback sets it.
+            least_scale: added to the scale b of the likelihood, in units of pixels' logits; 0 as published. Drawings
+                have flat areas whose b goes to 0 for ever, and whose gradient (1 / b) then drowns all others.
 
         Raises:
-            ValueError: a size that makes no network, a negative beta, a temperature that is not above 0.
+            ValueError: a size that makes no network, a number out of range.
         """
         super().__init__()
-        if beta < 0 or temperature <= 0:
-            raise ValueError(f"dvae: beta {beta}, temperature {temperature}: give at least 0, and above 0")
+        if beta < 0 or temperature <= 0 or least_scale < 0:
+            raise ValueError(
+                f"dvae: beta {beta}, temperature {temperature}, least_scale {least_scale}: give 0 or more, and a "
+                "temperature above 0"
+            )
         self.network = DVAE(codes=codes, hidden=hidden, blocks=blocks, initial=initial)
         # Functions of the batch's number, which a schedule sets again after a resume: no part of a checkpoint.
         self.register_buffer("beta", torch.tensor(float(beta)), persistent=False)
         self.register_buffer("temperature", torch.tensor(float(temperature)), persistent=False)
+        self.least_scale = least_scale
         self.codes = codes
         self.eval_names = ["loss", "nll", "kl", "psnr"]
 
@@ -76,8 +85,7 @@ class DiscreteAutoencoder(nn.Module):
         """
         pixels = batch["image"].float() / 255  # (B, 3, R, R)
         logits = self.network.logits(pixels)  # (B, K, G, G)
-        mean, log_scale = self.network.statistics(relax(logits, self.temperature))  # (B, 3, R, R) each
-        nll = -logit_laplace(map_pixels(pixels), mean, log_scale).mean()
+        nll = self._likelihood(pixels, relax(logits, self.temperature))[0].mean()
         kl = kl_to_uniform(logits).mean()
         return {"total": nll + self.beta * kl * _places(logits, pixels), "nll": nll.detach(), "kl": kl.detach()}
 
@@ -92,12 +100,19 @@ class DiscreteAutoencoder(nn.Module):
         pixels = batch["image"].float() / 255  # (B, 3, R, R)
         logits = self.network.logits(pixels)  # (B, K, G, G)
         codes = logits.argmax(dim=1)  # (B, G, G)
-        mean, log_scale = self.network.statistics(codes)  # (B, 3, R, R) each
-        nll = -logit_laplace(map_pixels(pixels), mean, log_scale).mean(dim=(1, 2, 3))
+        nll, mean = self._likelihood(pixels, codes)  # (B, 3, R, R) each
+        nll = nll.mean(dim=(1, 2, 3))
         kl = kl_to_uniform(logits).mean(dim=(1, 2))
         error = unmap_pixels(torch.sigmoid(mean)) - pixels
         psnr = -10 * error.square().mean(dim=(1, 2, 3)).clamp(min=1e-10).log10()
         return {"loss": nll + kl * _places(logits, pixels), "nll": nll, "kl": kl, "psnr": psnr, "codes": codes}
+
+    def _likelihood(self, pixels: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Negative log-likelihood in nats, and mu, of each colour of each pixel: (B, 3, R, R) each."""
+        mean, log_scale = self.network.statistics(codes)
+        if self.least_scale > 0:
+            log_scale = torch.logaddexp(log_scale, torch.full_like(log_scale, math.log(self.least_scale)))
+        return -logit_laplace(map_pixels(pixels), mean, log_scale), mean
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """(B, 3, R, R) in [-1, 1] through the likeliest codes and back."""

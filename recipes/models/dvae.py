@@ -98,19 +98,19 @@ class Conv(nn.Module):
     """A convolution that keeps the grid's size. Weights start as N(0, 1 / fan_in), biases as 0.
 
     Attributes:
-        full: computed in 32-bit, whatever the autocast around it says.
+        full_precision: computed in 32-bit, whatever the autocast around it says; FSDP leaves its weights so too.
     """
 
-    def __init__(self, inputs: int, outputs: int, size: int, full: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, size: int, full_precision: bool = False) -> None:
         super().__init__()
-        self.full = full
+        self.full_precision = full_precision
         self.w = nn.Parameter(torch.empty(outputs, inputs, size, size))
         self.b = nn.Parameter(torch.zeros(outputs))
         nn.init.normal_(self.w, std=1 / math.sqrt(inputs * size**2))
 
     def forward(self, x: Tensor) -> Tensor:
         padding = self.w.shape[-1] // 2
-        if not self.full:
+        if not self.full_precision:
             return F.conv2d(x, self.w, self.b, padding=padding)
         with _no_autocast(x.device.type):
             return F.conv2d(x.float(), self.w.float(), self.b.float(), padding=padding)
@@ -158,7 +158,7 @@ class Encoder(nn.Module):
             OrderedDict(
                 input=Conv(3, hidden, 7),  # (B, H, R, R)
                 **_groups(hidden, widths, blocks, (3, 3, 3, 1), "pool", partial(nn.MaxPool2d, 2)),  # (B, 8H, G, G)
-                output=nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=Conv(widths[-1], codes, 1, full=True))),
+                output=nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=Conv(widths[-1], codes, 1, full_precision=True))),
             )
         )
 
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         upsample = partial(nn.Upsample, scale_factor=2, mode="nearest")
         self.blocks = nn.Sequential(
             OrderedDict(
-                input=CodeConv(codes, initial, 1, full=True),  # (B, I, G, G)
+                input=CodeConv(codes, initial, 1, full_precision=True),  # (B, I, G, G)
                 **_groups(initial, widths, blocks, (1, 3, 3, 3), "upsample", upsample),  # (B, H, R, R)
                 output=nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=Conv(widths[-1], 6, 1))),
             )

@@ -118,3 +118,8 @@ def dense_mask(sees: Visible, length: int, device: torch.device | None = None) -
     """(length, length) bool: rows are queries, columns keys."""
     positions = torch.arange(length, device=device)
     return sees(positions[:, None], positions[None, :])
+
+
+def visible_pairs(kind: Kind, layout: Layout) -> int:
+    """Pairs of a query and a key that a mask shows."""
+    return int(dense_mask(visible(kind, layout), layout.length, torch.device("cpu")).sum())

@@ -188,7 +188,12 @@ def make_attend(implementation: Implementation, kind: Kind, layout: Layout, devi
         kind: of the mask.
         layout: of the sequence.
         device: where queries, keys and values will be.
+
+    Raises:
+        ValueError: flex without a GPU.
     """
+    if implementation == "flex" and device.type != "cuda":
+        raise ValueError(f"autoregressive: attention: flex needs a GPU; use auto, local or masked on a {device.type}")
     if implementation == "auto":
         # Of the masked time, forward and backward on one core: 0.17 to 0.56 at a side of 32, 0.46 to 0.92 at 16, twice
         # to 2.5 times at 8, where there is little to save.

@@ -25,7 +25,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = C
         chunk: rows at a time.
 
     Returns:
-        (M,), 32-bit.
+        (M,), 32-bit (64-bit where the factors are).
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -37,7 +37,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = C
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+        losses = hidden.new_empty(len(hidden), dtype=_wide(hidden.dtype))
         normalisers = torch.empty_like(losses)  # ln of the sum of exp(logits)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(len(hidden), chunk):
@@ -53,7 +53,7 @@ class _TokenLosses(torch.autograd.Function):
         hidden, weight, targets, normalisers = ctx.saved_tensors
         grad = grad.masked_fill(targets < 0, 0.0)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # a sum over chunks would lose bits in 16
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype))  # a sum over chunks would lose bits in 16
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(len(hidden), ctx.chunk):
                 slope = _logits(hidden[rows], weight).sub_(normalisers[rows, None]).exp_()  # p, (m, C)
@@ -65,13 +65,17 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(m, C), 32-bit."""
-    if hidden.dtype == torch.float32:
+    """(m, C), 32-bit or more."""
+    if hidden.dtype == _wide(hidden.dtype):
         return hidden @ weight.T
     if WIDE_PRODUCT and hidden.is_cuda:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     # Both fit into TF32, so that its products (where they are allowed) are exact too.
     return hidden.float() @ weight.float().T
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _chunks(rows: int, size: int) -> list[slice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -114,13 +115,15 @@ def sample_tokens(
     next_logits = (_with_cache if cached else _without_cache)(network, text, each)
     tokens = torch.cat([given.repeat_interleave(each, 0), text.new_zeros(captions * each, count - given.shape[1])], 1)
     uniform = uniform.flatten(0, 1)  # (B, N)
-    for number in range(given.shape[1], count):
-        seen = torch.cat([tokens, tokens]) if guided else tokens
-        logits = next_logits(seen, number)
-        if guided:
-            null, captioned = logits.chunk(2)
-            logits = null + choice.guidance * (captioned - null)
-        tokens[:, number] = choose(logits, uniform[:, number], choice)
+    # Blocks that are compiled for training would be compiled again for each cache and each length.
+    with torch.compiler.set_stance("force_eager") if cached else nullcontext():
+        for number in range(given.shape[1], count):
+            seen = torch.cat([tokens, tokens]) if guided else tokens
+            logits = next_logits(seen, number)
+            if guided:
+                null, captioned = logits.chunk(2)
+                logits = null + choice.guidance * (captioned - null)
+            tokens[:, number] = choose(logits, uniform[:, number], choice)
     return tokens.unflatten(0, (captions, each))
 
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from recipes.models.masks import Layout, layer_kinds
+from recipes.models.masks import Layout, layer_kinds, visible_pairs
 from recipes.models.sparse_attention import Attend, Implementation, make_attend
 from recipes.models.token_cache import Caches
 
@@ -104,7 +104,6 @@ class TokenTransformer(nn.Module):
         self.kinds = layer_kinds(layers)
         self.text_vocabulary = text_vocabulary
         self.codes = codes
-        self.heads = heads
         self.implementation: Implementation = implementation
         self.text_tokens = nn.Embedding(text_vocabulary, width)
         self.text_padding = nn.Embedding(layout.text, width)
@@ -177,7 +176,9 @@ class TokenTransformer(nn.Module):
 
     def image_logits(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., K), 32-bit: the part of the softmax that an image token can be."""
-        return nn.functional.linear(x, self.unembedding.weight[self.text_vocabulary :]).float()
+        weight = self.unembedding.weight[self.text_vocabulary :]
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x, weight.to(x.dtype))
 
     def new_caches(self, repeat: int = 1) -> Caches:
         """Empty caches.
@@ -193,3 +194,16 @@ class TokenTransformer(nn.Module):
             made = {kind: make_attend(self.implementation, kind, self.layout, device) for kind in set(self.kinds)}
             self._attends[device] = [made[kind] for kind in self.kinds]
         return self._attends[device]
+
+
+def forward_flops(network: TokenTransformer, sparse: bool = True) -> float:
+    """FLOPs of the forward pass of a sample, a multiply-add counted as 2; the backward pass has twice as many.
+
+    Args:
+        network: the matrices of its blocks and its unembedding are counted, tables are not.
+        sparse: count the pairs of a query and a key that each layer's mask shows; else all S * S.
+    """
+    layout, width = network.layout, network.norm.normalized_shape[0]
+    matrices = sum(module.weight.numel() for module in network.modules() if isinstance(module, nn.Linear))
+    pairs = {kind: visible_pairs(kind, layout) if sparse else layout.length**2 for kind in set(network.kinds)}
+    return 2.0 * matrices * layout.length + 4.0 * width * sum(pairs[kind] for kind in network.kinds)

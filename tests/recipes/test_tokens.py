@@ -3,7 +3,10 @@ sampled from by generate.py."""
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 from composer import Callback
 from PIL import Image
 
-from recipes.config import Recipe, load
+from recipes.config import Recipe, load, to_yaml
 from recipes.generate import main
 from recipes.models.autoregressive import Autoregressive
 from recipes.reranking import Reranker, best
@@ -50,10 +53,10 @@ class Losses(Callback):
 
 
 @pytest.fixture(scope="module")
-def train(token_sets):
-    """(output, overrides) -> (recipe, losses, weights) of a finished run."""
+def small(token_sets):
+    """(output, overrides) -> the recipe on the small set."""
 
-    def run(output, *overrides):
+    def make(output, *overrides):
         paths = [
             f"data.streams.train.path={token_sets}/train",
             f"evals.val.streams.val.path={token_sets}/val",
@@ -61,7 +64,17 @@ def train(token_sets):
             f"evals.val.vocabulary={token_sets}/vocabulary.json",
             f"output={output}",
         ]
-        recipe = load(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths, *overrides], Recipe)
+        return load(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths, *overrides], Recipe)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def train(small):
+    """(output, overrides) -> (recipe, losses, weights) of a finished run."""
+
+    def run(output, *overrides):
+        recipe = small(output, *overrides)
         trainer = build_trainer(recipe)
         losses = Losses()
         trainer.state.callbacks.append(losses)
@@ -120,6 +133,34 @@ def test_a_resumed_run_is_the_whole_one(trained, train, tmp_path):
 def test_data_that_does_not_fit_is_refused_before_training(train, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         train(tmp_path / "run", change)
+
+
+@pytest.mark.slow
+def test_two_ranks(small, tmp_path):
+    """Sharded models equal whole ones; a sharded run draws its grids, exports what one process opens, and its ranks
+    agree on plateaus."""
+    recipe = small(
+        tmp_path / "run", "training.fsdp={}", "algorithms.again={name: activation_checkpointing}",
+        "schedule={name: plateau, window: 1, patience: 1, threshold: 0.9, limit: 2}",
+    )  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)  # a Trainer in this process has set them
+    command = [sys.executable, str(Path(sys.executable).with_name("composer")), "-n", "2"]
+    script = Path(__file__).with_name("token_ranks.py")
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "recipe.yaml")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "all as it should be" in done.stdout
+    assert [path.name for path in sorted((tmp_path / "run" / "samples").iterdir())] == [
+        "ba0000007.png",
+        "ba0000014.png",
+    ]
+    pictures = load_pipeline(tmp_path / "run" / "export", "cpu", "fp32").generate(["a dot"], seeds=[0])
+    assert pictures.shape == (1, 32, 32, 3)
 
 
 # --- generate.py -----------------------------------------------------------------------------------------------------

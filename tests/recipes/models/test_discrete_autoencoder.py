@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from recipes.algorithms.sharding import shard
 from recipes.models.discrete_autoencoder import DiscreteAutoencoder
 from recipes.models.dvae import load_dvae
 from recipes.models.dvae_loss import relax
@@ -23,17 +26,17 @@ def pictures(count=4, side=16, seed=4):
     return (torch.nn.functional.interpolate(coarse, size=side, mode="bilinear") * 255).to(torch.uint8)
 
 
-@pytest.mark.parametrize(("side", "beta"), [(16, 6.6), (32, 0.5)])
-def test_training_loss_is_the_bound_over_all_colours(side, beta):
+@pytest.mark.parametrize(("side", "beta", "least"), [(16, 6.6, 0.0), (32, 0.5, 0.0), (16, 6.6, 0.3)])
+def test_training_loss_is_the_bound_over_all_colours(side, beta, least):
     """-(sum of ln f) + beta * (sum of KL), over 3 R^2, and so beta / 192 for the mean KL of a place."""
-    task, images = small(beta=beta, temperature=0.4), pictures(side=side)
+    task, images = small(beta=beta, temperature=0.4, least_scale=least), pictures(side=side)
     torch.manual_seed(9)
     losses = task({"image": images})
     x = images.double() / 255 * 0.8 + 0.1
     logits = task.network.logits(images / 255)
     torch.manual_seed(9)
     mean, log_scale = (t.double() for t in task.network.statistics(relax(logits, 0.4)))
-    b = log_scale.exp()
+    b = log_scale.exp() + least
     log_f = torch.log(1 / (2 * b * x * (1 - x))) - (torch.log(x / (1 - x)) - mean).abs() / b
     q = logits.double().softmax(1)
     kl = (q * (q * 24).log()).sum(1)  # (B, G, G)
@@ -112,7 +115,35 @@ def test_weights_come_back_strictly(tmp_path):
         small(codes=25).load_export(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"beta": -1.0}, {"temperature": 0.0}])
+@pytest.mark.parametrize("wrong", [{"beta": -1.0}, {"temperature": 0.0}, {"least_scale": -0.1}])
 def test_values_that_make_no_loss(wrong):
-    with pytest.raises(ValueError, match="dvae: beta .*, temperature .*: give at least 0, and above 0"):
+    with pytest.raises(ValueError, match="dvae: beta .*: give 0 or more, and a temperature above 0"):
         small(**wrong)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, unless an earlier test has left one."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharded_in_16_bit_the_convolutions_around_the_relaxation_have_32(one_rank):
+    task, kinds = small(), {}
+    for name, module in task.network.named_modules():
+        if hasattr(module, "w"):
+            module.register_forward_hook(lambda module, *_, name=name: kinds.update({name: module.w.dtype}))
+    units = shard(task, init_device_mesh("cpu", (1,)), parameters=torch.bfloat16)
+    assert units == 8 + 2 + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = task({"image": pictures()})
+    losses["total"].backward()
+    full = {name for name, dtype in kinds.items() if dtype == torch.float32}
+    assert full == {"encoder.blocks.output.conv", "decoder.blocks.input"} and len(kinds) == 43
+    assert set(kinds.values()) == {torch.float32, torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert task.reconstruct(pictures() / 127.5 - 1).shape == (4, 3, 16, 16)

@@ -82,6 +82,23 @@ def test_guidance_moves_away_from_the_empty_caption(network):
     assert (guided == sample_tokens(network, empty, draw(), Choice())).all()
 
 
+def test_compiled_blocks_are_compiled_for_training_only():
+    """Once for the MLP and at most once for each kind of mask, however many layers; sampling compiles nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    network = TokenTransformer(layout=LAYOUT, layers=10, width=8, heads=2, text_vocabulary=9, codes=30)
+    torch.nn.init.normal_(network.unembedding.weight)
+    plain = sample_tokens(network, TEXT, draw(), Choice())
+    for block in network.blocks:
+        block.compile(backend="eager", dynamic=False)
+    for _ in range(2):
+        network(TEXT, plain[:, 0])
+        assert (sample_tokens(network, TEXT, draw(), Choice()) == plain).all()
+    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    torch._dynamo.reset()
+
+
 @given(
     st.lists(st.floats(-8, 8), min_size=1, max_size=12),
     st.floats(0, 1, exclude_max=True, width=32),

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.models.masks import Layout, dense_mask, visible
+from recipes.models.masks import Layout, dense_mask, visible, visible_pairs
 from recipes.models.sparse_attention import MaskedAttend, flex_attend, local_attend
-from recipes.models.transformer import Residual, TokenTransformer
+from recipes.models.transformer import Residual, TokenTransformer, forward_flops
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(5, 4, 3)
@@ -20,27 +21,27 @@ def naive(q, k, v, mask):
     return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v.double()
 
 
-def attention_and_gradients(attend, q, k, v, slope):
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    tokens = [attend.enter(x.transpose(1, 2).flatten(2)) for x in leaves]
-    out = attend(*(x.unflatten(2, (q.shape[1], -1)).transpose(1, 2) for x in tokens))
-    out = attend.leave(out.transpose(1, 2).flatten(2))
-    return out, torch.autograd.grad((out * slope).sum(), leaves)
+def whole_way(attend, q, k, v):
+    """Attention as the transformer calls it: into its order of tokens, and back."""
+    heads = q.shape[1]
+    tokens = [attend.enter(x.transpose(1, 2).flatten(2)) for x in (q, k, v)]
+    out = attend(*(x.unflatten(2, (heads, -1)).transpose(1, 2) for x in tokens))
+    return attend.leave(out.transpose(1, 2).flatten(2)).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def compare(attend, layout, kind, device=CPU, heads=2, width=8, tolerance=2e-6):
+def compare(attend, layout, kind, device=CPU, heads=2, width=8, tolerance=2e-6, backward=True):
     generator = torch.Generator().manual_seed(3)
     q, k, v, slope = (torch.randn(2, heads, layout.length, width, generator=generator).to(device) for _ in range(4))
     mask = dense_mask(visible(kind, layout), layout.length, device)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = naive(*leaves, mask)
-    gradients = torch.autograd.grad((expected * slope).sum(), leaves)
-    out, own = attention_and_gradients(attend, q, k, v, slope.transpose(1, 2).flatten(2))
+    own_leaves = [x.clone().requires_grad_(backward) for x in (q, k, v)]
+    expected, out = naive(*leaves, mask), whole_way(attend, *own_leaves)
     # 32-bit sums of up to S terms of order 1 beside 64-bit ones.
-    expected = expected.transpose(1, 2).flatten(2).float()
-    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
-    for one, other in zip(own, gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=10 * tolerance)
+    torch.testing.assert_close(out, expected.float(), rtol=0, atol=tolerance)
+    if backward:
+        gradients = torch.autograd.grad((expected * slope).sum(), leaves)
+        for one, other in zip(torch.autograd.grad((out * slope).sum(), own_leaves), gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +54,13 @@ def test_attention_equals_a_naive_one(make, layout, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_flex_attention_equals_a_naive_one(kind):
     """Its masks and its order of tokens, run without the compiler, which has no kernels for a CPU here."""
-    compare(flex_attend(kind, LAYOUT, CPU, compiled=False), LAYOUT, kind)
+    backward = torch.__version__.startswith("2.7")  # later versions refuse it on a CPU
+    compare(flex_attend(kind, LAYOUT, CPU, compiled=False), LAYOUT, kind, backward=backward)
+
+
+def test_flex_attention_is_for_a_gpu():
+    with pytest.raises(ValueError, match="attention: flex needs a GPU; use auto"):
+        small(implementation="flex")(*tokens())
 
 
 @pytest.mark.gpu
@@ -151,6 +158,26 @@ def test_initial_weights():
     assert network.image_rows.weight.std().item() == pytest.approx(0.125 / root / math.sqrt(2), rel=0.1)
 
 
+def test_under_autocast_branches_have_16_bits_and_the_identity_path_32():
+    network, seen = small(), []
+    for block in network.blocks:
+        block.register_forward_hook(lambda m, given, out: seen.append((given[0].dtype, out.dtype)))
+        block.branch.register_forward_hook(lambda m, given, out: seen.append((given[0].dtype, out.dtype)))
+    text, image = tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = network(text, image)
+        logits = network.image_logits(out)
+    wide, narrow = torch.float32, torch.bfloat16
+    assert seen == [(wide, narrow), (wide, wide)] * 6 and out.dtype == logits.dtype == wide
+    # Tables that FSDP gathers in 16 bits, too.
+    for table in (m for m in network.modules() if isinstance(m, torch.nn.Embedding)):
+        table.to(narrow)
+    seen.clear()
+    with torch.autocast("cpu", narrow):
+        network(text, image)
+    assert seen == [(wide, narrow), (wide, wide)] * 6
+
+
 def test_attention_and_mlp_are_blocks_of_their_own():
     network = small()
     assert len(network.blocks) == 6 and all(isinstance(block, Residual) for block in network.blocks)
@@ -189,6 +216,18 @@ def test_a_cache_keeps_only_what_can_be_seen():
     slots = [layer.slots for layer in caches.layers]
     assert slots == [16 + 1, 256, 2 * 16 + 2 + 1]  # row, column, two rows of the neighbourhood
     assert caches.numbers == 2 * 8 * (3 * 6 + sum(slots))
+
+
+def test_flops():
+    network = small(implementation="masked")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        text, image = tokens(1)
+        network.unembedding(network(text, image))
+    # The counter knows no fused attention on a CPU: two products of a pair and a number of its width, two FLOPs each.
+    pairs = 3 * LAYOUT.length**2
+    assert forward_flops(network, sparse=False) == counter.get_total_flops() + 2 * 2 * 16 * pairs
+    seen = sum(visible_pairs(kind, LAYOUT) for kind in network.kinds)
+    assert forward_flops(network) == counter.get_total_flops() + 2 * 2 * 16 * seen
 
 
 @pytest.mark.parametrize("changes", [{"heads": 3}, {"layers": 0}])
