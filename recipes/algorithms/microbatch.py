@@ -11,6 +11,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import nn
 
+from recipes.algorithms.compile import Compile
 from recipes.algorithms.device_memory import DeviceMemory, Reading
 from recipes.algorithms.scheduled_ema import ScheduledEMA
 
@@ -68,6 +69,10 @@ class Plan:
         proportional = int(size * wall / self.growth[size])
         return max(size, min(target, GROWTH * size, proportional))
 
+    def fits(self, size: int, reading: Reading, to_come: int = 0) -> bool:
+        """Whether a size that was recorded leaves the headroom free."""
+        return self.growth[size] <= HEADROOM * reading.usable - reading.held - to_come
+
     def lower(self, size: int) -> None:
         """Never propose more than `size` again: the search went down to it, and would otherwise go to and fro."""
         self.ceiling = size
@@ -103,8 +108,9 @@ class MicrobatchSearch(Algorithm):
     the smallest of their proposals, by one all-reduce a batch. Gradients are those of any other microbatch; noise is
     drawn a microbatch at a time, so that a run repeats itself bit by bit from where the search has ended.
 
-    What the run will allocate later is left free: a scheduled average that has not begun. A checkpoint holds the
-    result, for a run that goes on with the same samples on as many devices with as much memory.
+    What the run will allocate later is left free: a scheduled average that has not begun. What is to be compiled is
+    not during the search, each size would be compiled anew; the size that was found is then measured with it. A
+    checkpoint holds the result, for a run that goes on with the same samples on as many devices with as much memory.
     """
 
     def __init__(self, task: nn.Module, batch: int, meter: Meter | None = None) -> None:
@@ -127,7 +133,8 @@ class MicrobatchSearch(Algorithm):
         self.plan = Plan(batch)
         self.size = 1
         self.settled = False
-        self.warm = False  # whether this process has trained a batch
+        self.warm = False  # whether a batch was trained by what is measured
+        self.compiling = False  # whether the size was found, and is measured with compiled modules
         self.place: dict[str, Any] | None = None  # what a result holds for
         self.found: dict[str, Any] | None = None  # the result with its place
 
@@ -143,6 +150,8 @@ class MicrobatchSearch(Algorithm):
         elif event == Event.BATCH_START:
             if self.place is None:
                 self._go_on(state, logger)
+                for algorithm in compiled(state) if not self.settled else ():
+                    algorithm.pause(True)
             if not self.settled:
                 self.meter.start()
         else:
@@ -155,18 +164,34 @@ class MicrobatchSearch(Algorithm):
         proposal = 0
         if ready:
             self.plan.record(self.size, reading)
-            proposal = self.plan.next(self.size, reading, bytes_to_come(state))
+            to_come = bytes_to_come(state)
+            fits = self.plan.fits(self.size, reading, to_come)
+            proposal = self.size if self.compiling and fits else self.plan.next(self.size, reading, to_come)
         agreed = _least(proposal, state)
         if agreed == 0:  # some rank could not measure: the same size once more
             return
         if agreed < self.size:
             self.plan.lower(agreed)
-        self.settled = agreed == self.size
-        self.size = agreed
+        found, self.size = agreed == self.size, agreed
         self._set(state)
+        if self.compiling:  # a new size is a new compilation, whose batch says nothing
+            self.warm = found
+            self.settled = found
+        elif found:
+            self._compile(state)
+            self.settled = not self.compiling
         if self.settled:
             self.found = {"size": self.size, **self.place}
             self._say(logger, reading)
+
+    def _compile(self, state: State) -> None:
+        """Go on with what is to be compiled, where there is something: to measure the size that was found with it."""
+        for algorithm in compiled(state):
+            algorithm.pause(False)
+            self.compiling = True
+        if self.compiling:
+            self.plan.lower(self.size)
+            self.warm = False
 
     def _set(self, state: State) -> None:
         """Composer reads the size at the start of each batch."""
@@ -212,6 +237,11 @@ class MicrobatchSearch(Algorithm):
         self._set(state)
         logger.log_hyperparameters({"microbatch": self.size})
         _print(f"microbatch: {self.size} of {self.batch} samples a device, as the checkpoint has it")
+
+
+def compiled(state: State) -> list[Compile]:
+    """The algorithms of a run that compile."""
+    return [algorithm for algorithm in state.algorithms if isinstance(algorithm, Compile)]
 
 
 def bytes_to_come(state: State) -> int:

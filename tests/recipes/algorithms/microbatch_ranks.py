@@ -1,4 +1,7 @@
-"""Run on two ranks by test_microbatch.py: ranks whose memories differ find one microbatch, under DDP and FSDP2."""
+"""Run on two ranks by test_microbatch.py: ranks whose memories differ find one microbatch, under DDP and FSDP2.
+
+Under FSDP2 the network is compiled too, once the search has ended.
+"""
 
 import os
 import sys
@@ -14,6 +17,7 @@ from ema_ranks import right_mean_on_cpu  # noqa: E402
 from test_microbatch import MB, FakeMemory, Line, data  # noqa: E402
 
 from recipes.algorithms.averaging import own  # noqa: E402
+from recipes.algorithms.compile import Compile  # noqa: E402
 from recipes.algorithms.microbatch import MicrobatchSearch  # noqa: E402
 from recipes.composer_model import ComposerTask  # noqa: E402
 
@@ -31,7 +35,7 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
         train_dataloader=data(),
         max_duration="10ba",
         optimizers=torch.optim.AdamW(task.parameters(), lr=0.05),
-        algorithms=search,
+        algorithms=[*search, *([Compile(task, backend="aot_eager")] if sharded else [])],
         device="cpu",
         device_train_microbatch_size=microbatch,
         parallelism_config={"fsdp": FSDP2Config(reshard_after_forward=False)} if sharded else None,
@@ -45,7 +49,8 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
         sizes = [None, None]
         dist.all_gather_object(sizes, memory.sizes)
         # The first rank alone would take 1, 1, 2, 8, 24; the second has room for 6 samples.
-        assert sizes[0] == sizes[1] == [1, 1, 2, 6], sizes
+        with_compiled = [6, 6] if sharded else []
+        assert sizes[0] == sizes[1] == [1, 1, 2, 6, *with_compiled], sizes
         assert made.state.device_train_microbatch_size == 6
     return weights(made.state.model)
 

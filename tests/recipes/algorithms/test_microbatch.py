@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging import Average
+from recipes.algorithms.compile import Compile
 from recipes.algorithms.device_memory import DeviceMemory, Reading
 from recipes.algorithms.microbatch import HEADROOM, MicrobatchSearch, Plan, bytes_to_come, even
 from recipes.algorithms.scheduled_ema import ScheduledEMA
@@ -55,6 +56,9 @@ class Line(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def blocks(self):
+        return [self.net]
 
     def forward(self, batch):
         return {"total": (self.net(batch["x"]) - batch["y"]).square().mean()}
@@ -96,6 +100,8 @@ def run(memory=None, microbatch=1, duration="10ba", batch=24, algorithms=(), opt
     """A finished run, its search and what was seen of it."""
     task, seen = Line(), Seen()
     search = [] if memory is None else [MicrobatchSearch(task, batch, memory)]
+    for algorithm in algorithms:
+        algorithm.task = task
     made = Trainer(
         model=ComposerTask(task),
         train_dataloader=data(batch),
@@ -270,6 +276,30 @@ def test_room_is_left_for_an_average_that_comes_later():
         made, search, _ = run(FakeMemory(**memory), algorithms=[ema])
         assert search.size == largest, ema.device
         assert bytes_to_come(made.state) == 0
+
+
+def test_what_is_compiled_is_compiled_for_the_size_that_was_found(monkeypatch):
+    """And measured with it: here it takes more, and the size goes down again."""
+    seen = []
+
+    def compile_(function, **options):
+        def compiled(x):
+            seen.append(len(x))
+            return function(x)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_)
+
+    class Compiled(FakeMemory):
+        def growth(self, size):
+            return super().growth(size) * (3 if seen else 1)
+
+    compile_it = Compile(None, backend="aot_eager")
+    memory = Compiled(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
+    _, search, _ = run(memory, algorithms=[compile_it], duration="14ba")
+    assert memory.sizes == [1, 1, 2, 8, 12, 12, 12, 8, 8, 4, 4] and search.size == 4
+    assert seen == [12] * 2 * 2 + [8] * 3 * 2 + [4] * 6 * 5
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
