@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from composer import Callback
-from composer.algorithms import ChannelsLast
 from composer.callbacks import LRMonitor, MemoryMonitor
 from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
@@ -70,11 +69,6 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler
         final: learning rate at the end, as a share of the peak.
     """
     return LinearWithWarmup(t_warmup=warmup, alpha_f=final)
-
-
-def channels_last() -> ChannelsLast:
-    """Convolution weights in the memory order that tensor cores (and oneDNN) take without a copy."""
-    return ChannelsLast()
 
 
 def lr_monitor() -> Callback:
