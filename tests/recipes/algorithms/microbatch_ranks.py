@@ -1,6 +1,7 @@
 """Run on two ranks by test_microbatch.py: ranks whose memories differ find one microbatch, under DDP and FSDP2.
 
-Under FSDP2 the network is compiled too, once the search has ended.
+Under FSDP2 the network is compiled too, once the search has ended. Runs with a search have the fused AdamW, those that
+they are held against the plain one; the last bias has one element, so that one rank's shard of it is empty.
 """
 
 import os
@@ -19,6 +20,7 @@ from test_microbatch import MB, FakeMemory, Line, data  # noqa: E402
 from recipes.algorithms.averaging import own  # noqa: E402
 from recipes.algorithms.compile import Compile  # noqa: E402
 from recipes.algorithms.microbatch import MicrobatchSearch  # noqa: E402
+from recipes.builders import adamw  # noqa: E402
 from recipes.composer_model import ComposerTask  # noqa: E402
 
 
@@ -34,7 +36,7 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
         model=ComposerTask(task),
         train_dataloader=data(),
         max_duration="10ba",
-        optimizers=torch.optim.AdamW(task.parameters(), lr=0.05),
+        optimizers=adamw(task.parameters(), lr=0.05, fused=memory is not None),
         algorithms=[*search, *([Compile(task, backend="aot_eager")] if sharded else [])],
         device="cpu",
         device_train_microbatch_size=microbatch,
