@@ -48,6 +48,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "activation_checkpointing": "recipes.algorithms.activation_checkpointing:ActivationCheckpointing",
         "attention": "recipes.algorithms.attention:Attention",
         "channels_last": "recipes.builders:channels_last",
+        "compile": "recipes.algorithms.compile:Compile",
         "fused_group_norm": "recipes.algorithms.fused_group_norm:FusedGroupNorms",
         "low_precision_norms": "recipes.algorithms.low_precision_norms:LowPrecisionNorms",
         "scheduled_ema": "recipes.algorithms.scheduled_ema:ScheduledEMA",

@@ -51,7 +51,7 @@ class Training:
     """Samples an optimizer step, over all devices."""
     microbatch: int | Literal["auto"] | None = None
     """Samples a device takes at once; gradients accumulate over a batch's microbatches. null: the whole device batch;
-    auto: the largest that fits into the GPU's memory."""
+    auto: the largest that fits into every GPU's memory, searched in the first batches; on a CPU the whole."""
     precision: Literal["auto", "fp32", "amp_bf16", "amp_fp16"] = "auto"
     """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU (where all else fails)."""
     device: Literal["auto", "cpu", "gpu"] = "auto"

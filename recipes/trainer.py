@@ -15,6 +15,7 @@ from callbacks.interval import CHECKPOINT, at_intervals
 from data.loading import Loading, Placement
 from recipes.algorithms.clipping import ClipByNorm
 from recipes.algorithms.fsdp import Sharding
+from recipes.algorithms.microbatch import MicrobatchSearch
 from recipes.build import build, build_on_meta, encoders_of
 from recipes.composer_model import ComposerTask
 from recipes.config import Recipe, to_yaml
@@ -59,6 +60,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         "blank": lambda: build_on_meta(recipe.model),
     }
     save_config(to_yaml(recipe), Path(recipe.output))
+    microbatch, search = microbatches(recipe, task, batch, use_gpu)
     checkpoints = recipe.checkpoints
     algorithms = [build(algorithm, **context) for algorithm in recipe.algorithms.values()]
     if recipe.training.grad_clip is not None:
@@ -78,16 +80,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
         model=ComposerTask(task),
         train_dataloader=data_spec(data),
         eval_dataloader=[
-            Evaluator(
-                label=label, dataloader=data_spec(loading), device_eval_microbatch_size=recipe.training.microbatch
-            )
+            Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=microbatch)
             for label, loading in evals.items()
         ],
         eval_interval=at_intervals(recipe.training.eval_every),
         max_duration=recipe.training.duration,
         optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
         schedulers=build(recipe.schedule),
-        algorithms=algorithms,
+        algorithms=algorithms + search,
         parallelism_config={"fsdp": sharding.composer_config()} if sharding else None,
         callbacks=[build(callback, **context) for callback in recipe.callbacks.values()] + [Generators()],
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
@@ -101,7 +101,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         autoresume=checkpoints.autoresume,
         device="gpu" if use_gpu else "cpu",
         precision=precision,
-        device_train_microbatch_size=recipe.training.microbatch,
+        device_train_microbatch_size=microbatch,
         seed=recipe.seed,
         dist_timeout=600.0,
     )
@@ -124,6 +124,21 @@ def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Ten
 
 def _samples(batch: dict[str, torch.Tensor]) -> int:
     return len(next(iter(batch.values())))
+
+
+def microbatches(
+    recipe: Recipe, task: torch.nn.Module, batch: int, use_gpu: bool
+) -> tuple[int | None, list[MicrobatchSearch]]:
+    """The microbatch that a run starts with (None: the whole device batch), and what changes it on the way."""
+    if recipe.training.microbatch != "auto":
+        return recipe.training.microbatch, []
+    if use_gpu:
+        return 1, [MicrobatchSearch(task, batch)]
+    if dist.get_global_rank() == 0:
+        print(
+            f"microbatch: all {batch} samples of a device; auto measures a GPU's memory, and this is a CPU", flush=True
+        )
+    return None, []
 
 
 def save_config(config: str, output: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 from composer.utils import dist
+from torch import nn
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.averaging import Average, HostAverage
+from recipes.algorithms.averaging import Average, HostAverage, bytes_of_average
 
 Length = tuple[float, TimeUnit]
 
@@ -164,6 +165,10 @@ class ScheduledEMA(Algorithm):
 
     def _new_average(self, state: State) -> Average:
         return (HostAverage if self.device == "cpu" else Average)(state.model)
+
+    def bytes_to_come(self, model: nn.Module) -> int:
+        """Memory on this rank's device that the average will take when it begins; 0 once it has."""
+        return bytes_of_average(model) if self.average is None and self.device == "same" else 0
 
     # --- into the model and back ---------------------------------------------------------------
 
