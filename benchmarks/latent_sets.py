@@ -76,15 +76,14 @@ def encoder_components(folder: Path, gpu: bool) -> dict[str, Any]:
 
 def _write_tars(folder: Path, samples: int, side: int) -> None:
     folder.mkdir()
-    tars = [tarfile.open(folder / f"{number:05d}.tar", "w") for number in range(TARS)]
-    for number in range(samples):
-        caption = f"a smooth picture, number {number} of {samples}"
-        for suffix, content in (("jpg", _smooth(number, side)), ("txt", caption.encode())):
-            entry = tarfile.TarInfo(f"{number:06d}.{suffix}")
-            entry.size = len(content)
-            tars[number % TARS].addfile(entry, io.BytesIO(content))
-    for tar in tars:
-        tar.close()
+    for tar_number in range(TARS):
+        with tarfile.open(folder / f"{tar_number:05d}.tar", "w") as tar:
+            for number in range(tar_number, samples, TARS):
+                caption = f"a smooth picture, number {number} of {samples}"
+                for suffix, content in (("jpg", _smooth(number, side)), ("txt", caption.encode())):
+                    entry = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
 
 
 def _smooth(number: int, side: int) -> bytes:

@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ SIZES = {
             "model.denoiser.norm_groups=8",
             "model.denoiser.text_width=32",
         ],
-        [64],
-        32,
+        [128],
+        16,
     ),
     "sd2": Size(Encoders(VAES["sd2"], TEXTS["sd2"]), [], [256], 64),
 }
@@ -156,8 +156,16 @@ def _flow(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, default_flow_style=True, width=10**6).strip()
 
 
-def recipe_with(lever: list[str], size: Size, folder: Path, resolution: int, batch: int, microbatch: int | None):
-    """yamls/sd2_base.yaml at a size, with no more than training itself."""
+def recipe_with(
+    changes: list[str],
+    size: Size,
+    folder: Path,
+    resolution: int,
+    batch: int,
+    microbatch: int | None,
+    callbacks: Sequence[str] = (),
+) -> Recipe:
+    """yamls/sd2_base.yaml at a size, with the changes on top, and no more than training itself and some callbacks."""
     recipe = load(
         ROOT / "yamls" / "sd2_base.yaml",
         [
@@ -174,12 +182,13 @@ def recipe_with(lever: list[str], size: Size, folder: Path, resolution: int, bat
             "training.precision=auto",
             "training.eval_every=null",
             "checkpoints={save: false, every: null, autoresume: false}",
-            *lever,
+            *changes,
             f"data.workers={8 if torch.cuda.is_available() else 1}",
         ],
         Recipe,
     )
-    recipe.callbacks, recipe.loggers = {}, {}
+    recipe.callbacks = {name: recipe.callbacks[name] for name in callbacks}
+    recipe.loggers = {}
     return recipe
 
 
@@ -212,11 +221,12 @@ def measure(recipes: dict[str, Recipe], rounds: int, steady: tuple[int, int, int
                 measured.repeat = max(measured.repeat, *differences)
                 say(f"round {number + 1} of {rounds}, {name}: {statistics.median(run.rates):,.2f} samples/s")
             del run
-            _let_go()
+            let_go()
     return found
 
 
-def _let_go() -> None:
+def let_go() -> None:
+    """Frees what a run has left."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -370,10 +380,11 @@ def at_resolution(
     clock = ""
     if not torch.cuda.is_available():
         clock = f" {torch.get_num_threads()} thread; seconds are those that the training process computed."
+    windows = f"{options.rounds} rounds of {options.windows} windows of {options.steps} steps after {options.warm_up}"
     text = (
-        f"{resolution} x {resolution} pixels, {batch} samples a step on {dist.get_world_size()} ranks, {options.rounds} "
-        f"rounds of {options.windows} windows of {options.steps} steps after {options.warm_up}.{clock} Losses: mean over these "
-        f"{len(seed)} steps; another seed has {statistics.mean(seed):.5f}. Peak memory: tensors on the first rank."
+        f"{resolution} x {resolution} pixels, {batch} samples a step on {dist.get_world_size()} ranks, {windows}.{clock} "
+        f"Losses: mean over these {len(seed)} steps; another seed has {statistics.mean(seed):.5f}. "
+        "Peak memory: tensors on the first rank."
     )
     if dist.get_global_rank() == 0:
         name = (

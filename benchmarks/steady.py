@@ -22,6 +22,7 @@ class Steady(Callback):
 
     Attributes:
         rates: samples/s of each window, over all ranks.
+        by_clock: the same by the clock, waits included, on a CPU too.
         losses: the training loss of every step.
         peak: largest memory of tensors on this rank in bytes. On a GPU as its allocator saw it from the start of the
             run; on a CPU what lives before the last step of the warm-up and what that step takes on top of it.
@@ -38,9 +39,10 @@ class Steady(Callback):
             raise ValueError(f"steady: a warm-up of {warm_up} steps is too short; give 2 or more")
         self.warm_up, self.windows, self.steps = warm_up, windows, steps
         self.rates: list[float] = []
+        self.by_clock: list[float] = []
         self.losses: list[float] = []
         self.peak = 0
-        self.began = (0.0, 0)
+        self.began = (0.0, 0.0, 0)
         self.profiler: profile | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -65,15 +67,16 @@ class Steady(Callback):
             return
         if state.device.name == "gpu":
             torch.cuda.synchronize()
-        clock = time.perf_counter if state.device.name == "gpu" else time.process_time
-        now, samples = clock(), state.timestamp.sample.value
+        own_clock = time.perf_counter if state.device.name == "gpu" else time.process_time
+        now, clock, samples = own_clock(), time.perf_counter(), state.timestamp.sample.value
         if done:
-            self.rates.append((samples - self.began[1]) / (now - self.began[0]))
+            self.rates.append((samples - self.began[2]) / (now - self.began[0]))
+            self.by_clock.append((samples - self.began[2]) / (clock - self.began[1]))
         if len(self.rates) == self.windows:
             if state.device.name == "gpu":
                 self.peak = torch.cuda.max_memory_allocated()
             state.stop_training()
-        self.began = clock(), samples
+        self.began = own_clock(), time.perf_counter(), samples
 
 
 def live_bytes() -> int:
