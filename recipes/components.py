@@ -50,6 +50,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "channels_last": "recipes.builders:channels_last",
         "fused_group_norm": "recipes.algorithms.fused_group_norm:FusedGroupNorms",
         "low_precision_norms": "recipes.algorithms.low_precision_norms:LowPrecisionNorms",
+        "powersgd": "recipes.algorithms.powersgd:PowerSGD",
         "scheduled_ema": "recipes.algorithms.scheduled_ema:ScheduledEMA",
     },
     "callback": {

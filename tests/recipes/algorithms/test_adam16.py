@@ -1,10 +1,9 @@
-"""AdamW with 16-bit moments: PyTorch's AdamW where nothing is rounded, the formats where it is, exact on resuming."""
+"""AdamW with 16-bit moments: PyTorch's AdamW where nothing is rounded, the formats where it is, exact on resuming.
+
+Shards of FSDP2 are tested on the ranks that test_powersgd.py starts.
+"""
 
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,52 +17,9 @@ from recipes.build import build
 from recipes.builders import adam16
 from recipes.components import COMPONENTS
 from recipes.schema import Component
+from tests.recipes.algorithms.residual import Residual, train, vector
 
-RANKS = Path(__file__).with_name("adam16_ranks.py")
 ARGUMENTS = {"lr": 3e-3, "betas": (0.9, 0.96), "eps": 1e-8, "weight_decay": 0.045}
-
-
-class Residual(nn.Module):
-    """Two blocks of two matrices between an embedding and an unembedding."""
-
-    def __init__(self, width=16, words=11):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-            for _ in range(2)
-        )
-        self.head = nn.Linear(width, words)
-
-    def blocks(self):
-        return list(self.layers)
-
-    def forward(self, words):
-        x = self.embed(words)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
-def loss_of(model, step, words=11):
-    batch = torch.randint(words, (8, 8), generator=torch.Generator().manual_seed(step))
-    return nn.functional.cross_entropy(model(batch).flatten(0, 1), ((batch * 3 + 1) % words).flatten())
-
-
-def train(model, optimizer, steps, start=0):
-    losses = []
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def vector(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -267,15 +223,6 @@ def test_a_decay_that_a_moment_can_show_lets_it_fall():
     variance = fmt.decode(torch.arange(2**15, dtype=torch.int32).to(torch.int16))[4096:]
     assert (fmt.decode(fmt.encode(variance * 0.99951)) < variance).float().mean() > 0.999
     assert (fmt.decode(fmt.encode(variance * 0.9998)) < variance).float().mean() < 0.6
-
-
-def test_shards_of_fsdp2_on_two_ranks():
-    """FSDP2's shards have the moments of the whole model, and its full checkpoints load on one rank and two."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(RANKS)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parents[3])}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    assert result.stdout.count("all as it should be") == 2
 
 
 @pytest.mark.gpu
