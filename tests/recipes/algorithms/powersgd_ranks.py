@@ -10,12 +10,17 @@ import torch.distributed as dist
 from composer import Callback, Trainer
 from composer.algorithms import GradientClipping
 from composer.utils import dist as composer_dist
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from recipes.algorithms.averaging import own
+from recipes.algorithms.block_scaling import scale_branch, unscale
 from recipes.algorithms.powersgd import PowerSGD
+from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 from recipes.composer_model import ComposerTask
 from tests.recipes.algorithms.adam16_ranks import check_shards
-from tests.recipes.algorithms.residual import Residual, vector
+from tests.recipes.algorithms.ema_ranks import right_mean_on_cpu
+from tests.recipes.algorithms.residual import Residual, network, vector
 
 EXACT = {"rank": 100, "wire": "32-bit", "buffer": "32-bit"}
 
@@ -47,11 +52,13 @@ class Watch(Callback):
         self.weights.append(vector(state.model))
 
 
-def run(*algorithms, powersgd=None, duration="8ba", bad_batch=None, **options):
+def run(*algorithms, powersgd=None, scaled=False, duration="8ba", bad_batch=None, **options):
     """A run of 8 batches of 16 samples, each process two microbatches of 4."""
     task = Task()
     if powersgd is not None:
         algorithms = (PowerSGD(task, **powersgd), *algorithms)
+    if scaled:
+        algorithms = (ResblockGradScaling(task), *algorithms)
     words = torch.randint(11, (64, 6), generator=torch.Generator().manual_seed(5))
     data = [{"words": row} for row in words]
     watch = Watch(bad_batch)
@@ -132,11 +139,51 @@ def check_runs(folder: Path) -> None:
         raise AssertionError("gradients were clipped twice")
 
 
+def check_scaled_runs() -> None:
+    """Gradient scales and PowerSGD together: 32-bit averaging up to fp16's rounding, and skipped together."""
+    _, plain = run()
+    for powersgd in (None, EXACT):
+        trainer, scaled = run(powersgd=powersgd, scaled=True)
+        moved = (plain.weights[-1] - plain.weights[0]).abs().max()
+        near(plain, scaled, 0.05 * moved)
+        assert trainer.state.algorithms[0].skipped == 0
+        trainer, broken = run(powersgd=powersgd, scaled=True, bad_batch=3)
+        same = [torch.equal(a, b) for a, b in zip(broken.weights, broken.weights[1:], strict=False)]
+        assert same == [number == 2 for number in range(7)]
+        assert {algorithm.skipped for algorithm in trainer.state.algorithms} == {1}
+        exponents = trainer.state.algorithms[0].scales.exponents
+        assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
+
+
+def check_scaled_shards() -> None:
+    """Scaled branches inside of FSDP2's blocks have the gradients of the whole model's."""
+    models = network(), fully_shard_blocks(network())
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    scales = torch.tensor([2.0 ** (8 + i) for i in range(6)])
+    for model in models:
+        for block, scale, filtered in zip(model, scales, torch.zeros(6, dtype=torch.int64), strict=True):
+            scale_branch(block.branch, scale, filtered)
+        model(x).square().mean().backward()
+        for block, scale in zip(model, scales, strict=True):
+            assert unscale([own(p.grad) for p in block.parameters()], scale)
+    for whole, part in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-8)
+
+
+def fully_shard_blocks(model):
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def main() -> None:
     os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     check_shards()
+    right_mean_on_cpu()
+    check_scaled_shards()
+    check_scaled_runs()
     check_runs(Path(sys.argv[1]))
     print("all as it should be", flush=True)
     dist.barrier()

@@ -1,7 +1,46 @@
-"""A small model with residual blocks, an embedding and an unembedding, as 16-bit training's tests share it."""
+"""Small models with residual blocks, as the tests of 16-bit training share them."""
 
 import torch
 from torch import nn
+
+
+class Times(nn.Module):
+    """A layer scale."""
+
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class Block(nn.Module):
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+def network(width=32, gains=(1.0,) * 6):
+    """Residual blocks, the output of each branch times its gain."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            Block(
+                nn.Sequential(
+                    nn.LayerNorm(width),
+                    nn.Linear(width, 2 * width),
+                    nn.GELU(),
+                    nn.Linear(2 * width, width, bias=False),
+                    Times(gain),
+                )
+            )
+            for gain in gains
+        )
+    )
 
 
 class Residual(nn.Module):
@@ -12,7 +51,9 @@ class Residual(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(words, width)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            Block(
+                nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            )
             for _ in range(2)
         )
         self.head = nn.Linear(width, words)
@@ -23,7 +64,7 @@ class Residual(nn.Module):
     def forward(self, words):
         x = self.embed(words)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         return self.head(x)
 
 

@@ -60,5 +60,5 @@ def test_a_model_without_blocks_is_refused():
 
 def test_a_checkpoint_of_another_model_is_refused():
     algorithm = PowerSGD(Residual(), rank=2)
-    with pytest.raises(ValueError, match=r"errors are of other matrices: layers.0.1.weight"):
+    with pytest.raises(ValueError, match=r"errors are of other matrices: layers.0.branch.1.weight"):
         algorithm.load_state_dict({"errors": {}, "skipped": 0, "rank": 2, "seed": 0})
