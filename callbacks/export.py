@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from callbacks.interval import at_intervals, ended
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
 from recipes.algorithms.scheduled_ema import averaged, running_average
+from recipes.algorithms.sharding import is_sharded, whole_weights
 
 
 class Export(Callback):
@@ -29,9 +30,17 @@ class Export(Callback):
     """
 
     def __init__(
-        self, task: nn.Module, run_name: str, output: str, loading: Loading, *, every: Duration | None = None
+        self,
+        task: nn.Module,
+        run_name: str,
+        output: str,
+        loading: Loading,
+        blank: Callable[[], nn.Module],
+        *,
+        every: Duration | None = None,
     ) -> None:
-        """
+        """A sharded task is gathered into the first rank's host memory, in `blank`.
+
         Args:
             every: interval; null: only the end of the run, when weights are always written.
         """
@@ -39,6 +48,7 @@ class Export(Callback):
         self.run_name = run_name
         self.folder = Path(output, "export")
         self.loading = loading
+        self.blank = blank
         self.due = at_intervals(every)
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -47,7 +57,7 @@ class Export(Callback):
             self._write(state, complete=event == Event.FIT_END)
 
     def _write(self, state: State, complete: bool) -> None:
-        if dist.get_global_rank() != 0:
+        if dist.get_global_rank() != 0 and not is_sharded(self.task):
             return
         record = {
             "run_name": self.run_name,
@@ -58,9 +68,37 @@ class Export(Callback):
         if ema is not None:
             record["average"] = {"decay": ema.decay, "every": ema.every, "begun": ema.begun}
         average = None if ema is None else lambda: averaged(state)
-        export(self.task, self.loading, self.folder, record, complete, average)
+        task = self.task
+        if is_sharded(self.task):
+            task, average = self._gathered(average)
+            if dist.get_global_rank() != 0:
+                return
+        export(task, self.loading, self.folder, record, complete, average)
         if complete:
             print(f"weights: {self.folder}", flush=True)
+
+    def _gathered(
+        self, average: Callable[[], AbstractContextManager] | None
+    ) -> tuple[nn.Module, Callable[[], AbstractContextManager] | None]:
+        """A whole task in the first rank's host memory, and how it gets averaged weights. Every rank must call it."""
+        raw = whole_weights(self.task)
+        if average is not None:
+            with average():
+                averages = whole_weights(self.task)
+        if dist.get_global_rank() != 0:
+            return self.task, None
+        task = self.blank()
+        task.load_state_dict(raw, assign=True)
+        if average is None:
+            return task, None
+
+        @contextmanager
+        def with_averages() -> Iterator[None]:
+            task.load_state_dict(averages, assign=True)
+            yield
+            task.load_state_dict(raw, assign=True)
+
+        return task, with_averages
 
 
 def export(

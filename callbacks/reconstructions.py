@@ -15,6 +15,7 @@ from callbacks.interval import at_intervals
 from callbacks.pictures import picture_grid, save_png, to_uint8
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from recipes.algorithms.scheduled_ema import averaged
+from recipes.algorithms.sharding import is_sharded
 from recipes.models.autoencoder import to_signed
 
 
@@ -44,11 +45,14 @@ class Reconstructions(Callback):
 
     @torch.no_grad()
     def _draw(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0 or self.originals is None:
+        first = dist.get_global_rank() == 0
+        if self.originals is None or not (first or is_sharded(self.task)):
             return
         precision = get_precision_context(state.precision, state.precision_config)
         with averaged(state), model_eval_mode(self.task), precision:
             made = self.task.reconstruct(to_signed(self.originals))
+        if not first:
+            return
         both = np.stack([to_uint8(self.originals / 255), to_uint8((made + 1) / 2)], 1).reshape(-1, *made.shape[2:], 3)
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(both, ["original", "reconstruction"] * len(made), columns=8, cell=96), path)

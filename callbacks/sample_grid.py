@@ -16,6 +16,7 @@ from callbacks.pictures import picture_grid, save_png, to_uint8
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
 from recipes.algorithms.scheduled_ema import averaged
+from recipes.algorithms.sharding import is_sharded
 from recipes.models.latent_diffusion import LatentDiffusion
 from recipes.models.samplers import initial_noise, make_scheduler, sample
 
@@ -72,11 +73,14 @@ class SampleGrid(Callback):
         self.image_encoder: Any = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0:
-            return
-        with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
-            self.image_encoder, text_encoder = self.encoders()
-            self.text = text_encoder.encode(self.prompts)
+        if dist.get_global_rank() == 0:
+            with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
+                self.image_encoder, text_encoder = self.encoders()
+                self.text = text_encoder.encode(self.prompts)
+        if is_sharded(self.task):  # every rank draws, as the denoiser's parts are gathered from all
+            held = [self.text]
+            dist.broadcast_object_list(held)
+            self.text = held[0]
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         super().run_event(event, state, logger)
@@ -84,11 +88,14 @@ class SampleGrid(Callback):
             self._draw(state, logger)
 
     def _draw(self, state: State, logger: Logger) -> None:
-        # Other ranks wait at their next collective; sharded models will need every rank in here.
-        if dist.get_global_rank() != 0:
-            return
+        first = dist.get_global_rank() == 0
+        if not first and not is_sharded(self.task):
+            return  # and wait at the next collective
         with averaged(state):
-            pictures = to_uint8(self._pictures(state))
+            latents = self._latents(state)
+        if not first:
+            return
+        pictures = to_uint8(self._decoded(latents))
         path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
         save_png(picture_grid(pictures, self.prompts, self.columns), path)
         print(f"samples: {path}", flush=True)
@@ -96,26 +103,31 @@ class SampleGrid(Callback):
             pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
         )
 
-    def _pictures(self, state: State) -> torch.Tensor:
+    def _latents(self, state: State) -> list[torch.Tensor]:
         device = next(self.task.parameters()).device
         shape = self.loading.manifest.latent_shape(self.loading.resolution)
         noise = initial_noise([self.seed + i for i in range(len(self.prompts))], shape)
         null_text = self.loading.null_text.to(device, torch.float32)
         scheduler_config = self.task.scheduler_config()
-        pictures = []
-        self.image_encoder.to(device)
+        latents = []
         with model_eval_mode(self.task), get_precision_context(state.precision, state.precision_config):
             for start in range(0, len(self.prompts), self.batch):
                 part = slice(start, start + self.batch)
-                latents = sample(
-                    self.task.denoiser,
-                    make_scheduler(self.sampler, scheduler_config),
-                    noise[part].to(device),
-                    self.text[part].to(device, torch.float32),
-                    null_text,
-                    self.steps,
-                    self.guidance,
+                latents.append(
+                    sample(
+                        self.task.denoise,
+                        make_scheduler(self.sampler, scheduler_config),
+                        noise[part].to(device),
+                        self.text[part].to(device, torch.float32),
+                        null_text,
+                        self.steps,
+                        self.guidance,
+                    )
                 )
-                pictures.append(self.image_encoder.decode(latents).cpu())
+        return latents
+
+    def _decoded(self, latents: list[torch.Tensor]) -> torch.Tensor:
+        self.image_encoder.to(latents[0].device)
+        pictures = torch.cat([self.image_encoder.decode(part).cpu() for part in latents])
         self.image_encoder.to("cpu")  # its memory belongs to training
-        return torch.cat(pictures)
+        return pictures

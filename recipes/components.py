@@ -46,6 +46,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "linear": "recipes.builders:linear",
     },
     "algorithm": {
+        "activation_checkpointing": "recipes.algorithms.activation_checkpointing:ActivationCheckpointing",
         "attention": "recipes.algorithms.attention:Attention",
         "channels_last": "recipes.builders:channels_last",
         "fused_group_norm": "recipes.algorithms.fused_group_norm:FusedGroupNorms",

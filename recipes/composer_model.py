@@ -14,15 +14,23 @@ class Task(Protocol):
 
     Attributes:
         eval_names: the keys that `evaluate` returns.
+        entry_points: names of further methods that callers use for computing (FSDP prepares their parameters).
     """
 
     eval_names: list[str]
+    entry_points: tuple[str, ...]
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalar losses of a batch; `total` is minimised, the others are logged."""
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """(B,) figures a name, averaged over the validation set."""
+
+    def blocks(self) -> list[nn.Module]:
+        """What FSDP gathers one by one, each called through its forward."""
+
+    def recomputed_blocks(self) -> list[nn.Module]:
+        """What activation checkpointing computes again one by one; where it is missing, `blocks`."""
 
 
 class MeanOf(MeanMetric):

@@ -22,6 +22,26 @@ Config = TypeVar("Config")
 
 
 @dataclass(kw_only=True)
+class FSDP:
+    """Parameters, gradients and optimizer state divided over devices, by PyTorch's FSDP2."""
+
+    strategy: Literal["SHARD_GRAD_OP", "FULL_SHARD"] = "SHARD_GRAD_OP"
+    """SHARD_GRAD_OP keeps gathered parameters from the forward to the backward pass; FULL_SHARD gathers them twice."""
+    wrap: Literal["blocks", "model"] = "blocks"
+    """What is gathered at once: a block of the network, or all of it."""
+    parameters: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of gathered parameters; shards, norms, gradients' sums and optimizer state have 32 bits. auto:
+    bf16 where the precision is amp_bf16."""
+    replicas: int = 1
+    """Groups of devices that each hold the whole model: 1 shards over all, the number of machines within each."""
+    checkpoints: Literal["sharded", "full"] = "sharded"
+    """sharded: each device writes its part; full: the first one writes all. Both load on any number of devices."""
+
+    def __post_init__(self) -> None:
+        _require((self.replicas >= 1, f"replicas: {self.replicas}; give 1 or more"))
+
+
+@dataclass(kw_only=True)
 class Training:
     """How long, how large a batch, on what."""
 
@@ -40,6 +60,8 @@ class Training:
     """Interval of validation; null: only the end of the run, when it is always done."""
     grad_clip: float | None = None
     """Largest L2 norm of the whole gradient."""
+    fsdp: FSDP | None = None
+    """Sharding over devices; null: each device has the whole model (DDP)."""
     progress_bar: bool = False
     """Composer's own progress bar, beside the progress callback's lines."""
 

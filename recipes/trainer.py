@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from composer import DataSpec, Evaluator, Trainer
-from composer.algorithms import GradientClipping
 from composer.utils import dist, reproducibility
 
 from callbacks.generators import Generators
 from callbacks.interval import CHECKPOINT, at_intervals
 from data.loading import Loading, Placement
-from recipes.build import build, encoders_of
+from recipes.algorithms.clipping import ClipByNorm
+from recipes.algorithms.fsdp import Sharding
+from recipes.algorithms.gradient_order import in_gradient_order
+from recipes.build import build, build_on_meta, encoders_of
 from recipes.composer_model import ComposerTask
 from recipes.config import Recipe, to_yaml
 
@@ -56,9 +57,24 @@ def build_trainer(recipe: Recipe) -> Trainer:
         "output": recipe.output,
         "loading": data,
         "encoders": lambda: encoders_of(data.manifest),
+        "blank": lambda: build_on_meta(recipe.model),
     }
     save_config(to_yaml(recipe), Path(recipe.output))
     checkpoints = recipe.checkpoints
+    algorithms = [build(algorithm, **context) for algorithm in recipe.algorithms.values()]
+    if recipe.training.grad_clip is not None:
+        algorithms.append(ClipByNorm(recipe.training.grad_clip))
+    fsdp, sharding = recipe.training.fsdp, None
+    if fsdp is not None:
+        sharding = Sharding(
+            task,
+            full_shard=fsdp.strategy == "FULL_SHARD",
+            by_block=fsdp.wrap == "blocks",
+            parameters=fsdp.parameters,
+            replicas=fsdp.replicas,
+            checkpoints=fsdp.checkpoints,
+        )
+        algorithms.append(sharding)  # after all that changes modules
     return Trainer(
         model=ComposerTask(task),
         train_dataloader=data_spec(data),
@@ -72,7 +88,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         max_duration=recipe.training.duration,
         optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task),
         schedulers=build(recipe.schedule),
-        algorithms=[build(algorithm, **context) for algorithm in recipe.algorithms.values()] + clipping(recipe),
+        algorithms=algorithms,
+        algorithm_passes=[in_gradient_order],
+        parallelism_config={"fsdp": sharding.composer_config()} if sharding else None,
         callbacks=[build(callback, **context) for callback in recipe.callbacks.values()] + [Generators()],
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         run_name=recipe.run_name,
@@ -108,13 +126,6 @@ def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Ten
 
 def _samples(batch: dict[str, torch.Tensor]) -> int:
     return len(next(iter(batch.values())))
-
-
-def clipping(recipe: Recipe) -> list[Any]:
-    """Gradient clipping, where it is asked for."""
-    if recipe.training.grad_clip is None:
-        return []
-    return [GradientClipping(clipping_type="norm", clipping_threshold=recipe.training.grad_clip)]
 
 
 def save_config(config: str, output: Path) -> None:

@@ -1,8 +1,10 @@
 """Tiny encoders in the real file formats, a set that the encode job made with them, and Stable Diffusion 2's recipe at
 a width that trains in seconds. Made once a session, without a network."""
 
+import atexit
 import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,31 @@ SMALL = [
     "callbacks.memory=null",  # it warns without a GPU
     "loggers={}",
 ]
+
+
+@pytest.fixture(autouse=True)
+def closed_probes(monkeypatch):
+    """streaming looks for a free name by opening the shared memory of every data set of the process, and keeps all of
+    them open until its end: the square of the number of data sets, too many files for a whole suite."""
+    if "streaming" not in sys.modules:  # not imported for tests that need none of it
+        yield
+        return
+    from streaming.base.shared import prefix
+
+    opened = []
+
+    def probe(*arguments):
+        memory = opener(*arguments)
+        if arguments[1:] == (False,):  # attached, not made
+            opened.append(memory)
+        return memory
+
+    opener = prefix.SharedMemory
+    monkeypatch.setattr(prefix, "SharedMemory", probe)
+    yield
+    for memory in opened:
+        memory.cleanup()
+        atexit.unregister(memory.cleanup)
 
 
 @pytest.fixture(scope="session")

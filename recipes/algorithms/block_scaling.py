@@ -68,7 +68,15 @@ class ScaledBranch(nn.Module):
     gradients_filtered: Tensor
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
-        """(...) float32 -> (...) float32, computed in 16 bits."""
+        """(...) float32 -> (...) float32, computed in 16 bits.
+
+        Raises:
+            ValueError: the identity path is not in 32-bit.
+        """
+        if x.dtype != torch.float32:
+            raise ValueError(
+                f"resblock_grad_scaling: the identity path is {x.dtype}; it must be 32-bit (FSDP: parameters in fp32)"
+            )
         with torch.autocast(x.device.type, dtype=torch.float16):
             y = super().forward(Enter.apply(x, self.gradient_scale, self.gradients_filtered), *context)
         return Leave.apply(y, self.gradient_scale)

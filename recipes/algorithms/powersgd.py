@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from composer.algorithms import GradientClipping
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from torch import Tensor, nn
@@ -14,7 +13,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.algorithms.blocks import block_matrices
+from recipes.algorithms.clipping import ClipByNorm
 from recipes.algorithms.formats import FLOAT_32, MEAN_1_6_9
+from recipes.algorithms.gradient_order import GradientStage
 from recipes.algorithms.low_rank import BlockState, LowRank, agree, reduce_others
 
 FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
@@ -27,6 +28,8 @@ class PowerSGD(Algorithm):
     turned off, and when all microbatches are done each block is compressed, sent and decompressed, one after another.
     Gains, biases, embeddings and unembeddings are averaged in 32-bit.
     """
+
+    gradient_stage = GradientStage.AVERAGE
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class PowerSGD(Algorithm):
             )
         if state.precision == Precision.AMP_FP16:
             raise ValueError("powersgd: gradients are scaled under training.precision amp_fp16; use amp_bf16 or fp32")
-        if self.clip is not None and any(isinstance(a, GradientClipping) for a in state.algorithms):
+        if self.clip is not None and any(isinstance(a, ClipByNorm) for a in state.algorithms):
             raise ValueError("powersgd: clip and training.grad_clip would both clip; set one of them to null")
         state.model.register_comm_hook(None, _leave_as_it_is)
         for number, matrices in enumerate(self.blocks):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.block_scaling import Scales, scale_branch, unscale
+from recipes.algorithms.gradient_order import GradientStage
 from recipes.algorithms.powersgd import PowerSGD
 
 
@@ -19,8 +20,10 @@ class ResblockGradScaling(Algorithm):
     """Residual blocks in fp16, each with its own gradient scale; the identity path and all else in 32-bit.
 
     For training.precision fp32: the blocks have 16 bits by this algorithm. An update in which any block overflowed is
-    skipped. Where powersgd is used too, it comes after this one.
+    skipped.
     """
+
+    gradient_stage = GradientStage.UNSCALE
 
     def __init__(self, task: nn.Module, *, start: float = 13.0, least: float = 7.0, most: float = 24.0) -> None:
         """
@@ -57,7 +60,6 @@ class ResblockGradScaling(Algorithm):
         if event == Event.INIT:
             self._wrap(state)
         elif event == Event.FIT_START:
-            self._check_order(state)
             self.on_device.copy_(self.scales.values())
         else:
             logger.log_metrics(self._after_backward(state))
@@ -76,11 +78,6 @@ class ResblockGradScaling(Algorithm):
         self.filtered = torch.zeros(len(self.branches), dtype=torch.int64, device=self.on_device.device)
         for branch, scale, filtered in zip(self.branches, self.on_device, self.filtered, strict=True):
             scale_branch(branch, scale, filtered)
-
-    def _check_order(self, state: State) -> None:
-        kinds = [type(algorithm) for algorithm in state.algorithms]
-        if PowerSGD in kinds and kinds.index(PowerSGD) < kinds.index(ResblockGradScaling):
-            raise ValueError("resblock_grad_scaling: powersgd comes before it in algorithms; it must come after")
 
     def _after_backward(self, state: State) -> dict[str, float]:
         """Unscale, agree on what overflowed, skip or not, and move the scales."""

@@ -14,6 +14,8 @@ from recipes.models.weights import load_safetensors
 class KLAutoencoder(nn.Module):
     """AutoencoderKL (Rombach et al. 2022, section 3.1) trained with an L1 likelihood and a small KL weight."""
 
+    entry_points = ("reconstruct",)
+
     def __init__(
         self,
         *,
@@ -55,6 +57,11 @@ class KLAutoencoder(nn.Module):
         # First and second moment of the latents, for the scaling factor that the export names, and batches they saw.
         self.register_buffer("latent_moments", torch.tensor([0.0, 1.0]))
         self.register_buffer("latent_batches", torch.tensor(0.0))
+
+    def blocks(self) -> list[nn.Module]:
+        """The levels of encoder and decoder, and what lies between them."""
+        encoder, decoder = self.network.encoder, self.network.decoder
+        return [*encoder.down_blocks, encoder.mid_block, decoder.mid_block, *decoder.up_blocks]
 
     def requirements(self) -> dict[str, int]:
         """Pictures are its data: there is no manifest to fit."""

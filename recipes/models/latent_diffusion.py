@@ -16,6 +16,8 @@ from recipes.models.weights import load_safetensors
 class LatentDiffusion(nn.Module):
     """Latent diffusion (Rombach et al. 2022) over precomputed, normalised latents and text embeddings."""
 
+    entry_points = ("denoise",)
+
     def __init__(
         self,
         *,
@@ -49,6 +51,27 @@ class LatentDiffusion(nn.Module):
         self.loss = DiffusionLoss(NoiseSchedule(steps, beta_start, beta_end, beta_schedule), prediction, min_snr_gamma)
         self.eval_timesteps = list(eval_timesteps)
         self.eval_names = ["loss", *(f"loss_t{t}" for t in eval_timesteps)]
+
+    def blocks(self) -> list[nn.Module]:
+        """The denoiser's."""
+        return self.denoiser.blocks()
+
+    def recomputed_blocks(self) -> list[nn.Module]:
+        """The denoiser's."""
+        return self.denoiser.recomputed_blocks()
+
+    def denoise(self, latents: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+        """The denoiser's prediction, for sampling while the model is sharded.
+
+        Args:
+            latents: (B, C, H, W), noisy.
+            timesteps: (B,), int64.
+            text: (B, L, D).
+
+        Returns:
+            (B, C, H, W).
+        """
+        return self.denoiser(latents, timesteps, text)
 
     def requirements(self) -> dict[str, int]:
         """What the manifest of its training data must say."""

@@ -30,6 +30,15 @@ class UNet(nn.Module):
         """
         return self.network(latents, timesteps, encoder_hidden_states=text, return_dict=False)[0]
 
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of each level, on the way down and up, and the one between."""
+        return [*self.network.down_blocks, self.network.mid_block, *self.network.up_blocks]
+
+    def recomputed_blocks(self) -> list[nn.Module]:
+        """Residual blocks and transformers: the largest level alone would keep a third of all activations."""
+        parts = [(*block.resnets, *(getattr(block, "attentions", None) or ())) for block in self.blocks()]
+        return [module for part in parts for module in part]
+
     def save(self, folder: str) -> None:
         """Write config.json and safetensors that `UNet2DConditionModel.from_pretrained` opens."""
         self.network.save_pretrained(folder, safe_serialization=True)

@@ -77,7 +77,7 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
         task.had_one = True
 
     task.export = write
-    callback = Export(task, "run", str(tmp_path), LOADING, every="2ba")
+    callback = Export(task, "run", str(tmp_path), LOADING, None, every="2ba")
     length = Time.from_timestring("4ba")
     state = SimpleNamespace(timestamp=Timestamp(), previous_timestamp=None, max_duration=length, algorithms=[])
     state.get_elapsed_duration = lambda: Time.from_timestring("1dur") * (state.timestamp.batch.value / 4)

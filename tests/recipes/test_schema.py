@@ -280,7 +280,7 @@ def test_nearest():
 # --- what this repository's own components promise -------------------------------------------------------------------
 
 KNOWN = {"Any", "None", "bool", "int", "float", "str", "dict", "Duration", "InputPath", "ModelPath"}
-LOGGED = {"task", "run_name", "output", "loading", "encoders"}
+LOGGED = {"task", "run_name", "output", "loading", "blank", "encoders"}
 GIVEN = {
     "data": {"placement", "requirements"},
     "optimizer": {"parameters", "task"},
@@ -348,9 +348,9 @@ def test_a_builder_asks_for_what_it_is_given(real, group, target):
 
 def test_sections_are_documented(real):
     from precompute.config import EncodeConfig
-    from recipes.config import Checkpoints, Recipe, Training
+    from recipes.config import FSDP, Checkpoints, Recipe, Training
 
-    for section in (Recipe, Training, Checkpoints, EncodeConfig):
+    for section in (Recipe, Training, FSDP, Checkpoints, EncodeConfig):
         signature = read_section(section)
         assert signature.doc
         for parameter in signature.parameters.values():

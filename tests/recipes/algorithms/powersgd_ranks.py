@@ -8,13 +8,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from composer import Callback, Trainer
-from composer.algorithms import GradientClipping
 from composer.utils import dist as composer_dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging import own
 from recipes.algorithms.block_scaling import scale_branch, unscale
+from recipes.algorithms.clipping import ClipByNorm
+from recipes.algorithms.gradient_order import in_gradient_order
 from recipes.algorithms.powersgd import PowerSGD
 from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 from recipes.composer_model import ComposerTask
@@ -68,6 +69,7 @@ def run(*algorithms, powersgd=None, scaled=False, duration="8ba", bad_batch=None
         max_duration=duration,
         optimizers=torch.optim.SGD(task.parameters(), lr=0.3, momentum=0.5),
         algorithms=list(algorithms),
+        algorithm_passes=[in_gradient_order],
         callbacks=[watch],
         device="cpu",
         device_train_microbatch_size=4,
@@ -96,7 +98,7 @@ def check_runs(folder: Path) -> None:
     near(plain, exact, 1e-5 * moved)  # 8 steps' rounding
     assert moved > 0.05
 
-    _, clipped = run(GradientClipping(clipping_type="norm", clipping_threshold=0.3))
+    _, clipped = run(ClipByNorm(0.3))
     _, ours = run(powersgd={**EXACT, "clip": 0.3})
     near(clipped, ours, 1e-5 * moved)
     assert (clipped.weights[-1] - plain.weights[-1]).abs().max() > 0.01
@@ -132,7 +134,7 @@ def check_runs(folder: Path) -> None:
         else:
             raise AssertionError("another Q was taken")
     try:
-        run(GradientClipping(clipping_type="norm", clipping_threshold=1.0), powersgd={"rank": 2, "clip": 1.0})
+        run(ClipByNorm(1.0), powersgd={"rank": 2, "clip": 1.0})
     except ValueError as error:
         assert "would both clip" in str(error)
     else:

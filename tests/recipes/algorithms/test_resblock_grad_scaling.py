@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from composer import Callback, Trainer
-from composer.algorithms import GradientClipping
+from composer import Callback, Event, Trainer
+from composer.algorithms import ChannelsLast
 from torch.utils.data import DataLoader
 
+from recipes.algorithms.block_scaling import scale_branch
+from recipes.algorithms.clipping import ClipByNorm
+from recipes.algorithms.gradient_order import GradientStage, in_gradient_order
 from recipes.algorithms.powersgd import PowerSGD
 from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 from recipes.composer_model import ComposerTask
@@ -54,6 +57,7 @@ def run(scaling=None, *others, duration="8ba", bad_batches=(), **options):
         max_duration=duration,
         optimizers=torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5),
         algorithms=[*algorithms, *others],
+        algorithm_passes=[in_gradient_order],
         callbacks=[watch],
         device="cpu",
         device_train_microbatch_size=4,
@@ -82,9 +86,20 @@ def test_a_run_follows_that_in_32_bit():
 
 
 def test_clipping_sees_unscaled_gradients():
-    plain = run(None, GradientClipping(clipping_type="norm", clipping_threshold=0.1))
-    scaled = run({}, GradientClipping(clipping_type="norm", clipping_threshold=0.1))
+    plain = run(None, ClipByNorm(0.1))
+    scaled = run({}, ClipByNorm(0.1))
     assert (vector(plain.state.model) - vector(scaled.state.model)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_gradients_are_unscaled_averaged_and_clipped_in_this_order(turn):
+    task = Task()
+    other = ChannelsLast()
+    staged = [ResblockGradScaling(task), PowerSGD(task, rank=1), ClipByNorm(1.0)]
+    found = in_gradient_order([other, *staged][::turn], Event.AFTER_TRAIN_BATCH)
+    assert found == [*staged, other]
+    assert [a.gradient_stage for a in staged] == list(GradientStage)
+    assert in_gradient_order([other, *staged], Event.BATCH_END) == [other, *staged]
 
 
 def test_an_overflow_skips_the_update_and_lowers_the_scale_of_its_block():
@@ -131,11 +146,10 @@ def test_what_does_not_fit_is_refused():
         ResblockGradScaling(other)
     with pytest.raises(ValueError, match="the checkpoint has 3 scales, the model 2 blocks"):
         ResblockGradScaling(Task()).load_state_dict({"exponents": torch.zeros(3)})
-    task = Task()
-    with pytest.raises(ValueError, match="powersgd comes before it"):
-        ResblockGradScaling(task)._check_order(
-            type("State", (), {"algorithms": [PowerSGD(task, rank=1), ResblockGradScaling(task)]})()
-        )
+    with pytest.raises(ValueError, match="the identity path is torch.bfloat16"):
+        block = Task().layers[0]
+        scale_branch(block.branch, torch.ones(()), torch.zeros((), dtype=torch.int64))
+        block(torch.zeros(2, 16, dtype=torch.bfloat16))
 
 
 def _wrap_under(precision):

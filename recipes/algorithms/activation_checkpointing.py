@@ -1,0 +1,64 @@
+"""Activations that are computed again in the backward pass instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute(modules: Sequence[nn.Module]) -> None:
+    """Make modules keep only their inputs for the backward pass (Chen et al. 2016), which then calls them once more.
+
+    Modules stay the same objects with the same names. Random numbers of both calls are the same. Without gradients
+    nothing changes.
+    """
+    for module in modules:
+        module.forward = _Recomputed(module.forward)
+
+
+class _Recomputed:
+    """A module's forward."""
+
+    def __init__(self, forward: Any) -> None:
+        self.plain = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+
+
+class ActivationCheckpointing(Algorithm):
+    """Keeps the inputs of a model's blocks and computes what is inside again: a third more work, much less memory."""
+
+    def __init__(self, task: nn.Module, *, every: int = 1) -> None:
+        """Blocks are those that the task names: a U-Net's residual and attention blocks, a transformer's layers.
+
+        Args:
+            every: 1 for all blocks, 2 for every second one.
+
+        Raises:
+            ValueError: every is below 1.
+        """
+        if every < 1:
+            raise ValueError(f"activation_checkpointing: every must be at least 1, got {every}")
+        self.task = task
+        self.every = every
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        named = getattr(self.task, "recomputed_blocks", getattr(self.task, "blocks", list))
+        blocks = named()[:: self.every]
+        if not blocks:
+            raise ValueError("activation_checkpointing: the model names no blocks; remove the algorithm")
+        recompute(blocks)
+        print(f"activation_checkpointing: {len(blocks)} blocks", flush=True)
+        logger.log_hyperparameters({"activation_checkpointing": len(blocks)})
