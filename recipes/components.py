@@ -57,6 +57,8 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "compile": "recipes.algorithms.compile:Compile",
         "fused_group_norm": "recipes.algorithms.fused_group_norm:FusedGroupNorms",
         "low_precision_norms": "recipes.algorithms.low_precision_norms:LowPrecisionNorms",
+        "powersgd": "recipes.algorithms.powersgd:PowerSGD",
+        "resblock_grad_scaling": "recipes.algorithms.resblock_grad_scaling:ResblockGradScaling",
         "scheduled_ema": "recipes.algorithms.scheduled_ema:ScheduledEMA",
     },
     "callback": {

@@ -15,6 +15,7 @@ from callbacks.interval import CHECKPOINT, at_intervals
 from data.loading import Loading, Placement
 from recipes.algorithms.clipping import ClipByNorm
 from recipes.algorithms.fsdp import Sharding
+from recipes.algorithms.gradient_order import in_gradient_order
 from recipes.algorithms.microbatch import MicrobatchSearch
 from recipes.build import build, build_on_meta, encoders_of
 from recipes.composer_model import ComposerTask
@@ -89,6 +90,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task),
         schedulers=schedule,
         algorithms=algorithms + search,
+        algorithm_passes=[in_gradient_order],
         parallelism_config={"fsdp": sharding.composer_config()} if sharding else None,
         callbacks=[
             *(build(callback, **context) for callback in recipe.callbacks.values()),

@@ -22,7 +22,8 @@ def orthonormal(matrices: list[Tensor]) -> list[Tensor]:
     places: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         assert matrix.shape[0] >= matrix.shape[1], f"{tuple(matrix.shape)}: more columns than rows"
-        places.setdefault(matrix.shape, []).append(number)
+        if matrix.numel():  # a shard may have no rows
+            places.setdefault(matrix.shape, []).append(number)
     found = list(matrices)
     for numbers in places.values():
         reflectors, scales = torch.geqrf(torch.stack([matrices[i] for i in numbers]))

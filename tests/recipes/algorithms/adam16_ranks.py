@@ -1,8 +1,7 @@
-"""Run on two ranks by test_adam16.py: Adam16 on FSDP2's shards against the whole model's."""
+"""Run on two ranks by test_powersgd.py: Adam16 on FSDP2's shards against the whole model's."""
 
 import torch
 import torch.distributed as dist
-from test_adam16 import Residual, adam16, loss_of
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -12,6 +11,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from recipes.builders import adam16
+from tests.recipes.algorithms.residual import Residual, loss_of
 
 STATES = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -23,7 +25,7 @@ def sharded() -> Residual:
     return fully_shard(model)
 
 
-def step_of(model, optimizer, gradients, lr=None) -> None:
+def step_of(model, optimizer, gradients) -> None:
     """Both get the very same gradients, so that only the optimizer can differ."""
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         if isinstance(parameter, DTensor):
@@ -34,8 +36,7 @@ def step_of(model, optimizer, gradients, lr=None) -> None:
     optimizer.step()
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def check_shards() -> None:
     whole, parts = Residual(width=5), sharded()
     optimizers = [adam16(m.parameters(), m, lr=3e-3, compiled=False) for m in (whole, parts)]
     for step in range(6):
@@ -61,9 +62,3 @@ def main() -> None:
     size = torch.tensor(float(optimizers[1].memory()["bytes"]))
     dist.all_reduce(size)
     assert size == optimizers[0].memory()["bytes"]
-    print("all as it should be", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
