@@ -33,6 +33,7 @@ SMALL = [
     "training.duration=12ba",
     "training.global_batch=8",
     "training.microbatch=null",
+    "training.fsdp=null",
     "training.precision=auto",
     "training.device=cpu",
     "training.eval_every=null",
