@@ -3,7 +3,9 @@ a width that trains in seconds. Made once a session, without a network."""
 
 import atexit
 import io
+import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -49,8 +51,9 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def closed_probes(monkeypatch):
-    """streaming looks for a free name by opening the shared memory of every data set of the process, and keeps all of
-    them open until its end: the square of the number of data sets, too many files for a whole suite."""
+    """streaming looks for a free name by opening the shared memory of every data set of the machine, and keeps all of
+    them open until its end: the square of the number of data sets, too many files for a whole suite. Each process looks
+    in a range of its own here: two that look at the same moment take the same name, and one of them fails."""
     if "streaming" not in sys.modules:  # not imported for tests that need none of it
         yield
         return
@@ -66,6 +69,7 @@ def closed_probes(monkeypatch):
 
     opener = prefix.SharedMemory
     monkeypatch.setattr(prefix, "SharedMemory", probe)
+    monkeypatch.setattr(prefix, "_each_prefix_int", lambda: itertools.count(1000 * os.getpid()))
     yield
     for memory in opened:
         memory.cleanup()

@@ -236,7 +236,7 @@ def test_logits_that_are_not_finite_are_encoded_again_in_fp32(
     monkeypatch.setattr(DVAEEncoder, "logits", spoilt)
     monkeypatch.setitem(base.DTYPES, "bf16", torch.float32)  # another name, the same numbers
     encoder = {"name": "dvae", "path": str(dvae_folder), "precision": "bf16"}
-    main([token_recipe(resolutions=[32], image_encoder=encoder)])
+    main([token_recipe(resolutions=[32], crops=1, image_encoder=encoder)])
     out = tmp_path / "out" / "train"
     manifest = Manifest.read(out)
     assert (manifest.samples, manifest.reencoded, manifest.rejected["nonfinite_latent"]) == (11, 1, 1)
@@ -244,7 +244,7 @@ def test_logits_that_are_not_finite_are_encoded_again_in_fp32(
     (lost,) = [row["key"] for row in rows if row["reason"] == "nonfinite_latent"]
     kept = {s["key"]: s for s in read(encoded_tokens) if s["key"] != lost}
     for sample in read(out):
-        np.testing.assert_array_equal(sample["tokens_32"], kept.pop(sample["key"])["tokens_32"])
+        np.testing.assert_array_equal(sample["tokens_32"], kept.pop(sample["key"])["tokens_32"][:1])
     assert not kept
 
 
