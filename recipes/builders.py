@@ -14,8 +14,7 @@ import torch
 from composer import Callback
 from composer.algorithms import ChannelsLast
 from composer.callbacks import LRMonitor, MemoryMonitor
-from composer.core import Event, State
-from composer.loggers import Logger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
+from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
 from composer.optim import CosineAnnealingWithWarmupScheduler as CosineWithWarmup
 from composer.optim import LinearWithWarmupScheduler as LinearWithWarmup
@@ -75,16 +74,7 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler
 
 def channels_last() -> ChannelsLast:
     """Convolution weights in the memory order that tensor cores (and oneDNN) take without a copy."""
-    return ConvolutionsLast()
-
-
-class ConvolutionsLast(ChannelsLast):
-    """Composer's ChannelsLast, which by itself passes over a model that it cannot change."""
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if not any(p.dim() == 4 for p in state.model.parameters()):
-            raise ValueError("channels_last: the model has no 2-d convolution to change; remove the algorithm")
-        super().apply(event, state, logger)
+    return ChannelsLast()
 
 
 def lr_monitor() -> Callback:
