@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from composer import Callback
-from composer.algorithms import ChannelsLast
 from composer.callbacks import LRMonitor, MemoryMonitor
 from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
@@ -38,7 +37,7 @@ def adamw(
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        fused: one kernel for all parameters.
+        fused: one kernel for all parameters, on GPUs and CPUs, sharded or not; steps are the same to 32-bit rounding.
     """
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
@@ -70,11 +69,6 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler
         final: learning rate at the end, as a share of the peak.
     """
     return LinearWithWarmup(t_warmup=warmup, alpha_f=final)
-
-
-def channels_last() -> ChannelsLast:
-    """Convolution weights in the memory order that tensor cores (and oneDNN) take without a copy."""
-    return ChannelsLast()
 
 
 def lr_monitor() -> Callback:

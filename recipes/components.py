@@ -47,7 +47,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "algorithm": {
         "activation_checkpointing": "recipes.algorithms.activation_checkpointing:ActivationCheckpointing",
         "attention": "recipes.algorithms.attention:Attention",
-        "channels_last": "recipes.builders:channels_last",
+        "channels_last": "recipes.algorithms.channels_last:ChannelsLast",
         "compile": "recipes.algorithms.compile:Compile",
         "fused_group_norm": "recipes.algorithms.fused_group_norm:FusedGroupNorms",
         "low_precision_norms": "recipes.algorithms.low_precision_norms:LowPrecisionNorms",
