@@ -19,7 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,11 @@ def levers(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[Leve
         Lever("fused GroupNorm + SiLU", ["algorithms.fused_group_norm={name: fused_group_norm, when: auto}"], no_gpu),
         Lever("fused AdamW", ["optimizer.fused=true"]),
         Lever("torch.compile", ["algorithms.compile={name: compile}"], why_no_compiler(gpu) or ""),
-        Lever("CUDA graphs", ["algorithms.compile.mode=reduce-overhead"], no_gpu),
+        Lever("CUDA graphs", ["algorithms.compile={name: compile, mode: reduce-overhead}"], no_gpu),
         Lever(
             "FSDP SHARD_GRAD_OP",
-            ["algorithms.compile.mode=default", "training.fsdp={strategy: SHARD_GRAD_OP}"],
+            # CUDA graphs need parameters that stay where they are.
+            [*(["algorithms.compile.mode=default"] if gpu else []), "training.fsdp={strategy: SHARD_GRAD_OP}"],
             one_rank,
         ),
     ]
@@ -247,6 +248,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
     parser.add_argument("--warm-up", type=int, default=20 if gpu else 3, help="steps before the first window")
     parser.add_argument("--windows", type=int, default=5 if gpu else 4, help="windows of a run")
     parser.add_argument("--steps", type=int, default=10 if gpu else 1, help="steps of a window")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="LEVER", help="levers to leave out, by their names")
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     batch = options.batch or size.batch
@@ -273,6 +275,12 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
             # One epoch, so that what happens between two is not measured.
             repeat = 1 + math.ceil((options.warm_up + options.windows * options.steps) * batch / samples)
             chosen = levers(folder / "set", resolution, repeat, gpu)
+            unknown = [name for name in options.skip if name not in [lever.name for lever in chosen[2:]]]
+            if unknown:
+                parser.error(
+                    f"--skip: no lever {unknown[0]}; there are {', '.join(lever.name for lever in chosen[2:])}"
+                )
+            chosen = [replace(lever, missing="skipped") if lever.name in options.skip else lever for lever in chosen]
             found = run_levers(chosen, recipe_of, options, log)
             everything[resolution] = found
             if dist.get_global_rank() == 0:
