@@ -1,25 +1,40 @@
-"""What a plain training of latent diffusion has in place of the levers; components of benchmarks.levers' recipes."""
+"""Components of the benchmarks' recipes alone: what a plain training has in place of the levers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from composer import Callback
 from composer.algorithms import EMA
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from torch import Tensor, nn
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
 from data.loading import Batch, Loading, Placement
 from data.streaming import latents
 from precompute.encoders.base import ImageEncoder, TextEncoder
+from recipes import components
+from recipes.algorithms.low_precision_norms import lower_norms
 
 COMPONENTS = {
     "data": {"encoded_in_loop": "benchmarks.baseline:encoded_in_loop"},
-    "algorithm": {"composer_ema": "benchmarks.baseline:composer_ema"},
+    "algorithm": {
+        "composer_ema": "benchmarks.baseline:composer_ema",
+        "cpu_autocast": "benchmarks.baseline:CPUAutocast",
+    },
 }
+
+
+def register() -> None:
+    """Make them known to recipes of this process."""
+    for group, names in COMPONENTS.items():
+        components.COMPONENTS[group].update(names)
 
 
 def encoded_in_loop(
@@ -105,3 +120,53 @@ def composer_ema(*, decay: float = 0.9999) -> EMA:
         decay: share of the average that an update keeps.
     """
     return EMA(half_life=None, smoothing=decay, update_interval="1ba")
+
+
+class GroupNorm32(nn.GroupNorm):
+    """What a GPU's autocast makes of a GroupNorm, also on a CPU, whose autocast leaves it alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class LayerNorm32(nn.LayerNorm):
+    """As GroupNorm32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
+class CPUAutocast(Algorithm):
+    """bfloat16 autocast around a task's losses on a CPU, where Composer has none."""
+
+    def __init__(self, task: nn.Module, *, norms: Literal["fp32", "low"] = "fp32") -> None:
+        """
+        Args:
+            norms: in 32 bits as under a GPU's autocast, or as the low_precision_norms algorithm makes them.
+        """
+        self.task = task
+        self.norms = norms
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.INIT
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if self.norms == "low":
+            lower_norms(self.task)
+        else:
+            for module in self.task.modules():
+                module.__class__ = {nn.GroupNorm: GroupNorm32, nn.LayerNorm: LayerNorm32}.get(
+                    type(module), type(module)
+                )
+        for name in ("forward", "evaluate"):
+            setattr(self.task, name, torch.autocast("cpu", torch.bfloat16)(getattr(self.task, name)))
+
+
+class Losses(Callback):
+    """Appends the training loss of every batch to a list."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.values.append(float(state.total_loss_dict["loss/train/total"]))

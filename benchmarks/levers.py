@@ -18,8 +18,9 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,49 +31,15 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 import yaml
 from composer.utils import dist
-from diffusers import AutoencoderKL
-from open_clip import CLIP
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import baseline
-from benchmarks.encode import TEXTS, VAES, VISION
-from benchmarks.latent_sets import Encoders, encoder_components, write_set
+from benchmarks.latent_sets import encoder_components, write_set
 from benchmarks.reporting import write_results
 from benchmarks.steady import Steady, on_first_rank, run_steady
-from precompute.encoders.text import Tower
-from recipes.build import build_on_meta
-from recipes.components import COMPONENTS
-from recipes.config import Recipe, load
+from benchmarks.training import SIZES, flops, recipe_with
+from recipes.algorithms.compile import why_no_compiler
+from recipes.config import Recipe
 from recipes.trainer import build_trainer
-
-
-@dataclass(frozen=True)
-class Size:
-    """A network, and encoders whose work relative to it is as in Stable Diffusion 2."""
-
-    encoders: Encoders
-    model: list[str]
-    resolutions: list[int]
-    batch: int
-
-
-SIZES = {
-    "small": Size(
-        Encoders(
-            {"block_out_channels": (16, 32, 64, 64), "layers_per_block": 2, "norm_num_groups": 8},
-            {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 24},
-        ),
-        [
-            "model.denoiser.channels=[40,80,160,160]",
-            "model.denoiser.heads=[1,2,4,4]",
-            "model.denoiser.norm_groups=8",
-            "model.denoiser.text_width=32",
-        ],
-        [128],
-        16,
-    ),
-    "sd2": Size(Encoders(VAES["sd2"], TEXTS["sd2"]), [], [256], 64),
-}
 
 
 @dataclass(frozen=True)
@@ -128,7 +95,8 @@ def levers(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[Leve
     }
     data = {key: plain_data[key] for key in ("streams", "resolution", "caption_dropout")}
     no_gpu = "" if gpu else "needs a GPU"
-    found = [
+    one_rank = "" if dist.get_world_size() > 1 else "needs several ranks"
+    return [
         Lever(
             "baseline",
             [
@@ -148,48 +116,19 @@ def levers(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[Leve
         Lever("low-precision norms", ["algorithms.low_precision_norms={name: low_precision_norms}"], no_gpu),
         Lever("fused GroupNorm + SiLU", ["algorithms.fused_group_norm={name: fused_group_norm, when: auto}"], no_gpu),
         Lever("fused AdamW", ["optimizer.fused=true"]),
+        Lever("torch.compile", ["algorithms.compile={name: compile}"], why_no_compiler(gpu) or ""),
+        Lever("CUDA graphs", ["algorithms.compile={name: compile, mode: reduce-overhead}"], no_gpu),
+        Lever(
+            "FSDP SHARD_GRAD_OP",
+            # CUDA graphs need parameters that stay where they are.
+            [*(["algorithms.compile.mode=default"] if gpu else []), "training.fsdp={strategy: SHARD_GRAD_OP}"],
+            one_rank,
+        ),
     ]
-    return found
 
 
 def _flow(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, default_flow_style=True, width=10**6).strip()
-
-
-def recipe_with(
-    changes: list[str],
-    size: Size,
-    folder: Path,
-    resolution: int,
-    batch: int,
-    microbatch: int | None,
-    callbacks: Sequence[str] = (),
-) -> Recipe:
-    """yamls/sd2_base.yaml at a size, with the changes on top, and no more than training itself and some callbacks."""
-    recipe = load(
-        ROOT / "yamls" / "sd2_base.yaml",
-        [
-            *size.model,
-            f"output={folder}/run",
-            f"data.streams.train.path={folder}/latents/train",
-            f"data.resolution={resolution}",
-            "data.workers=1",
-            "evals.val=null",
-            "schedule.warmup=1ba",  # or the weights, and with them the losses, would hardly move
-            "training.duration=1400000ba",
-            f"training.global_batch={batch}",
-            f"training.microbatch={'null' if microbatch is None else microbatch}",
-            "training.precision=auto",
-            "training.eval_every=null",
-            "checkpoints={save: false, every: null, autoresume: false}",
-            *changes,
-            f"data.workers={8 if torch.cuda.is_available() else 1}",
-        ],
-        Recipe,
-    )
-    recipe.callbacks = {name: recipe.callbacks[name] for name in callbacks}
-    recipe.loggers = {}
-    return recipe
 
 
 def measure(recipes: dict[str, Recipe], rounds: int, steady: tuple[int, int, int], log: Any) -> dict[str, Measured]:
@@ -237,6 +176,8 @@ def cards(found: dict[str, Measured]) -> Iterator[dict[str, Any]]:
     """A row a lever; ratios are those of runs of the same round, which were neighbours in time."""
     first = previous = next(iter(found.values()))
     for name, measured in found.items():
+        if name == OTHER_SEED:
+            continue
         rates = sorted(rate for windows in measured.rounds for rate in windows)
         if measured.error or first.error:
             yield dict.fromkeys(ROWS, "") | {"lever": name, "images/s": measured.error or round(_middle(rates), 2)}
@@ -257,6 +198,7 @@ def cards(found: dict[str, Measured]) -> Iterator[dict[str, Any]]:
         previous = measured
 
 
+OTHER_SEED = "another seed"
 ROWS = ("lever", "images/s", "middle half", "to previous", "to baseline", "peak MB", "loss", "to baseline's")
 ROWS += ("largest in a step", "between rounds")
 
@@ -271,49 +213,20 @@ def ratio(one: Measured, other: Measured) -> float:
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
 
 
-def flops(size: Size, recipe: Recipe, resolution: int) -> dict[str, float]:
-    """GFLOP a sample, by PyTorch's counter: training of the U-Net, and encoding."""
-    from recipes.models.unet import UNet
-
-    network: UNet = build_on_meta(recipe.model).denoiser
-    text, vae = size.encoders.text, size.encoders.vae
-    side = resolution // 2 ** (len(vae["block_out_channels"]) - 1)
-    with torch.device("meta"), torch.no_grad():
-        encoder = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, **vae
-        )
-        tower = Tower(CLIP(embed_dim=64, vision_cfg=VISION, text_cfg=text), "text")
-        tower.blocks = tower.blocks[:-1]
-        works = {
-            "training of the U-Net": lambda: network(
-                torch.empty(1, 4, side, side), torch.zeros(1, dtype=torch.long), torch.empty(1, 77, text["width"])
-            ),
-            "VAE": lambda: encoder.encode(torch.empty(1, 3, resolution, resolution)),
-            "text encoder": lambda: tower(torch.zeros(1, 77, dtype=torch.long)),
-        }
-        counts = {}
-        for name, work in works.items():
-            with FlopCounterMode(display=False) as counter:
-                work()
-            counts[name] = counter.get_total_flops() / 1e9
-    counts["training of the U-Net"] *= 3
-    return counts
-
-
-def notes(counts: dict[str, float], found: dict[str, Measured], skipped: list[Lever], text: str) -> str:
+def notes(found: dict[str, Measured], chosen: list[Lever], counts: dict[str, float], text: str) -> str:
     """What a reader of the table must know."""
     encoding = counts["VAE"] + counts["text encoder"]
-    lines = [
-        text,
-        "GFLOP a sample: " + ", ".join(f"{name} {count:,.2f}" for name, count in counts.items())
-        + f"; encoding is {encoding / counts['training of the U-Net']:.2f} of training.",
-    ]  # fmt: skip
+    work = ", ".join(f"{name} {count:,.2f}" for name, count in counts.items())
+    share = encoding / counts["training of the U-Net"]
+    lines = [text, f"GFLOP a sample: {work}; encoding is {share:.2f} of training."]
     first, second = list(found.values())[:2]
     if not (first.error or second.error):
         gain = ratio(second, first)
         verdict = "met" if gain >= 1.4 else "not met"
         lines.append(f"Goal: precomputed latents at least 1.4x encoders in the loop: {gain:.2f}x, {verdict}.")
-    lines += [f"Not run here: {lever.name} ({lever.missing})." for lever in skipped]
+    if found[OTHER_SEED].losses:
+        lines.append(f"With another seed the loss is {statistics.mean(found[OTHER_SEED].losses):.5f}.")
+    lines += [f"Not run here: {lever.name} ({lever.missing})." for lever in chosen if lever.missing]
     return "\n".join(lines)
 
 
@@ -335,6 +248,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
     parser.add_argument("--warm-up", type=int, default=20 if gpu else 3, help="steps before the first window")
     parser.add_argument("--windows", type=int, default=5 if gpu else 4, help="windows of a run")
     parser.add_argument("--steps", type=int, default=10 if gpu else 1, help="steps of a window")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="LEVER", help="levers to leave out, by their names")
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     batch = options.batch or size.batch
@@ -342,8 +256,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
     resolutions = options.resolution or size.resolutions
     warnings.filterwarnings("ignore", message="Specifying `eval_interval")
     dist.initialize_dist("gpu" if gpu else "cpu")
-    for group, names in baseline.COMPONENTS.items():
-        COMPONENTS[group].update(names)
+    baseline.register()
     with contextlib.ExitStack() as stack:
         folder = Path(on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory())))
         log = stack.enter_context(open(folder / f"log{dist.get_global_rank()}.txt", "w", encoding="utf-8"))
@@ -351,49 +264,69 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
             on_first_rank(lambda: write_set(folder / "set", size.encoders, resolutions, samples, gpu))
         everything = {}
         for resolution in resolutions:
-            everything[resolution] = at_resolution(resolution, folder / "set", size, batch, samples, options, log)
+            recipe_of = partial(
+                recipe_with,
+                size=size,
+                folder=folder / "set",
+                resolution=resolution,
+                batch=batch,
+                microbatch=options.microbatch,
+            )
+            # One epoch, so that what happens between two is not measured.
+            repeat = 1 + math.ceil((options.warm_up + options.windows * options.steps) * batch / samples)
+            chosen = levers(folder / "set", resolution, repeat, gpu)
+            unknown = [name for name in options.skip if name not in [lever.name for lever in chosen[2:]]]
+            if unknown:
+                parser.error(
+                    f"--skip: no lever {unknown[0]}; there are {', '.join(lever.name for lever in chosen[2:])}"
+                )
+            chosen = [replace(lever, missing="skipped") if lever.name in options.skip else lever for lever in chosen]
+            found = run_levers(chosen, recipe_of, options, log)
+            everything[resolution] = found
+            if dist.get_global_rank() == 0:
+                rows = list(cards(found))
+                counts = flops(size, recipe_of([]), resolution)
+                name = options.size if [resolution] == size.resolutions else f"{options.size}_{resolution}"
+                write_results(
+                    "levers", name, rows, notes(found, chosen, counts, conditions(resolution, batch, options))
+                )
         dist.barrier()
     return everything
 
 
-def at_resolution(
-    resolution: int, folder: Path, size: Size, batch: int, samples: int, options: Any, log: Any
+def run_levers(
+    chosen: list[Lever], recipe_of: Callable[[list[str]], Recipe], options: Any, log: Any
 ) -> dict[str, Measured]:
-    """The table of one resolution."""
-    steps = options.warm_up + options.windows * options.steps
-    # One epoch, so that what happens between two is not measured.
-    repeat = math.ceil((steps + 1) * batch / samples)
-    chosen = levers(folder, resolution, repeat, torch.cuda.is_available())
+    """The runs with each lever that can run here on top of those before, and one with another seed for the losses.
+
+    Args:
+        chosen: the levers.
+        recipe_of: makes a recipe of changes.
+        options: of the command line.
+        log: file that the runs print to.
+    """
     recipes: dict[str, Recipe] = {}
     changes: list[str] = []
     for lever in chosen:
         if not lever.missing:
             changes = changes + lever.changes
-            recipes[lever.name] = recipe_with(changes, size, folder, resolution, batch, options.microbatch)
+            recipes[lever.name] = recipe_of(changes)
     steady = (options.warm_up, options.windows, options.steps)
     found = measure(recipes, options.rounds, steady, log)
-    rows = list(cards(found))
-    # How far apart losses are that differ in nothing but the draw of weights, order and noise.
-    other = recipe_with([*chosen[0].changes, *chosen[1].changes, "seed=18"], size, folder, resolution, batch, None)
-    seed = measure({"seed": other}, 1, (options.warm_up, options.windows, options.steps), log)["seed"].losses
-    counts = flops(size, recipes["baseline"], resolution)
+    second = recipe_of([*chosen[0].changes, *chosen[1].changes, "seed=18"])
+    return found | measure({OTHER_SEED: second}, 1, steady, log)
+
+
+def conditions(resolution: int, batch: int, options: Any) -> str:
+    """How a table was measured, in words."""
     clock = ""
     if not torch.cuda.is_available():
         clock = f" {torch.get_num_threads()} thread; seconds are those that the training process computed."
     windows = f"{options.rounds} rounds of {options.windows} windows of {options.steps} steps after {options.warm_up}"
-    text = (
-        f"{resolution} x {resolution} pixels, {batch} samples a step on {dist.get_world_size()} ranks, {windows}.{clock} "
-        f"Losses: mean over these {len(seed)} steps; another seed has {statistics.mean(seed):.5f}. "
-        "Peak memory: tensors on the first rank."
+    return (
+        f"{resolution} x {resolution} pixels, {batch} samples a step on {dist.get_world_size()} ranks, {windows}."
+        f"{clock} Losses: mean of all steps. Peak memory: tensors on the first rank."
     )
-    if dist.get_global_rank() == 0:
-        name = (
-            options.size
-            if len(size.resolutions) == 1 and resolution in size.resolutions
-            else f"{options.size}_{resolution}"
-        )
-        write_results("levers", name, rows, notes(counts, found, [lever for lever in chosen if lever.missing], text))
-    return found
 
 
 if __name__ == "__main__":

@@ -228,8 +228,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _similar_file(path: Path) -> str:
     """A hint for a YAML that is not there: one of a similar name, shipped or beside it."""
     files = {file.name: file for folder in (ROOT / "yamls", path.parent) for file in folder.glob("*.yaml")}
-    close = difflib.get_close_matches(path.name, files, n=1)
-    return f"; did you mean {files[close[0]]}?" if close else ""
+    close = difflib.get_close_matches(path.stem, [Path(name).stem for name in files], n=1)
+    return f"; did you mean {files[f'{close[0]}.yaml']}?" if close else ""
 
 
 def _parse(overrides: list[str]) -> dict[str, Any]:

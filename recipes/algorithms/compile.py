@@ -9,8 +9,9 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._triton import has_triton
+
+from recipes.algorithms.sharding import is_sharded
 
 # Composer's compile_config is not used: it compiles the whole ComposerModel, random draws included, which the compiler
 # makes in another way; and validation, which calls the model inside of it, would run without.
@@ -139,6 +140,11 @@ class Compile(Algorithm):
         reason = why_no_compiler(on_gpu) if self.backend == "inductor" else None
         if reason:
             raise ValueError(f"compile: {reason}; or remove the algorithm")
+        if self.graphs and is_sharded(self.task):
+            raise ValueError(
+                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must stay where they are, and "
+                "FSDP gathers them in new places; use default or max-autotune-no-cudagraphs"
+            )
         # Names of modes are inductor's.
         options = {"mode": self.mode} if self.backend == "inductor" else {}
         options |= {"backend": self.backend, "dynamic": False}
@@ -171,11 +177,10 @@ class Compile(Algorithm):
         if self.gradients is None:
             modules = [forward.module for forward in self.forwards]
             parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
-            # FSDP sums into shards of its own.
-            self.parameters = [p for p in parameters.values() if not isinstance(p, DTensor)]
+            self.parameters = list(parameters.values())
             self.gradients = [torch.zeros_like(p) for p in self.parameters]
         if not self.gradients or self.parameters[0].grad is self.gradients[0]:
-            return
+            return  # a further microbatch, or nothing that is trained
         torch._foreach_zero_(self.gradients)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient

@@ -234,7 +234,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
-        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: export, "]),
+        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: codebook, "]),
         (["data.source.path=nowhere"], ["data.source.path: `nowhere` does not exist (looked in "]),
         (["checkpoints.load_path=nowhere.pt"], ["checkpoints.load_path: `nowhere.pt` does not exist (looked in "]),
         (["seed=${nope}"], ["seed: Interpolation key 'nope' not found"]),

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from composer import Trainer
-from composer.utils import FSDP2Config
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ema_ranks import right_mean_on_cpu  # noqa: E402
 from test_microbatch import MB, FakeMemory, Line, data  # noqa: E402
 
 from recipes.algorithms.averaging import own  # noqa: E402
 from recipes.algorithms.compile import Compile  # noqa: E402
+from recipes.algorithms.fsdp import Sharding  # noqa: E402
 from recipes.algorithms.microbatch import MicrobatchSearch  # noqa: E402
 from recipes.builders import adamw  # noqa: E402
 from recipes.composer_model import ComposerTask  # noqa: E402
@@ -32,15 +31,21 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
     """This rank's weights after a run."""
     task = Line()
     search = [] if memory is None else [MicrobatchSearch(task, 24, memory)]
+    more = []
+    if sharded:
+        more = [
+            Compile(task, backend="aot_eager"),
+            Sharding(task, full_shard=False, by_block=True, parameters="fp32", replicas=1, checkpoints="full"),
+        ]
     made = Trainer(
         model=ComposerTask(task),
         train_dataloader=data(),
         max_duration="10ba",
         optimizers=adamw(task.parameters(), lr=0.05, fused=memory is not None),
-        algorithms=[*search, *([Compile(task, backend="aot_eager")] if sharded else [])],
+        algorithms=[*search, *more],
         device="cpu",
         device_train_microbatch_size=microbatch,
-        parallelism_config={"fsdp": FSDP2Config(reshard_after_forward=False)} if sharded else None,
+        parallelism_config={"fsdp": more[1].composer_config()} if sharded else None,
         progress_bar=False,
     )
     if memory is not None:
@@ -60,14 +65,12 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
 def main() -> None:
     os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
     dist.init_process_group("gloo")
-    right_mean_on_cpu()
     torch.set_num_threads(1)
     for sharded in (False, True):
         each = (100 * MB, 1_200 * MB)[dist.get_rank()]
         found = train(FakeMemory(held=1_000 * MB, fixed=500 * MB, each=each), 1, sharded)
         whole = train(None, 24, sharded)
-        near = 1e-6 if sharded else 1e-12  # Composer's FSDP2 sums gradients in 32 bits
-        torch.testing.assert_close(found, whole, rtol=near, atol=near)
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
     print("agreed", flush=True)
     dist.barrier()
     os._exit(0)  # Composer's threads

@@ -23,7 +23,7 @@ from recipes.trainer import build_trainer
 
 # Required keys of algorithms, and what they say of a model that has nothing for them.
 REQUIRED = {"scheduled_ema": {"decay": 0.9}}
-EVENTS = (Event.INIT, Event.FIT_START)
+EVENTS = (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
 
 
 class Nothing(nn.Module):
@@ -44,7 +44,7 @@ def test_a_lever_that_finds_nothing_to_change_raises(name):
     state = SimpleNamespace(
         model=task,
         algorithms=[algorithm],
-        device=SimpleNamespace(name="gpu"),
+        device=SimpleNamespace(name="cpu" if name == "compile" else "gpu"),  # it asks for a compiler first
         precision=Precision.AMP_BF16,
         timestamp=Timestamp(),
         max_duration=Time.from_timestring("10ba"),
@@ -61,9 +61,13 @@ def test_a_lever_that_finds_nothing_to_change_raises(name):
 # --- all together ----------------------------------------------------------------------------------------------------
 
 LEVERS = [
+    "model.denoiser.channels=[32,64]",
+    "model.denoiser.attention=[true,false]",
+    "model.denoiser.heads=[1,2]",
     "algorithms.activation_checkpointing={name: activation_checkpointing, every: 2}",
     "algorithms.low_precision_norms={name: low_precision_norms, modules: denoiser}",
     "algorithms.fused_group_norm={name: fused_group_norm, when: always}",
+    "algorithms.compile={name: compile, backend: aot_eager}",
     "algorithms.ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
     "callbacks.export={name: export}",
     "training.grad_clip=1.0",
@@ -131,4 +135,5 @@ def test_all_levers_together(small_recipe, tmp_path, low_precision_on_a_cpu):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_all_levers_together_on_a_gpu(small_recipe, tmp_path):
-    check_all_levers(small_recipe, tmp_path, "training.device=gpu", "training.precision=amp_bf16")
+    gpu = ["training.device=gpu", "training.precision=amp_bf16", "algorithms.compile.backend=inductor"]
+    check_all_levers(small_recipe, tmp_path, *gpu)

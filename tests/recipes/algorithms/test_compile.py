@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from recipes.algorithms import compile as compile_module
+from recipes.algorithms.activation_checkpointing import ActivationCheckpointing
 from recipes.algorithms.compile import Compile, CompiledForward, compile_forwards, why_no_compiler
 from recipes.algorithms.scheduled_ema import ScheduledEMA
 from recipes.composer_model import ComposerTask
@@ -93,6 +94,7 @@ def test_training_is_the_same(whole, capsys):
     assert f"compile: {kind}, mode default, in the first batch" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_no_compiler(on_gpu=False) is not None, reason="no C++ compiler")
 def test_inductor_trains_the_same():
     task, plain = Deep(), Deep()
@@ -154,6 +156,12 @@ def test_with_a_scheduled_average():
     assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
 
 
+def test_with_activations_that_are_computed_again():
+    _, both = train(ActivationCheckpointing(None), Compile(None, backend="aot_eager"))
+    _, plain = train()
+    torch.testing.assert_close(weights(both), weights(plain), rtol=1e-5, atol=1e-6)
+
+
 def test_room_for_each_block_in_two_sizes():
     with torch._dynamo.config.patch(recompile_limit=8):
         compile_forwards([nn.Linear(2, 2) for _ in range(20)], {})
@@ -183,6 +191,12 @@ def test_errors(monkeypatch):
     monkeypatch.setattr(compile_module, "why_no_compiler", lambda on_gpu: "no C++ compiler")
     with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler; or remove the algorithm"):
         train(Compile(None))
+
+
+def test_graphs_of_shards_are_refused(monkeypatch):
+    monkeypatch.setattr(compile_module, "is_sharded", lambda task: True)
+    with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must stay"):
+        train(Compile(None, mode="reduce-overhead", backend="aot_eager"))
 
 
 def test_gradients_of_graphs_are_summed_in_memory_of_their_own():
