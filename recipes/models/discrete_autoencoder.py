@@ -71,7 +71,7 @@ class DiscreteAutoencoder(nn.Module):
         return {}
 
     def blocks(self) -> list[nn.Module]:
-        """The modules that are sharded and checkpointed one by one."""
+        """What FSDP gathers, and activation checkpointing computes again, one by one."""
         return self.network.blocks()
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -250,7 +250,9 @@ def load_dvae(folder: Path) -> DVAE:
         ValueError: the files hold other tensors than such a network.
     """
     parts = _read(folder)
-    network = DVAE(**_sizes(folder, parts))
+    with torch.device("meta"):  # no time, memory or random numbers for weights that are replaced
+        network = DVAE(**_sizes(folder, parts))
+    network.to_empty(device="cpu")
     _fill(network, parts)
     return network.eval()
 

@@ -41,8 +41,9 @@ def relax(logits: Tensor, temperature: Tensor | float) -> Tensor:
     Returns:
         (B, K, G, G), each place's K values a point of the simplex.
     """
-    gumbel = -torch.empty_like(logits).exponential_().log()
-    return ((logits + gumbel) / temperature).softmax(dim=1)
+    # A zero, which a generator may draw once in 16 million numbers, would become infinite and then NaN.
+    exponential = torch.empty_like(logits).exponential_().clamp_(min=torch.finfo(logits.dtype).tiny)
+    return ((logits - exponential.log_()) / temperature).softmax(dim=1)
 
 
 def kl_to_uniform(logits: Tensor) -> Tensor:

@@ -192,7 +192,9 @@ def test_an_export_comes_back(tmp_path):
     assert {f.name for f in (tmp_path / "dvae").iterdir()} == {
         "config.json", "encoder.safetensors", "decoder.safetensors",
     }  # fmt: skip
+    state = torch.get_rng_state()
     again = load_dvae(tmp_path / "dvae")
+    assert (torch.get_rng_state() == state).all()
     assert all((a == b).all() for a, b in zip(network.state_dict().values(), again.state_dict().values(), strict=True))
     assert (again.tokens(x) == network.tokens(x)).all()
     assert set(load_file(tmp_path / "dvae/encoder.safetensors")) == set(public_layout(**SIZES)["encoder"])

@@ -109,3 +109,9 @@ def test_the_relaxation_follows_the_seed():
     one = relax(LOGITS, 0.5)
     torch.manual_seed(1)
     assert (relax(LOGITS, 0.5) == one).all() and (relax(LOGITS, 0.5) != one).any()
+
+
+def test_a_generator_that_draws_zero(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "exponential_", torch.Tensor.zero_)
+    z = relax(LOGITS, 1.0)  # all noise alike: the softmax itself
+    torch.testing.assert_close(z, LOGITS.softmax(1), rtol=1e-4, atol=1e-5)
