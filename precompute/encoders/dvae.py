@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ def dvae(
 
     Args:
         path: a local folder with the dVAE's files (see `recipes.models.dvae.load_dvae`).
-        precision: number format of inference (logits are always 32-bit); on a CPU fp16 becomes fp32.
+        precision: number format of inference (logits and what makes them are 32-bit); on a CPU fp16 becomes fp32.
         channels_last: memory layout of the convolutions; faster in half precision on GPUs.
 
     Raises:
@@ -49,8 +49,18 @@ class DVAEEncoder(TokenEncoder):
         super().__init__(load, id, precision)
         self.downsample = DOWNSAMPLE
         self.codes = self.module.codes
+        self._head = {name: tensor.clone() for name, tensor in self._output().state_dict().items()}
         if self.codes > 1 << 16:
             raise ValueError(f"image_encoder.path: {id} has {self.codes} codes, 65,536 fit into the stored format")
+
+    def to(self, device: str | torch.device) -> Self:
+        """As `Encoder.to`, but the convolution that makes the logits keeps its weights in 32-bit, as in training."""
+        super().to(device)
+        self._output().float().load_state_dict(self._head)
+        return self
+
+    def _output(self) -> nn.Module:
+        return self.module.encoder.blocks.output.conv
 
     @torch.no_grad()
     def logits(self, images: Tensor, exact: bool = False) -> Tensor:

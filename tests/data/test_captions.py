@@ -3,9 +3,11 @@
 import pickle
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +15,8 @@ from data.sources import captions
 from data.sources.base import REASONS, Rejected, Sample
 from data.sources.captions import ascii_letters
 from data.sources.filters import Filter
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def judge(caption: str, **rules):
@@ -121,3 +125,26 @@ def test_language_by_the_package_itself():
 
 def test_every_reason_is_explained():
     assert {"other_letters", "other_language", "boilerplate", "short_caption"} <= REASONS.keys()
+
+
+def test_the_published_recipes_rules():
+    """Boilerplate and dates go, captions with a date or a number in them stay."""
+    values = yaml.safe_load((ROOT / "yamls" / "dalle_encode.yaml").read_text())["filter"]
+    rules = {name: value for name, value in values.items() if name != "name"}
+    kept = [
+        "a music video of a band on a stage in 1999",
+        "Paris in spring, the Eiffel tower from across the river. 12 May 2012",
+        "an abc of animals",
+        "photographs on a wall",
+        "the seen and the unseen, a painting of 1910 in oil on canvas",
+    ]
+    assert [judge(caption, **rules) for caption in kept] == kept
+    aside = [
+        "Photographed on the 3rd of June 2005",
+        "Pictured in London, 12 July 1999",
+        "DSC_0012 14.05.2010",
+        "(c) by the photographer",
+        "image 12345",
+        "May 12th, 2011: posted on 14 May 2011",
+    ]
+    assert [judge(caption, **rules)[0] for caption in aside] == ["boilerplate"] * len(aside)
