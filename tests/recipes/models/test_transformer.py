@@ -118,7 +118,7 @@ def test_a_whole_network_on_a_gpu():
         losses.append(loss.item())
         gradients.append(torch.cat([p.grad.flatten() for p in task.parameters()]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    # 16-bit attention rounds its weights in other places: a hundredth of the gradient's norm.
+    # 16-bit attention rounds its weights in other places: some hundredths of the gradient's norm.
     assert (gradients[0] - gradients[1]).norm() < 0.03 * gradients[1].norm()
 
 
