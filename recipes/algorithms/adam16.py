@@ -19,6 +19,7 @@ MOMENTS = ("mean", "variance")
 # Elements that are updated at a time where nothing is compiled: some forty operations follow each other, and their
 # results stay in a processor's cache, or take little of a GPU's memory.
 CHUNK = {"cpu": 2**15, "cuda": 2**26}
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # values, gradient, codes of the mean and of the variance
 
 
 class Adam16(torch.optim.Optimizer):
@@ -52,7 +53,8 @@ class Adam16(torch.optim.Optimizer):
             weight_decay: decoupled decay, times the learning rate.
             variance_clip: largest running variance; None: none.
             moment_bits: 16 or 32, for groups that do not say.
-            compiled: whether `torch.compile` makes one kernel of a tensor's update.
+            compiled: on a GPU one Triton kernel updates all tensors of a group; on a CPU `torch.compile` makes one
+                of a tensor's update.
 
         Raises:
             ValueError: values out of range, decays that 16-bit moments cannot follow, parameters not in 32-bit.
@@ -81,7 +83,7 @@ class Adam16(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            scalars: dict[tuple[float, torch.device], list[Tensor]] = {}
+            together: dict[tuple[float, torch.device], list[Parts]] = {}
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -91,28 +93,30 @@ class Adam16(torch.optim.Optimizer):
                 if not state:
                     state.update(_new_state(parameter, group["moment_bits"]))
                 state["step"] += 1
-                key = (state["step"].item(), parameter.device)
-                if key not in scalars:
-                    scalars[key] = _scalars(group, *key)
-                self._update(parameter, state, group, scalars[key])
+                if _local(parameter).numel():  # a rank may have nothing of a small tensor
+                    key = (state["step"].item(), parameter.device)
+                    together.setdefault(key, []).append(_parts(parameter, state))
+            for (step, device), parts in together.items():
+                self._update(group, step, device, parts)
         return loss
 
-    def _update(
-        self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], scalars: list[Tensor]
-    ) -> None:
-        values, gradient = _local(parameter), _local(parameter.grad)
-        if values.numel() == 0:  # a rank that has nothing of a small tensor
-            return
-        if gradient.stride() != values.stride() or gradient.dtype != values.dtype:
-            gradient = torch.empty_like(values).copy_(gradient)
-        tensors = [_flat(t) for t in (values, gradient, *(_codes(_local(state[name])) for name in MOMENTS))]
+    def _update(self, group: dict[str, Any], step: float, device: torch.device, tensors: list[Parts]) -> None:
+        scalars = _scalars(group, step)
         formats = FORMATS[group["moment_bits"]]
-        constants = *group["betas"], group["eps"], group["variance_clip"]
-        if self.compiled:
-            _compiled_update()(*tensors, *scalars, *formats, *constants)
+        betas, eps, clip = group["betas"], group["eps"], group["variance_clip"]
+        if self.compiled and device.type == "cuda":
+            from recipes.algorithms.adam16_kernel import update_all  # Triton is slow to import, and needs a GPU
+
+            update_all(tensors, scalars, formats, betas, eps, clip)
             return
-        for parts in zip(*(tensor.split(CHUNK[tensor.device.type]) for tensor in tensors), strict=True):
-            adamw_update(*parts, *scalars, *formats, *constants)
+        # As tensors, so that compiled kernels stay as they are from step to step.
+        numbers = torch.tensor(scalars, dtype=torch.float32, device=device).unbind()
+        for parts in tensors:
+            if self.compiled:
+                _compiled_update()(*parts, *numbers, *formats, *betas, eps, clip)
+                continue
+            for pieces in zip(*(tensor.split(CHUNK[device.type]) for tensor in parts), strict=True):
+                adamw_update(*pieces, *numbers, *formats, *betas, eps, clip)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by `load_state_dict`, which has cast bytes to the parameter's type: exact, and undone here."""
@@ -201,12 +205,20 @@ def _compiled_update() -> Callable[..., None]:
     return torch.compile(adamw_update)
 
 
-def _scalars(group: dict[str, Any], step: float, device: torch.device) -> list[Tensor]:
-    """What changes from step to step, as tensors: compiled kernels stay as they are."""
+def _parts(parameter: Tensor, state: dict[str, Tensor]) -> Parts:
+    """This rank's values, gradient and codes of both moments, (N,) each and in one order."""
+    values, gradient = _local(parameter), _local(parameter.grad)
+    if gradient.stride() != values.stride() or gradient.dtype != values.dtype:
+        gradient = torch.empty_like(values).copy_(gradient)
+    mean, variance = (_codes(_local(state[name])) for name in MOMENTS)
+    return _flat(values), _flat(gradient), _flat(mean), _flat(variance)
+
+
+def _scalars(group: dict[str, Any], step: float) -> tuple[float, float, float]:
+    """What changes from step to step: decay, step size and root correction of `adamw_update`."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
-    numbers = [lr * group["weight_decay"], lr / (1 - beta1**step), math.sqrt(1 - beta2**step)]
-    return list(torch.tensor(numbers, dtype=torch.float32, device=device).unbind())
+    return lr * group["weight_decay"], lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
 
 
 def _new_state(parameter: Tensor, bits: int) -> dict[str, Tensor]:

@@ -93,6 +93,7 @@ def scale_branch(branch: nn.Module, scale: Tensor, filtered: Tensor) -> None:
         filtered: () int64.
     """
     assert not isinstance(branch, ScaledBranch)
+    assert "forward" not in vars(branch), "a forward of the object's own would hide the class's"
     branch.__class__ = type(f"Scaled{type(branch).__name__}", (ScaledBranch, type(branch)), {})
     # No buffers: they are in no checkpoint of the model.
     branch.gradient_scale, branch.gradients_filtered = scale, filtered

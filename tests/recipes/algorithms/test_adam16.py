@@ -4,14 +4,22 @@ Shards of FSDP2 are tested on the ranks that test_powersgd.py starts.
 """
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from recipes.algorithms.adam16 import Adam16, adamw_update
+from recipes.algorithms import adam16_kernel
+from recipes.algorithms.adam16 import FORMATS, Adam16, adamw_update
 from recipes.algorithms.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10
 from recipes.build import build
 from recipes.builders import adam16
@@ -228,6 +236,33 @@ def test_a_decay_that_a_moment_can_show_lets_it_fall():
     variance = fmt.decode(torch.arange(2**15, dtype=torch.int32).to(torch.int16))[4096:]
     assert (fmt.decode(fmt.encode(variance * 0.99951)) < variance).float().mean() > 0.999
     assert (fmt.decode(fmt.encode(variance * 0.9998)) < variance).float().mean() < 0.6
+
+
+def test_the_kernel_in_the_interpreter():
+    """In a process of its own: the variable has to be set before triton is imported."""
+    file = Path(__file__).with_name("adam16_interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=file.parents[3], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_the_kernel_compiles_for_hopper(bits, tmp_path, monkeypatch):
+    """Triton compiles without a GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    names = adam16_kernel._update.arg_names
+    pointers = ("*i64", "*i64", "*i32", "*i64")
+    constants = [number for fmt in FORMATS[bits] for number in adam16_kernel._constants(fmt)]
+    constants += [adam16_kernel.PIECE, adam16_kernel.TILE]
+    kinds = [*pointers, *["fp32"] * 7, *["constexpr"] * len(constants)]
+    source = ASTSource(
+        adam16_kernel._update,
+        dict(zip(names, kinds, strict=True)),
+        constexprs=dict(zip(names[-len(constants) :], constants, strict=True)),
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert compiled.asm["ptx"].count("sqrt") > 0 and len(compiled.asm["cubin"]) > 0
 
 
 @pytest.mark.gpu
