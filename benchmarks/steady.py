@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -84,7 +84,8 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+        # Not of their subclasses: a compiler's stand-ins have no memory, and a DTensor's part is a Tensor by itself.
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -64,7 +64,6 @@ LEVERS = [
     "model.denoiser.channels=[32,64]",
     "model.denoiser.attention=[true,false]",
     "model.denoiser.heads=[1,2]",
-    "algorithms.activation_checkpointing={name: activation_checkpointing, every: 2}",
     "algorithms.low_precision_norms={name: low_precision_norms, modules: denoiser}",
     "algorithms.fused_group_norm={name: fused_group_norm, when: always}",
     "algorithms.compile={name: compile, backend: aot_eager}",
