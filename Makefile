@@ -81,8 +81,10 @@ lint: install  ## ruff and hadolint
 # Without a GPU one process trains; with GPUs the launcher starts one process for each.
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 COMPOSER := $(BIN)/composer $(if $(GPU),,-n 1)
+SAMPLES := runs/openmoji_diffusion/samples.png
+TOKEN_SAMPLES := runs/openmoji_dalle/samples.png
 
-# $(call train,STAGE/STAGES,TITLE,RECIPE): trains, unless the recipe's export is complete (its done.json is written last).
+# $(call train,STAGE,TITLE,RECIPE): trains, unless the recipe's export is complete (its done.json is written last).
 define train
 @echo "== $(1) $(2)"; \
 	if [ -f runs/$(3)/export/done.json ]; then \
@@ -99,20 +101,19 @@ quickstart: install  ## OpenMoji: data, VAE, text encoder, latents, diffusion, a
 	@echo "== 4/6 encode pictures and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
 	$(call train,5/6,train the diffusion model,openmoji_diffusion)
 	@echo "== 6/6 draw samples"; \
-	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out runs/openmoji_diffusion/samples.png \
+	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
 
-quickstart-tokens: install  ## OpenMoji: data, dVAE, vocabulary, tokens, transformer, a PNG of reranked samples
+quickstart-tokens: install  ## OpenMoji: data, dVAE, text encoder, BPE, tokens, transformer, a PNG of reranked samples
 	@echo "== 1/7 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
 	$(call train,2/7,train the dVAE,openmoji_dvae)
-	$(call train,3/7,train the contrastive model that reranks,openmoji_text)
-	@echo "== 4/7 train the vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
+	$(call train,3/7,train the text encoder that reranks,openmoji_text)
+	@echo "== 4/7 train the BPE vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
 	@echo "== 5/7 encode pictures to tokens"; $(BIN)/python precompute/encode.py yamls/openmoji_tokens.yaml
 	$(call train,6/7,train the transformer,openmoji_dalle)
-	@echo "== 7/7 draw samples, of 16 the best"; \
-	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out runs/openmoji_dalle/samples.png \
-	    --prompts-file docs/openmoji_prompts.txt --columns 6 --batch 32 \
-	    --candidates 16 --rerank runs/openmoji_text/export --guidance 2
+	@echo "== 7/7 draw samples: of 16 candidates a caption the one that fits best"; \
+	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 16 \
+	    --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
 
 # --- upkeep ------------------------------------------------------------------------------------
 
