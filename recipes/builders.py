@@ -68,7 +68,7 @@ def adam16(
         variance_clip: largest running variance, of gradients as the optimizer gets them; null: none.
         compiled: one kernel for all tensors on a GPU; on a CPU one a tensor, compiled at the first step.
     """
-    inside = {id(p) for matrices in block_matrices(task) for p in matrices}
+    inside = {id(p) for matrices in block_matrices(task, "adam16") for p in matrices}
     trained = list(parameters)
     groups = [
         {"params": [p for p in trained if id(p) in inside], "moment_bits": 16},
@@ -119,19 +119,20 @@ class Cosine(ComposerScheduler):
             ssr: Composer's stretch of all durations.
 
         Raises:
-            ValueError: a warm-up in other units than the cosine, or longer.
+            ValueError: a warm-up in other units than the cosine.
         """
         over, unit = measure(self.over, state)
         warmup, warmup_unit = measure(self.warmup, state)
-        if warmup and (warmup_unit != unit or warmup >= over):
+        if warmup and warmup_unit != unit:
             raise ValueError(
-                f"schedule: a warm-up of {self.warmup} does not fit into {self.over} of a run of "
-                f"{state.max_duration.to_timestring()}; give it in the same unit, and shorter"
+                f"schedule: a warm-up of {self.warmup} cannot be taken from {self.over} of a run of "
+                f"{state.max_duration.to_timestring()}; give both in the same unit"
             )
         passed = state.timestamp.get(unit).value
         if passed < warmup:
             return passed / warmup
-        share = min(1.0, (passed - warmup) / max(over * ssr - warmup, 1))
+        length = over * ssr - warmup  # none in a run that ends within the warm-up
+        share = min(1.0, (passed - warmup) / length) if length > 0 else 0.0
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * share)) / 2
 
 

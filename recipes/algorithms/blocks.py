@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def block_matrices(task: nn.Module) -> list[list[nn.Parameter]]:
+def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
     """The trained matrices of each block of a task, in the blocks' order.
 
     What is left over is what stays in 32-bit (Ramesh et al. 2021, appendix D): gains and biases, which have one
@@ -13,13 +13,14 @@ def block_matrices(task: nn.Module) -> list[list[nn.Parameter]]:
 
     Args:
         task: offers `blocks()`, the modules that are sharded and checkpointed one by one.
+        owner: who asks, for messages.
 
     Raises:
         ValueError: the task has no blocks, or no matrices in them.
     """
     if not hasattr(task, "blocks"):
         raise ValueError(
-            f"{type(task).__name__} does not say which of its modules are blocks (a method `blocks`), so which of its "
+            f"{owner}: {type(task).__name__} does not say which of its modules are blocks (a method `blocks`), so which of its "
             "parameters may have 16 bits is not known"
         )
     blocks = list(task.blocks())
@@ -31,5 +32,5 @@ def block_matrices(task: nn.Module) -> list[list[nn.Parameter]]:
         seen |= {id(p) for p in matrices}  # a matrix that two blocks share is the first one's
         found.append(matrices)
     if not any(found):
-        raise ValueError(f"the {len(blocks)} blocks of {type(task).__name__} have no trained matrices")
+        raise ValueError(f"{owner}: the {len(blocks)} blocks of {type(task).__name__} have no trained matrices")
     return found

@@ -61,7 +61,7 @@ class PowerSGD(Algorithm):
                 f"powersgd: rank must be at least 1, scales and clip above 0; got rank {rank}, p_scale {p_scale}, "
                 f"q_scale {q_scale}, clip {clip}"
             )
-        self.blocks = [matrices for matrices in block_matrices(task) if matrices]
+        self.blocks = [matrices for matrices in block_matrices(task, "powersgd") if matrices]
         inside = {id(p) for matrices in self.blocks for p in matrices}
         self.others = [p for p in task.parameters() if p.requires_grad and id(p) not in inside]
         self.names = {id(p): name for name, p in task.named_parameters()}

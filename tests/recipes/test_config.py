@@ -309,7 +309,7 @@ def test_a_file_that_is_not_there(small):
     assert small(file="smal.yaml") == ["smal.yaml: no such YAML file; did you mean small.yaml?"]
     (line,) = small(file="sd2_bse.yaml")
     assert line == f"sd2_bse.yaml: no such YAML file; did you mean {ROOT}/yamls/sd2_base.yaml?"
-    assert small(file="zzz/q.yaml") == ["zzz/q.yaml: no such YAML file"]
+    assert small(file="zzz/0000000000.yaml") == ["zzz/0000000000.yaml: no such YAML file"]
 
 
 def test_base_is_inherited(small, tmp_path):

@@ -24,11 +24,11 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def small(latent_sets):
+def small(drawings):
     """(output, overrides) -> yamls/dvae.yaml at a size that trains in seconds, with its schedules within 12 batches."""
 
     def make(output, *overrides):
-        tars = {split: f"{latent_sets.parent}/{split}/*.tar" for split in ("train", "val")}
+        tars = {split: f"{drawings}/{split}/*.tar" for split in ("train", "val")}
         return load(
             ROOT / "yamls" / "dvae.yaml",
             [

@@ -22,7 +22,6 @@ def state_at(batch, duration, epoch=None):
     batches=st.integers(2, 1000), warmup=st.integers(0, 1000), final=st.floats(0, 1), share=st.floats(0, 1),
 )  # fmt: skip
 def test_over_the_whole_run_it_is_composers(batches, warmup, final, share):
-    warmup = min(warmup, batches - 1)
     state = state_at(int(share * batches), f"{batches}ba")
     theirs = CosineAnnealingWithWarmupScheduler(t_warmup=f"{warmup}ba", alpha_f=final)(state)
     assert cosine(warmup=f"{warmup}ba", final=final)(state) == pytest.approx(theirs, abs=1e-9)
@@ -42,8 +41,7 @@ def test_it_stays_at_its_end():
     assert cosine(warmup="5ba", over="0.5dur")(state_at(15, "20ba")) == 0
 
 
-def test_a_warm_up_that_does_not_fit():
-    message = "schedule: a warm-up of {} does not fit into {} of a run of {}; give it in the same unit, and shorter"
-    for warmup, over, duration in (("5ba", "5ba", "20ba"), ("5ba", "1dur", "160sp")):
-        with pytest.raises(ValueError, match=message.format(warmup, over, duration)):
-            cosine(warmup=warmup, over=over)(state_at(0, duration))
+def test_a_warm_up_in_another_unit():
+    message = "schedule: a warm-up of 5ba cannot be taken from 1dur of a run of 160sp; give both in the same unit"
+    with pytest.raises(ValueError, match=message):
+        cosine(warmup="5ba")(state_at(0, "160sp"))

@@ -22,7 +22,7 @@ from recipes.schema import Checker
 from recipes.trainer import build_trainer
 
 # Required keys of algorithms, and what they say of a model that has nothing for them.
-REQUIRED = {"scheduled_ema": {"decay": 0.9}}
+REQUIRED = {"scheduled_ema": {"decay": 0.9}, "powersgd": {"rank": 2}}
 EVENTS = (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
 
 
@@ -40,10 +40,9 @@ def test_a_lever_that_finds_nothing_to_change_raises(name):
     checker = Checker(COMPONENTS)
     component = checker.component("algorithm", {"name": name, **REQUIRED.get(name, {})}, "algorithms.lever")
     assert not checker.errors
-    algorithm = build(component, task=task)
     state = SimpleNamespace(
         model=task,
-        algorithms=[algorithm],
+        algorithms=[],
         device=SimpleNamespace(name="cpu" if name == "compile" else "gpu"),  # it asks for a compiler first
         precision=Precision.AMP_BF16,
         timestamp=Timestamp(),
@@ -52,6 +51,8 @@ def test_a_lever_that_finds_nothing_to_change_raises(name):
     )
     logger = SimpleNamespace(log_hyperparameters=lambda values: None)
     with pytest.raises(ValueError, match=f"^{name}: ") as error:
+        algorithm = build(component, task=task)
+        state.algorithms.append(algorithm)
         for event in EVENTS:
             if algorithm.match(event, state):
                 algorithm.apply(event, state, logger)
