@@ -96,10 +96,19 @@ def data(batch=24):
     return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda parts: len(parts["x"]))
 
 
-def run(memory=None, microbatch=1, duration="10ba", batch=24, algorithms=(), optimizer=torch.optim.AdamW, **options):
-    """A finished run, its search and what was seen of it."""
-    task, seen = Line(), Seen()
-    search = [] if memory is None else [MicrobatchSearch(task, batch, memory)]
+def run(
+    memory=None,
+    microbatch=1,
+    duration="10ba",
+    batch=24,
+    algorithms=(),
+    optimizer=torch.optim.AdamW,
+    task=None,
+    **options,
+):
+    """A finished run, its search and what was seen of it; memory: a fake one, "gpu" for the real one, or no search."""
+    task, seen = task or Line(), Seen()
+    search = [] if memory is None else [MicrobatchSearch(task, batch, None if memory == "gpu" else memory)]
     for algorithm in algorithms:
         algorithm.task = task
     made = Trainer(
@@ -109,12 +118,11 @@ def run(memory=None, microbatch=1, duration="10ba", batch=24, algorithms=(), opt
         optimizers=optimizer(task.parameters(), lr=0.05),
         algorithms=[*algorithms, *search],
         callbacks=[seen],
-        device="cpu",
         device_train_microbatch_size=microbatch,
         progress_bar=False,
-        **options,
+        **{"device": "cpu", **options},
     )
-    if memory is not None:
+    if isinstance(memory, FakeMemory):
         memory.state = made.state
     made.fit()
     made.close()
@@ -417,22 +425,26 @@ def test_the_memory_of_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_search_on_a_gpu(small_recipe, tmp_path):
-    """With little memory allowed, the search ends below the batch and training goes on."""
+def test_a_search_on_a_gpu():
+    """4 GB allowed, 64 MB a sample in each tensor that is kept: less than the batch of 48, and never more than 4 GB."""
+
+    class Wide(Line):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Parameter(torch.ones(16 * MB))
+
+        def forward(self, batch):
+            wide = (batch["x"][:, :1].float() * self.wide).tanh()
+            return {"total": super().forward(batch)["total"] + wide.square().mean()}
+
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(2e9 / total)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(4_000 * MB / total)
     try:
-        changes = [
-            "training.device=gpu",
-            "training.microbatch=auto",
-            "training.duration=16ba",
-            "checkpoints.save=false",
-        ]
-        made = importlib.import_module(TRAINER).build_trainer(small_recipe(tmp_path, *changes))
-        made.fit()
-        (search,) = [a for a in made.state.algorithms if isinstance(a, MicrobatchSearch)]
-        assert search.settled and made.state.device_train_microbatch_size == search.size
-        assert torch.cuda.max_memory_reserved() <= 2e9
-        made.close()
+        made, search, _ = run("gpu", task=Wide(), batch=48, duration="14ba", device="gpu", precision="fp32")
+        assert search.settled and 4 <= search.size < 48
+        assert made.state.device_train_microbatch_size == search.size
+        assert torch.cuda.max_memory_reserved() <= 4_000 * MB
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
