@@ -26,9 +26,9 @@ from recipes.trainer import build_trainer
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "model={layers: 4, width: 32, heads: 2, text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3}",
-    "data.resolution=32",
+    "data={resolution: 32, positions: 16}",
     "data.workers=0",
-    "evals.val.resolution=32",
+    "evals.val={resolution: 32, positions: 16}",
     "optimizer.lr=3e-3",
     "schedule={name: plateau, warmup: 2ba, window: 3, patience: 1}",
     "training.duration=14ba",
