@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
 from data.loading import Batch, Loading, Placement
-from data.streaming import latents
+from data.latents import latents
 from precompute.encoders.base import ImageEncoder, TextEncoder
 from recipes import components
 from recipes.algorithms.low_precision_norms import lower_norms
@@ -49,7 +49,7 @@ def encoded_in_loop(
     caption_dropout: float = 0.0,
     workers: int = 2,
 ) -> Loading:
-    """The samples of an encoded set, in the order of `data.streaming.latents`, encoded anew in every step.
+    """The samples of an encoded set, in the order of `data.latents.latents`, encoded anew in every step.
 
     Pictures and tokens lie ready in memory, so that what is measured is the encoders' work and not a JPEG decoder's.
 
