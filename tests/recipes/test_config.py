@@ -234,7 +234,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
-        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: export, "]),
+        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: codebook, "]),
         (["data.source.path=nowhere"], ["data.source.path: `nowhere` does not exist (looked in "]),
         (["checkpoints.load_path=nowhere.pt"], ["checkpoints.load_path: `nowhere.pt` does not exist (looked in "]),
         (["seed=${nope}"], ["seed: Interpolation key 'nope' not found"]),
@@ -309,7 +309,7 @@ def test_a_file_that_is_not_there(small):
     assert small(file="smal.yaml") == ["smal.yaml: no such YAML file; did you mean small.yaml?"]
     (line,) = small(file="sd2_bse.yaml")
     assert line == f"sd2_bse.yaml: no such YAML file; did you mean {ROOT}/yamls/sd2_base.yaml?"
-    assert small(file="zzz/q.yaml") == ["zzz/q.yaml: no such YAML file"]
+    assert small(file="zzz/0000000000.yaml") == ["zzz/0000000000.yaml: no such YAML file"]
 
 
 def test_base_is_inherited(small, tmp_path):
