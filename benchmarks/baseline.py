@@ -16,8 +16,8 @@ from composer.loggers import Logger
 from torch import Tensor, nn
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
-from data.loading import Batch, Loading, Placement
 from data.latents import latents
+from data.loading import Batch, Loading, Placement
 from precompute.encoders.base import ImageEncoder, TextEncoder
 from recipes import components
 from recipes.algorithms.low_precision_norms import lower_norms

@@ -13,9 +13,9 @@ import yaml
 from PIL import Image
 
 from benchmarks.encode import write_encoders
+from data.reading import key_seed
 from data.sources.base import DecodedSample, iterate
 from data.sources.filters import Filter
-from data.reading import key_seed
 from data.transforms import resize_and_crop
 
 TARS = 4

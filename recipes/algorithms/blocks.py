@@ -20,8 +20,8 @@ def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
     """
     if not hasattr(task, "blocks"):
         raise ValueError(
-            f"{owner}: {type(task).__name__} does not say which of its modules are blocks (a method `blocks`), so which "
-            "of its parameters may have 16 bits is not known"
+            f"{owner}: {type(task).__name__} does not say which of its modules are blocks (a method `blocks`), so it "
+            "is not known which of its parameters may have 16 bits"
         )
     blocks = list(task.blocks())
     embeddings = {id(p) for m in task.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
