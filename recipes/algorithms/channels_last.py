@@ -15,6 +15,8 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recipes.models.dvae import Encoder as CodeEncoder
+
 # Letters: B batch, C D channels, H W grid, T timestep embedding. Pictures are channels_last: in memory (B, H, W, C).
 
 INDEX_LIMIT = 2**31 - 1  # PyTorch's kernel that enlarges channels_last pictures refuses an output of so many values
@@ -74,13 +76,15 @@ def use_channels_last(module: nn.Module) -> int:
     Raises:
         ValueError: the model has no convolution.
     """
-    if not any(isinstance(inner, nn.Conv2d) for inner in module.modules()):
+    if not any(parameter.dim() == 4 for parameter in module.parameters()):
         raise ValueError("channels_last: the model has no convolution of pictures to change")
     module.to(memory_format=torch.channels_last)
     changed = 0
     for block in module.modules():
         if isinstance(block, (UNet2DConditionModel, Encoder, Decoder)):
             block.conv_in.register_forward_pre_hook(_turn)
+        elif isinstance(block, CodeEncoder):
+            block.blocks.input.register_forward_pre_hook(_turn)
         kind = _without_copies(block)
         if kind is not None:
             block.__class__ = kind
