@@ -5,7 +5,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Without bytecode files every process that imports composer compiles it again, for 8 s.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install test lint quickstart docs lock clean distclean
+.PHONY: help install test lint quickstart quickstart-tokens docs lock clean distclean
 
 TORCH ?= 2.7
 ifeq ($(TORCH),2.7)
@@ -22,7 +22,7 @@ STAMP := $(VENV)/installed.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- install -----------------------------------------------------------------------------------
 
@@ -82,10 +82,11 @@ lint: install  ## ruff and hadolint
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 COMPOSER := $(BIN)/composer $(if $(GPU),,-n 1)
 SAMPLES := runs/openmoji_diffusion/samples.png
+TOKEN_SAMPLES := runs/openmoji_dalle/samples.png
 
 # $(call train,STAGE,TITLE,RECIPE): trains, unless the recipe's export is complete (its done.json is written last).
 define train
-@echo "== $(1)/6 $(2)"; \
+@echo "== $(1) $(2)"; \
 	if [ -f runs/$(3)/export/done.json ]; then \
 	    echo "already complete: runs/$(3)/export; delete it to run again"; \
 	else \
@@ -95,13 +96,24 @@ endef
 
 quickstart: install  ## OpenMoji: data, VAE, text encoder, latents, diffusion, a PNG of samples
 	@echo "== 1/6 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
-	$(call train,2,train the VAE,openmoji_vae)
-	$(call train,3,train the text encoder,openmoji_text)
+	$(call train,2/6,train the VAE,openmoji_vae)
+	$(call train,3/6,train the text encoder,openmoji_text)
 	@echo "== 4/6 encode pictures and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
-	$(call train,5,train the diffusion model,openmoji_diffusion)
+	$(call train,5/6,train the diffusion model,openmoji_diffusion)
 	@echo "== 6/6 draw samples"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
+
+quickstart-tokens: install  ## OpenMoji: data, dVAE, text encoder, BPE, tokens, transformer, a PNG of reranked samples
+	@echo "== 1/7 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
+	$(call train,2/7,train the dVAE,openmoji_dvae)
+	$(call train,3/7,train the text encoder that reranks,openmoji_text)
+	@echo "== 4/7 train the BPE vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
+	@echo "== 5/7 encode pictures to tokens"; $(BIN)/python precompute/encode.py yamls/openmoji_tokens.yaml
+	$(call train,6/7,train the transformer,openmoji_dalle)
+	@echo "== 7/7 draw samples: of 16 candidates a caption the one that fits best"; \
+	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 16 \
+	    --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
 
 # --- upkeep ------------------------------------------------------------------------------------
 

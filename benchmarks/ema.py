@@ -12,7 +12,6 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +22,7 @@ import torch
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
 
 from benchmarks.reporting import write_results
+from benchmarks.timing import times
 from recipes.algorithms.averaging import Average, HostAverage
 from recipes.models.unet import unet
 
@@ -36,22 +36,6 @@ SIZES = {
         "text_width": 1024,
     },
 }
-
-
-def times(works: dict[str, Callable[[], None]], rounds: int, gpu: bool) -> dict[str, float]:
-    """Median seconds of each, measured in turns after two rounds of warm-up."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds + 2):
-        for name, work in works.items():
-            if gpu:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            work()
-            if gpu:
-                torch.cuda.synchronize()
-            if number >= 2:
-                taken[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in taken.items()}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
@@ -39,18 +40,17 @@ TEXTS = {
 VISION = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}
 
 
-def write_encoders(size: str, folder: Path) -> None:
-    """Random weights in the folders that the encode job reads."""
+def write_encoders(vae: dict[str, Any], text: dict[str, Any], folder: Path) -> None:
+    """Random weights of such networks, in the formats that the encode job reads: vae/ and text/."""
     torch.manual_seed(0)
-    vae = AutoencoderKL(
+    AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         latent_channels=4,
         scaling_factor=0.18215,
-        **VAES[size],
-    )
-    vae.save_pretrained(str(folder / "vae"), safe_serialization=True)
-    config = {"embed_dim": 64, "vision_cfg": VISION, "text_cfg": TEXTS[size]}
+        **vae,
+    ).save_pretrained(str(folder / "vae"), safe_serialization=True)
+    config = {"embed_dim": 64, "vision_cfg": VISION, "text_cfg": text}
     (folder / "text").mkdir()
     preprocess = {"mean": [0.5] * 3, "std": [0.5] * 3}
     (folder / "text" / "open_clip_config.json").write_text(
@@ -90,7 +90,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True  # as the encode job does
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write_encoders(options.size, Path(folder))
+        write_encoders(VAES[options.size], TEXTS[options.size], Path(folder))
         images = kl_vae(path=f"{folder}/vae", precision=options.precision).to(device)
         texts = open_clip_text(path=f"{folder}/text", precision=options.precision).to(device)
     tokens = texts.tokenize(["a watercolour painting of a lighthouse in a storm"] * options.batch).to(device)

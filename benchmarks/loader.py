@@ -39,7 +39,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.reporting import write_results
-from data.streaming import PREFETCH, LatentDataset, key_seed
+from data.latents import LatentDataset
+from data.reading import PREFETCH, key_seed
 from precompute.writer import Columns, Encoded, ShardWriter, Storage
 
 RESOLUTION = 256

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "triton", "xformers", "mosaicml", "mosaicml-streaming", "diffusers", "webdataset")
+PACKAGES = ("torch", "triton", "xformers", "mosaicml", "mosaicml-streaming", "diffusers", "webdataset", "tokenizers")
 
 
 def write_results(name: str, size: str, rows: list[dict[str, Any]], notes: str = "") -> Path:

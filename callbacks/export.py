@@ -17,6 +17,7 @@ from torch import nn
 
 from callbacks.interval import at_intervals, ended
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.bpe import copy_vocabulary
 from data.loading import Loading
 from recipes.algorithms.scheduled_ema import averaged, running_average
 from recipes.algorithms.sharding import is_sharded, whole_weights
@@ -113,7 +114,8 @@ def export(
 
     Args:
         task: has `export(folder)`, and `export_average(folder)` if both kinds of weights belong in one folder.
-        loading: its training data; an encoded set's manifest, null caption and local encoders go into the folder too.
+        loading: its training data; an encoded set's manifest, its null caption or vocabulary, and local encoders go
+            into the folder too.
         folder: replaced at once when all is written.
         record: what export.json (and done.json) says of the run.
         complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
@@ -132,7 +134,10 @@ def export(
                 task.export(partial)
         if loading.manifest is not None:
             loading.manifest.write(partial)
-            np.save(partial / "null_text.npy", loading.null_text.numpy())
+            if loading.null_text is not None:
+                np.save(partial / "null_text.npy", loading.null_text.numpy())
+            if loading.vocabulary is not None:
+                copy_vocabulary(loading.vocabulary, partial)
             record = {**record, "resolution": loading.resolution}
             _copy_encoders(loading, partial)
         (partial / "export.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
@@ -146,7 +151,7 @@ def export(
 def _copy_encoders(loading: Loading, folder: Path) -> None:
     """Encoders of a local folder, so that the export can be moved; those of a hub are found by their id."""
     for name in ("image_encoder", "text_encoder"):
-        path = getattr(loading.manifest, name)["component"].get("path")
+        path = (getattr(loading.manifest, name) or {"component": {}})["component"].get("path")
         if path and Path(path).expanduser().is_dir():
             shutil.copytree(Path(path).expanduser(), folder / name)
 

@@ -1,4 +1,4 @@
-"""Pictures from fixed prompts and seeds while a diffusion model trains."""
+"""Pictures from fixed prompts and seeds while a model trains: what all kinds have in common, and diffusion's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from composer import Callback, Event, Logger, State
 from composer.core import get_precision_context
 from composer.utils import dist, model_eval_mode
+from torch import nn
 
 from callbacks.interval import at_intervals
 from callbacks.pictures import picture_grid, save_png, to_uint8
@@ -21,8 +22,81 @@ from recipes.models.latent_diffusion import LatentDiffusion
 from recipes.models.samplers import initial_noise, make_scheduler, sample
 
 
-class SampleGrid(Callback):
-    """Samples a grid of captioned pictures to <output>/samples and to the loggers, from the same noise every time.
+class PromptGrid(Callback):
+    """Draws a grid of captioned pictures to <output>/samples and to the loggers, at intervals and at the end.
+
+    The weights are the averaged ones where the run has an average.
+    """
+
+    def __init__(
+        self, task: nn.Module, output: str, prompts: list[str], every: str | None, columns: int | None
+    ) -> None:
+        """
+        Args:
+            task: the model.
+            output: folder of the run.
+            prompts: captions, one picture each.
+            every: interval; None: only the end of the run.
+            columns: pictures a row; None: nearest to a square.
+        """
+        if not prompts:
+            raise ValueError("sample_grid: prompts is empty")
+        self.task = task
+        self.folder = Path(output, "samples")
+        self.prompts = prompts
+        self.due = at_intervals(every)
+        self.columns = columns
+        self.text: torch.Tensor | None = None
+        self.image_encoder: Any = None
+
+    def prepare(self) -> tuple[Any, torch.Tensor]:
+        """The image encoder, which decodes what is drawn, and the prompts as the model takes them."""
+        raise NotImplementedError
+
+    def draw(self, state: State) -> list[torch.Tensor]:
+        """What the image encoder decodes to the prompts' pictures, in parts. Every rank of a sharded model calls it."""
+        raise NotImplementedError
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
+                self.image_encoder, self.text = self.prepare()
+        if is_sharded(self.task):  # every rank draws, as the model's parts are gathered from all
+            held = [self.text]
+            dist.broadcast_object_list(held)
+            self.text = held[0]
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        super().run_event(event, state, logger)
+        if self.due(state, event):
+            self._write(state, logger)
+
+    def _write(self, state: State, logger: Logger) -> None:
+        first = dist.get_global_rank() == 0
+        if not first and not is_sharded(self.task):
+            return  # and wait at the next collective
+        precision = get_precision_context(state.precision, state.precision_config)
+        with averaged(state), model_eval_mode(self.task), precision:
+            drawn = self.draw(state)
+        if not first:
+            return
+        pictures = to_uint8(self._decoded(drawn))
+        path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
+        save_png(picture_grid(pictures, self.prompts, self.columns), path)
+        print(f"samples: {path}", flush=True)
+        logger.log_images(
+            pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
+        )
+
+    def _decoded(self, drawn: list[torch.Tensor]) -> torch.Tensor:
+        self.image_encoder.to(drawn[0].device)
+        pictures = torch.cat([self.image_encoder.decode(part).cpu() for part in drawn])
+        self.image_encoder.to("cpu")  # its memory belongs to training
+        return pictures
+
+
+class SampleGrid(PromptGrid):
+    """Samples a grid of captioned pictures from a diffusion model to <output>/samples, from the same noise every time.
 
     The weights are the averaged ones where the run has an average.
     """
@@ -55,79 +129,39 @@ class SampleGrid(Callback):
             columns: pictures a row; null: nearest to a square.
             batch: pictures sampled at once.
         """
-        if not prompts:
-            raise ValueError("sample_grid: prompts is empty")
-        self.task = task
-        self.folder = Path(output, "samples")
+        super().__init__(task, output, prompts, every, columns)
         self.loading = loading
         self.encoders = encoders
-        self.prompts = prompts
-        self.due = at_intervals(every)
         self.seed = seed
         self.steps = steps
         self.guidance = guidance
         self.sampler = sampler
-        self.columns = columns
         self.batch = batch
-        self.text: torch.Tensor | None = None
-        self.image_encoder: Any = None
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
-                self.image_encoder, text_encoder = self.encoders()
-                self.text = text_encoder.encode(self.prompts)
-        if is_sharded(self.task):  # every rank draws, as the denoiser's parts are gathered from all
-            held = [self.text]
-            dist.broadcast_object_list(held)
-            self.text = held[0]
+    def prepare(self) -> tuple[Any, torch.Tensor]:
+        """See `PromptGrid.prepare`."""
+        image_encoder, text_encoder = self.encoders()
+        return image_encoder, text_encoder.encode(self.prompts)
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        super().run_event(event, state, logger)
-        if self.due(state, event):
-            self._draw(state, logger)
-
-    def _draw(self, state: State, logger: Logger) -> None:
-        first = dist.get_global_rank() == 0
-        if not first and not is_sharded(self.task):
-            return  # and wait at the next collective
-        with averaged(state):
-            latents = self._latents(state)
-        if not first:
-            return
-        pictures = to_uint8(self._decoded(latents))
-        path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
-        save_png(picture_grid(pictures, self.prompts, self.columns), path)
-        print(f"samples: {path}", flush=True)
-        logger.log_images(
-            pictures, name="samples", channels_last=True, step=state.timestamp.batch.value, use_table=False
-        )
-
-    def _latents(self, state: State) -> list[torch.Tensor]:
+    def draw(self, state: State) -> list[torch.Tensor]:
+        """Latents; see `PromptGrid.draw`."""
         device = next(self.task.parameters()).device
         shape = self.loading.manifest.latent_shape(self.loading.resolution)
         noise = initial_noise([self.seed + i for i in range(len(self.prompts))], shape)
         null_text = self.loading.null_text.to(device, torch.float32)
         scheduler_config = self.task.scheduler_config()
         latents = []
-        with model_eval_mode(self.task), get_precision_context(state.precision, state.precision_config):
-            for start in range(0, len(self.prompts), self.batch):
-                part = slice(start, start + self.batch)
-                latents.append(
-                    sample(
-                        self.task.denoise,
-                        make_scheduler(self.sampler, scheduler_config),
-                        noise[part].to(device),
-                        self.text[part].to(device, torch.float32),
-                        null_text,
-                        self.steps,
-                        self.guidance,
-                    )
+        for start in range(0, len(self.prompts), self.batch):
+            part = slice(start, start + self.batch)
+            latents.append(
+                sample(
+                    self.task.denoise,
+                    make_scheduler(self.sampler, scheduler_config),
+                    noise[part].to(device),
+                    self.text[part].to(device, torch.float32),
+                    null_text,
+                    self.steps,
+                    self.guidance,
                 )
+            )
         return latents
-
-    def _decoded(self, latents: list[torch.Tensor]) -> torch.Tensor:
-        self.image_encoder.to(latents[0].device)
-        pictures = torch.cat([self.image_encoder.decode(part).cpu() for part in latents])
-        self.image_encoder.to("cpu")  # its memory belongs to training
-        return pictures

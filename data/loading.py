@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -45,6 +46,7 @@ class Loading:
         manifest: what encoded the samples, where they are encoded.
         resolution: side of the pictures in pixels, where they are encoded.
         null_text: (L, D) float16, the embedding of the empty caption, where text is encoded.
+        vocabulary: file of the vocabulary that captions are encoded with, where training encodes them.
     """
 
     loader: DataLoader
@@ -53,3 +55,4 @@ class Loading:
     manifest: Manifest | None = None
     resolution: int | None = None
     null_text: Tensor | None = None
+    vocabulary: Path | None = None

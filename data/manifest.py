@@ -33,6 +33,9 @@ _ADVICE = {
     "tokenizer": "encode again with the tokenizer that the recipe means",
     "image_weights": "encode again: these latents come from other VAE weights",
     "text_weights": "encode again: these embeddings come from other text encoder weights",
+    "kind": "train on a set of this kind: `data: {name: latents}` reads latents, `data: {name: tokens}` tokens",
+    "codes": "give the transformer the set's number of image codes, or encode again with the other dVAE",
+    "side": "train at a resolution whose grid fits the transformer's, or give the transformer the set's grid",
 }
 
 
@@ -41,14 +44,15 @@ class Manifest:
     """A set of encoded pictures and captions. Everything is JSON."""
 
     image_encoder: dict[str, Any]
-    """component (name and arguments that build it), id, weights_hash (sha256), precision, channels, downsample,
-    scaling_factor, shift_factor."""
-    text_encoder: dict[str, Any]
-    """component, id, weights_hash (sha256), precision, layer, tokenizer, length (tokens), width."""
+    """component (name and arguments that build it), id, weights_hash (sha256), precision, downsample; of latents also
+    channels, scaling_factor, shift_factor; of tokens also codes."""
+    text_encoder: dict[str, Any] | None
+    """component, id, weights_hash (sha256), precision, layer, tokenizer, length (tokens), width; null in a set of
+    tokens, whose captions are encoded in training."""
     resolutions: list[int]
     """Sides of the encoded squares, in pixels."""
     crop: str
-    """How the square was chosen: center or random (drawn once, stored per sample)."""
+    """How squares were chosen (see `EncodeConfig.crop`); those that were drawn are stored per sample."""
     upscale: bool
     """Whether pictures smaller than a resolution were enlarged (else they were set aside as too_small)."""
     seed: int
@@ -56,9 +60,9 @@ class Manifest:
     filter: dict[str, Any]
     """Name and arguments of the filter that pictures and captions passed."""
     dtype: str
-    """Number format of latents and embeddings."""
+    """Number format of latents and embeddings, or of tokens."""
     normalisation: str
-    """What was applied to the posterior, exactly once."""
+    """What was applied to the posterior, exactly once; of tokens, what they are."""
     caption_policy: str
     """What was embedded and what the null caption is."""
     columns: dict[str, str]
@@ -77,11 +81,15 @@ class Manifest:
     """Size of the MDS files on disk."""
     latents: dict[str, dict[str, list[float]]]
     """Per resolution and channel, of the normalised latents: mean and std of the posterior means, and sample_std,
-    the deviation of drawn samples (the posterior's own variance included)."""
+    the deviation of drawn samples (the posterior's own variance included). Empty in a set of tokens."""
     request: dict[str, Any]
     """The part of the encode config that made the set, and digests of local files it named."""
     software: dict[str, str]
     """Versions of what encoded it."""
+    kind: str = "latents"
+    """What a picture became: latents or tokens."""
+    crops: int = 1
+    """Squares that each picture was encoded at."""
     version: int = VERSION
     """Version of this format."""
     where: str = dataclasses.field(default=NAME, compare=False)
@@ -120,12 +128,16 @@ class Manifest:
         if not isinstance(values, dict) or values.get("version") != VERSION:
             found = values.get("version") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"{where}: version is {found!r}, this code reads {VERSION}; encode the set again")
-        fields = {f.name: str(f.type) for f in dataclasses.fields(cls) if f.name != "where"}
+        own = [f for f in dataclasses.fields(cls) if f.name != "where"]
+        fields = {f.name: str(f.type) for f in own}
+        newer = {f.name: f.default for f in own if f.default is not dataclasses.MISSING}  # older sets lack them
+        values = {**newer, **values}
         for name in sorted(fields.keys() ^ values.keys()):
             state = "missing" if name in fields else "unknown"
             raise ValueError(f"{where}: {state} field `{name}`; encode the set again with this version of the code")
         for name, kind in fields.items():
-            if not isinstance(values[name], _TYPES[kind.partition("[")[0]]):
+            allowed = values[name] is None and kind.endswith("| None")
+            if not allowed and not isinstance(values[name], _TYPES[kind.partition("[")[0]]):
                 raise ValueError(f"{where}: {name} is {values[name]!r}, expected {kind}")
         return cls(**values, where=where)
 
@@ -152,43 +164,50 @@ class Manifest:
 
     def latent_shape(self, resolution: int) -> tuple[int, int, int]:
         """(channels, height, width) of a latent at a resolution in pixels."""
-        return self.channels, resolution // self.downsample, resolution // self.downsample
+        return self.channels, self.side(resolution), self.side(resolution)
+
+    def side(self, resolution: int) -> int:
+        """Side of the grid of latent pixels or tokens at a resolution in pixels."""
+        return resolution // self.downsample
 
     def check(self, **expected: Any) -> None:
         """Holds the set against what a recipe expects.
 
         Args:
-            expected: any of resolution, channels, downsample, scaling_factor, shift_factor, image_weights (sha256),
-                text_weights (sha256), text_width, text_length, tokenizer, dtype, crop, upscale. What is None is not
-                checked.
+            expected: any of kind, resolution, downsample, image_weights (sha256), dtype, crop, crops, upscale; of
+                latents also channels, scaling_factor, shift_factor, text_weights (sha256), text_width, text_length,
+                tokenizer; of tokens also codes, and with a resolution the grid's side. What is None is not checked.
 
         Raises:
             ValueError: the first field that differs: its name, what the set has, what was expected, what to do.
         """
-        found = {
-            "channels": self.channels,
-            "downsample": self.downsample,
-            "scaling_factor": self.image_encoder["scaling_factor"],
-            "shift_factor": self.image_encoder["shift_factor"],
-            "image_weights": self.image_encoder["weights_hash"],
-            "text_weights": self.text_encoder["weights_hash"],
-            "text_width": self.text_encoder["width"],
-            "text_length": self.text_encoder["length"],
-            "tokenizer": self.text_encoder["tokenizer"],
-            "dtype": self.dtype,
-            "crop": self.crop,
-            "upscale": self.upscale,
-            "resolution": self.resolutions,
-        }
+        found = self._found(expected.get("resolution"))
         for name, value in expected.items():
             if name not in found:
                 close = difflib.get_close_matches(name, found, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"it knows {', '.join(found)}"
-                raise ValueError(f"Manifest.check knows no field {name}: {hint}")
+                raise ValueError(f"Manifest.check of {self.kind} knows no field {name}: {hint}")
             fits = value in found[name] if name == "resolution" else _same(value, found[name])
             if value is not None and not fits:
                 advice = _ADVICE.get(name, f"change the recipe's {name}, or encode the set again")
                 raise ValueError(f"{self.where}: {name} is {found[name]}, the recipe expects {value}; {advice}")
+
+    def _found(self, resolution: int | None) -> dict[str, Any]:
+        """What `check` compares with."""
+        images, texts = self.image_encoder, self.text_encoder or {}
+        found = {
+            name: images[name]
+            for name in ("channels", "downsample", "scaling_factor", "shift_factor", "codes")
+            if name in images
+        }
+        found["image_weights"] = images["weights_hash"]
+        if texts:
+            found |= {"text_weights": texts["weights_hash"], "text_width": texts["width"]}
+            found |= {"text_length": texts["length"], "tokenizer": texts["tokenizer"]}
+        if resolution is not None:
+            found["side"] = self.side(resolution)
+        found |= {name: getattr(self, name) for name in ("kind", "dtype", "crop", "crops", "upscale")}
+        return {**found, "resolution": self.resolutions}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -2,7 +2,7 @@
 
 streaming reads a sample whole, slices each column out of it (a copy), and the collation copies that into the batch.
 Here a sample is one `preadv` whose targets are the batch's own rows; what lies between the wanted columns goes to a
-scratch buffer. Nothing is decoded or unpickled.
+scratch buffer. Texts stored before the arrays (the key, a caption) come with the same read. Nothing is unpickled.
 
 A shard, as streaming's `MDSWriter` (version 2) writes it: uint32 count; uint32 begin of each sample and end of the last
 one; a JSON text; samples. A sample: uint32 size of each column of variable size; the columns, sorted by name.
@@ -47,8 +47,7 @@ class Layout:
     Attributes:
         arrays: by the name in the batch.
         sizes: number of uint32 in front of the sample, one for each column of variable size.
-        key: which of them is the key's.
-        before_key: bytes of the columns of fixed size before the key.
+        texts: of each wanted text, which of them is its own, and bytes of the columns of fixed size before it.
         before: bytes of the columns of fixed size before the first array.
         after: bytes from the first array to the sample's end.
         runs: what is read at once: bytes from the first array to where the run begins, and its parts in stored order
@@ -57,38 +56,38 @@ class Layout:
 
     arrays: dict[str, Array]
     sizes: int
-    key: int
-    before_key: int
+    texts: tuple[tuple[int, int], ...]
     before: int
     after: int
     runs: tuple[tuple[int, tuple[tuple[str | None, int], ...]], ...]
 
     @classmethod
-    def of(cls, shard: Reader, columns: Mapping[str, str], key: str = "key") -> Layout:
+    def of(cls, shard: Reader, columns: Mapping[str, str], texts: Sequence[str] = ("key",)) -> Layout:
         """The layout of a shard's samples.
 
         Args:
             shard: reader of the shard.
             columns: columns of the arrays, by the name in the batch.
-            key: column of the key.
+            texts: columns of the texts.
 
         Raises:
-            ValueError: no MDS shard, a missing column, an array without a fixed shape and number format, a key that is
+            ValueError: no MDS shard, a missing column, an array without a fixed shape and number format, a text that is
                 no str, or a column of variable size stored after the first array.
         """
         if not isinstance(shard, MDSReader):
-            raise ValueError(f"{shard.dirname}: latents are read from MDS shards, these need {type(shard).__name__}")
+            raise ValueError(f"{shard.dirname}: batches are read from MDS shards, these need {type(shard).__name__}")
         where = path_of(shard)
         encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
-        for column in (key, *columns.values()):
+        for column in (*texts, *columns.values()):
             if column not in encodings:
                 close = difflib.get_close_matches(column, encodings, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(encodings)}"
                 raise ValueError(f"{where}: no column `{column}`; {hint}")
-        if encodings[key] != "str":
-            raise ValueError(
-                f"{where}: column `{key}` is {encodings[key]}, keys are read from str; encode the set again"
-            )
+        for text in texts:
+            if encodings[text] != "str":
+                raise ValueError(
+                    f"{where}: column `{text}` is {encodings[text]}, texts are read from str; encode the set again"
+                )
         arrays = {name: _array(column, encodings[column], where) for name, column in columns.items()}
 
         stored = [(name, get_mds_encoded_size(encoding)) for name, encoding in encodings.items()]
@@ -105,15 +104,16 @@ class Layout:
         return cls(
             arrays=arrays,
             sizes=len(variable),
-            key=variable.index(key),
-            before_key=sum(size or 0 for _, size in stored[: names.index(key)]),
+            texts=tuple(
+                (variable.index(text), sum(size or 0 for _, size in stored[: names.index(text)])) for text in texts
+            ),
             before=sum(size or 0 for _, size in head),
             after=sum(size for _, size in tail),
             runs=_runs(tail, {column: name for name, column in columns.items()}),
         )
 
 
-def layouts(shards: Sequence[Reader], columns: Mapping[str, str]) -> list[Layout]:
+def layouts(shards: Sequence[Reader], columns: Mapping[str, str], texts: Sequence[str] = ("key",)) -> list[Layout]:
     """`Layout.of` for each shard.
 
     Raises:
@@ -123,7 +123,7 @@ def layouts(shards: Sequence[Reader], columns: Mapping[str, str]) -> list[Layout
     found = []
     for shard in shards:
         stored = (*getattr(shard, "column_names", ()), *getattr(shard, "column_encodings", ()))
-        layout = known.get(stored) or known.setdefault(stored, Layout.of(shard, columns))
+        layout = known.get(stored) or known.setdefault(stored, Layout.of(shard, columns, texts))
         first = found[0] if found else layout
         for name, array in layout.arrays.items():
             if array != first.arrays[name]:
@@ -258,11 +258,11 @@ class Rows:
         self._head = memoryview(bytearray(4096))
         self._skipped = memoryview(bytearray(LONGEST_SKIP))
 
-    def fill(self, row: int, layout: Layout, shard: OpenShard, sample: int) -> str:
+    def fill(self, row: int, layout: Layout, shard: OpenShard, sample: int) -> list[str]:
         """Reads a sample of a shard into a row.
 
         Returns:
-            its key.
+            its texts.
 
         Raises:
             ValueError: the sample is not whole.
@@ -290,5 +290,8 @@ class Rows:
         sizes = self._head[: 4 * layout.sizes].cast("I") if whole else ()
         if not whole or sum(sizes) + 4 * layout.sizes + layout.before != head:
             raise ValueError(f"{shard.path}: sample {sample} is not whole; fetch the shard again, or encode it again")
-        key = 4 * layout.sizes + layout.before_key + sum(sizes[: layout.key])
-        return str(self._head[key : key + sizes[layout.key]], "utf-8")
+        texts = []
+        for place, before in layout.texts:
+            start = 4 * layout.sizes + before + sum(sizes[:place])
+            texts.append(str(self._head[start : start + sizes[place]], "utf-8"))
+        return texts

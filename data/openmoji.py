@@ -12,7 +12,7 @@ tones) whose every word `train` has in other combinations, so that it measures c
 import os
 import sys
 
-# A script's own folder comes first on the path, where data/streaming.py would hide the package `streaming`.
+# A script's own folder comes first on the path, where data/ files could hide packages of their names.
 sys.path[:] = [p for p in sys.path if os.path.realpath(p) != os.path.dirname(os.path.realpath(__file__))]
 
 import argparse

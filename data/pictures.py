@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from data.crops import CROPS, LARGEST
 from data.loading import Loading, Placement
 from data.sources.base import DecodedSample, Rejected, Source
 from data.sources.filters import Filter
-from data.transforms import resize_and_crop
+from data.transforms import resize, resize_and_crop
 
 
 def pictures(
@@ -22,7 +23,7 @@ def pictures(
     source: Annotated[Any, "source"],
     resolution: int,
     filter: Annotated[Any, "filter"] | None = None,
-    crop: Literal["center", "random"] = "center",
+    crop: Literal["center", "random", "dvae", "transformer"] = "center",
     flip: float = 0.0,
     tokens: int | None = None,
     workers: int = 1,
@@ -39,7 +40,8 @@ def pictures(
         source: where pictures and captions come from.
         resolution: side of the square crop in pixels.
         filter: which pictures are fit; null: all that decode.
-        crop: centre of the picture, or anywhere (training only).
+        crop: centre of the picture, or anywhere (training only), or DALL-E's crops for its dVAE (with flip: 0.5) or its
+            transformer (training only), which vary the size too.
         flip: share of pictures mirrored (training only).
         tokens: length of the caption's tokens by open_clip's byte-pair tokenizer; null gives no tokens.
         workers: processes that decode; 0 decodes in the training process.
@@ -89,7 +91,7 @@ class PictureStream(IterableDataset):
         source: Source,
         filter: Filter,
         resolution: int,
-        crop: Literal["center", "random"],
+        crop: Literal["center", "random", "dvae", "transformer"],
         flip: float,
         tokens: int | None,
         shuffle_buffer: int,
@@ -149,6 +151,7 @@ class PictureStream(IterableDataset):
             np.random.default_rng([self.placement.seed, turn]).shuffle(shards)  # the same on every rank
         mine, of = part
         by_shard = len(shards) >= of
+        needed = round(LARGEST * self.resolution) if self.crop in CROPS else self.resolution
         rejected: dict[str, int] = {}
         number = 0
         for shard in shards[mine::of] if by_shard else shards:
@@ -156,9 +159,9 @@ class PictureStream(IterableDataset):
                 number += 1
                 if not by_shard and number % of != mine:
                     continue
-                decoded = sample if isinstance(sample, Rejected) else self.filter.decode(sample, self.resolution)
+                decoded = sample if isinstance(sample, Rejected) else self.filter.decode(sample, needed)
                 if isinstance(decoded, DecodedSample):
-                    pixels, _ = resize_and_crop(decoded.image, self.resolution, self.crop, rng, decoded.original_size)
+                    pixels = self._cut(decoded, rng)
                     if self.keep_decoded:
                         kept.append((pixels, decoded.caption))
                     yield pixels, decoded.caption
@@ -167,6 +170,13 @@ class PictureStream(IterableDataset):
         if rejected and turn == 0:
             counts = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
             print(f"pictures: left out {sum(rejected.values())} of {number} samples: {counts}", flush=True)
+
+    def _cut(self, picture: DecodedSample, rng: np.random.Generator) -> np.ndarray:
+        """The square that is trained on, (R, R, 3) uint8."""
+        if self.crop in CROPS:
+            box = CROPS[self.crop](picture.original_size, self.resolution, rng)
+            return resize(picture.image, box, self.resolution, picture.original_size, area=True)
+        return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)[0]
 
     def _shuffled(self, samples: Iterator, rng: np.random.Generator) -> Iterator:
         if not self.shuffle_buffer:

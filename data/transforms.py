@@ -41,14 +41,21 @@ def crop_box(size: tuple[int, int], crop: Crop, rng: np.random.Generator | None 
     return left, top, left + side, top + side
 
 
-def resize(image: Image.Image, box: Box, resolution: int, original_size: tuple[int, int] | None = None) -> np.ndarray:
+def resize(
+    image: Image.Image,
+    box: tuple[float, float, float, float],
+    resolution: int,
+    original_size: tuple[int, int] | None = None,
+    area: bool = False,
+) -> np.ndarray:
     """Resamples a square of a picture, in one step.
 
     Args:
         image: RGB; may have been decoded at a fraction of `original_size`.
-        box: the square, in pixels of `original_size`.
+        box: the square, in pixels of `original_size`; may have fractions.
         resolution: side of the result in pixels.
         original_size: (width, height) that `box` refers to; the image's own if None.
+        area: each pixel is the mean of those whose centres it covers, instead of Lanczos' filter.
 
     Returns:
         uint8 (resolution, resolution, 3).
@@ -63,7 +70,11 @@ def resize(image: Image.Image, box: Box, resolution: int, original_size: tuple[i
         min(right * scale_x, image.width),
         min(bottom * scale_y, image.height),
     )
-    square = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=scaled, reducing_gap=REDUCING_GAP)
+    wanted = (resolution, resolution)
+    if area:
+        square = image.resize(wanted, Image.Resampling.BOX, box=scaled)
+    else:
+        square = image.resize(wanted, Image.Resampling.LANCZOS, box=scaled, reducing_gap=REDUCING_GAP)
     return np.asarray(square)
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from precompute.config import EncodeConfig
+from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.cli import groups_of, signatures
 from recipes.components import COMPONENTS
 from recipes.config import Recipe
@@ -87,7 +87,11 @@ def document() -> str:
     return "\n".join(parts)
 
 
-SCRIPTS = {Recipe: "recipes/train.py", EncodeConfig: "precompute/encode.py"}
+SCRIPTS = {
+    Recipe: "recipes/train.py",
+    EncodeConfig: "precompute/encode.py",
+    VocabularyConfig: "precompute/vocabulary.py",
+}
 
 
 def title(cls: type) -> str:
@@ -112,7 +116,7 @@ def group_list() -> str:
     """Every group, linked, with the names in it and the script that takes it."""
     lines = []
     for group, names in COMPONENTS.items():
-        scripts = " and ".join(f"`{script}`" for cls, script in SCRIPTS.items() if group in groups_of(cls))
+        scripts = ", ".join(f"`{script}`" for cls, script in SCRIPTS.items() if group in groups_of(cls))
         lines.append(f"- [{group}](#{group}) ({scripts}): {', '.join(f'`{name}`' for name in names)}")
     return "\n".join(lines) + "\n"
 

@@ -12,6 +12,9 @@ from recipes.components import COMPONENTS
 from recipes.config import plain
 from recipes.schema import Component, ConfigError
 
+# Image encoders that make tokens, known without importing them; all others make latents.
+TOKEN_ENCODERS = ("dvae",)
+
 
 @dataclass(kw_only=True)
 class EncodeConfig:
@@ -25,14 +28,19 @@ class EncodeConfig:
     """Which pictures and captions are taken, the others are set aside with their reason; null: all that can be read."""
     resolutions: list[int]
     """Sides of the encoded squares, in pixels; all of them are made from one decoded picture."""
-    crop: Literal["center", "random"] = "center"
-    """Where the square is taken from; random is drawn once per picture, the same again for the same seed."""
+    crop: Literal["center", "random", "dvae", "transformer"] = "center"
+    """Where the square is taken from. center and random: the largest there is. dvae and transformer: DALL-E's crops for
+    its two models (see data/crops.py), with an image encoder that makes tokens. All but center are drawn once per
+    picture and crop, the same again for the same seed."""
+    crops: int = 1
+    """Crops of each picture that are encoded and stored, of which training takes another one each time. More than one
+    need a crop that is drawn and an image encoder that makes tokens."""
     upscale: bool = False
     """Enlarge pictures smaller than the largest resolution; false sets them aside as too_small."""
     image_encoder: Annotated[Any, "image_encoder"]
     """What encodes the pictures."""
-    text_encoder: Annotated[Any, "text_encoder"]
-    """What encodes the captions."""
+    text_encoder: Annotated[Any, "text_encoder"] | None = None
+    """What encodes the captions; null where the image encoder makes tokens: captions are then encoded in training."""
     batch: int = 64
     """Pictures encoded at once, on each device."""
     workers: int = 8
@@ -51,8 +59,7 @@ class EncodeConfig:
     """Seed of random crops."""
 
     def __post_init__(self) -> None:
-        if self.filter is None:
-            self.filter = Component("filter", "pictures", {}, COMPONENTS["filter"]["pictures"], "filter")
+        self.filter = self.filter or _default_filter()
         errors = []
 
         def require(holds: bool, message: str) -> None:
@@ -67,6 +74,25 @@ class EncodeConfig:
             require(bool(safe), f"sources.{label}: a label names a folder: letters, digits and _ . - only")
         require(bool(sizes) and min(sizes) > 0, f"resolutions: {sizes}; give at least one, in pixels")
         require(len(set(sizes)) == len(sizes), f"resolutions: {sizes} names one twice")
+        makes, tokens = self.image_encoder.name, self.kind == "tokens"
+        require(
+            tokens or self.text_encoder is not None,
+            f"text_encoder: missing; `{makes}` makes latents, which are trained on with embedded captions",
+        )
+        require(
+            not tokens or self.text_encoder is None,
+            f"text_encoder: `{makes}` makes tokens, whose captions are encoded in training; remove it",
+        )
+        require(
+            tokens or self.crop in ("center", "random"),
+            f"crop: {self.crop} is for tokens, `{makes}` makes latents; give center or random",
+        )
+        require(self.crops >= 1, f"crops: {self.crops}; give 1 or more")
+        require(tokens or self.crops == 1, f"crops: {self.crops}; `{makes}` makes latents, of one crop a picture")
+        require(
+            self.crop != "center" or self.crops <= 1,
+            f"crop: center is the same square for all {self.crops} crops; give one that is drawn, or crops=1",
+        )
         require(self.batch >= 1, f"batch: {self.batch}; give 1 or more")
         require(self.workers >= 0, f"workers: {self.workers}; give 0 or more")
         require(self.prefetch >= 1, f"prefetch: {self.prefetch}; give 1 or more")
@@ -82,10 +108,58 @@ class EncodeConfig:
 
     def request(self) -> dict[str, Any]:
         """What determines the encoded values, with digests of the local files that the encoders are read from."""
-        keys = ("filter", "resolutions", "crop", "upscale", "image_encoder", "text_encoder", "seed")
+        keys = ["filter", "resolutions", "crop", "upscale", "image_encoder", "text_encoder", "seed"]
+        if self.kind == "tokens":
+            keys.append("crops")
         values = {key: plain(getattr(self, key)) for key in keys}
-        values["files"] = {**_digests(self.image_encoder), **_digests(self.text_encoder)}
+        encoders = [encoder for encoder in (self.image_encoder, self.text_encoder) if encoder is not None]
+        values["files"] = {file: digest for encoder in encoders for file, digest in _digests(encoder).items()}
         return values
+
+    @property
+    def kind(self) -> str:
+        """What the image encoder makes: latents or tokens."""
+        return "tokens" if self.image_encoder.name in TOKEN_ENCODERS else "latents"
+
+
+@dataclass(kw_only=True)
+class VocabularyConfig:
+    """A BPE vocabulary: the captions of sources to a file of the tokenizers library."""
+
+    out: str
+    """File of the result, such as runs/mine/vocabulary.json; its manifest lies beside it."""
+    sources: dict[str, Annotated[Any, "source"]]
+    """Pictures with captions, by label; only the captions are read. Leave validation sets out."""
+    filter: Annotated[Any, "filter"] | None = None
+    """Which captions are taken, as in the encode job; null: all that can be read."""
+    entries: int = 16384
+    """Entries of the vocabulary, the 256 bytes included. Fewer captions than give so many are refused."""
+    limit: int | None = None
+    """Most captions that are read, from shards in drawn order; null: all."""
+    seed: int = 17
+    """Seed of that order."""
+
+    def __post_init__(self) -> None:
+        self.filter = self.filter or _default_filter()
+        errors = []
+        if "://" in self.out or not self.out.endswith(".json"):
+            errors.append(f"out: {self.out}; give a local file that ends in .json")
+        if not self.sources:
+            errors.append("sources: empty; name at least one, such as train: {name: tars, urls: ...}")
+        if self.entries <= 256:
+            errors.append(f"entries: {self.entries}; give more than 256, which the bytes alone take")
+        if self.limit is not None and self.limit < 1:
+            errors.append(f"limit: {self.limit}; give 1 or more, or null for all")
+        if errors:
+            raise ConfigError(errors)
+
+    def request(self) -> dict[str, Any]:
+        """What determines the vocabulary."""
+        return {key: plain(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
+
+
+def _default_filter() -> Component:
+    return Component("filter", "pictures", {}, COMPONENTS["filter"]["pictures"], "filter")
 
 
 def _digests(encoder: Component) -> dict[str, str]:
@@ -95,7 +169,9 @@ def _digests(encoder: Component) -> dict[str, str]:
     files = [root for root in roots if root.is_file()]
     for folder in {root / inner for root in roots for inner in ("", *texts)}:
         if folder.is_dir():
-            files += [f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".txt") and f.is_file()]
+            files += [
+                f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".pt", ".txt") and f.is_file()
+            ]
     digests = {}
     for file in sorted(set(files)):
         with open(file, "rb") as stream:

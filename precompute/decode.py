@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from data.crops import CROPS, LARGEST
 from data.sources.base import DecodedSample, Rejected, Source
-from data.transforms import crop_box, is_upscaled, resize
+from data.transforms import crop_box, resize
 from precompute.writer import SetAside
 
 
@@ -39,7 +40,7 @@ class Picture:
 
     Attributes:
         width, height: of the original, in pixels.
-        crop: (left, top, right, bottom) in pixels of the original.
+        boxes: (left, top, right, bottom) of each crop in pixels of the original, by resolution.
     """
 
     place: Place
@@ -47,7 +48,11 @@ class Picture:
     caption: str
     width: int
     height: int
-    crop: tuple[int, int, int, int]
+    boxes: dict[int, list[tuple[float, float, float, float]]]
+
+    @property
+    def short_side(self) -> int:
+        return min(self.width, self.height)
 
 
 @dataclass
@@ -55,8 +60,8 @@ class Batch:
     """What a worker hands over.
 
     Attributes:
-        pixels: uint8 (B, R, R, 3) by resolution.
-        tokens: int64 (B, L).
+        pixels: uint8 (B, N, R, R, 3) by resolution, of N crops.
+        tokens: int64 (B, L); empty where captions are not embedded.
         pictures: B of them.
         rejected: samples set aside, with their places.
         ends: jobs read to their end, with their number of samples.
@@ -83,16 +88,31 @@ class Preparation:
 
     Attributes:
         filter: has `decode(sample, shrink_to)`.
-        tokenize: list of captions -> int64 (B, L).
+        tokenize: list of captions -> int64 (B, L); None: captions are not embedded.
     """
 
     filter: Any
-    tokenize: Callable[[list[str]], Tensor]
+    tokenize: Callable[[list[str]], Tensor] | None
     resolutions: tuple[int, ...]
     crop: str
+    crops: int
     upscale: bool
     seed: int
     batch: int
+
+    @property
+    def shrink_to(self) -> int:
+        """Side that a reduced decode must leave, in pixels."""
+        largest = max(self.resolutions)
+        return round(LARGEST * largest) if self.crop in CROPS else largest
+
+    def box(
+        self, size: tuple[int, int], resolution: int, rng: np.random.Generator
+    ) -> tuple[float, float, float, float]:
+        """A crop of a picture of (width, height) pixels; center and random are the same for every resolution."""
+        if self.crop in CROPS:
+            return CROPS[self.crop](size, resolution, rng)
+        return crop_box(size, self.crop, rng)
 
 
 class Decoder(IterableDataset):
@@ -139,42 +159,50 @@ class Decoder(IterableDataset):
     def _put(self, batch: Batch, place: Place, sample: Any) -> None:
         wanted = self.preparation
         if not isinstance(sample, Rejected):
-            sample = wanted.filter.decode(sample, max(wanted.resolutions))
+            sample = wanted.filter.decode(sample, wanted.shrink_to)
         if isinstance(sample, Rejected):
             batch.rejected.append((place, SetAside(sample.key, sample.reason, sample.detail)))
             return
         assert isinstance(sample, DecodedSample)
         width, height = sample.original_size
-        box = crop_box((width, height), wanted.crop, self._generator(place.job, sample.key))
         largest = max(wanted.resolutions)
-        if not wanted.upscale and is_upscaled(box, largest):
+        if not wanted.upscale and min(width, height) < largest:
             detail = f"{width}x{height} for {largest}; `upscale: true` takes it"
             batch.rejected.append((place, SetAside(sample.key, "too_small", detail)))
             return
         row = len(batch.pictures)
-        for resolution in wanted.resolutions:
-            square = resize(sample.image, box, resolution, sample.original_size)
-            batch.pixels[resolution][row].numpy()[...] = square
+        boxes = {
+            resolution: [
+                wanted.box((width, height), resolution, self._generator(place.job, sample.key, crop))
+                for crop in range(wanted.crops)
+            ]
+            for resolution in wanted.resolutions
+        }
+        for resolution, places in boxes.items():
+            pixels = batch.pixels[resolution][row].numpy()
+            for crop, box in enumerate(places):
+                pixels[crop] = resize(sample.image, box, resolution, sample.original_size, area=wanted.crop in CROPS)
         # JSON and file names can hold lone surrogates, which no UTF-8 column takes.
         key = sample.key.encode("utf-8", "backslashreplace").decode()
         caption = sample.caption.encode("utf-8", "replace").decode()
-        batch.pictures.append(Picture(place, key, caption, width, height, box))
+        batch.pictures.append(Picture(place, key, caption, width, height, boxes))
 
-    def _generator(self, job: Job, key: str) -> np.random.Generator:
-        """Random crops depend on seed, shard and key alone: not on workers, ranks or restarts."""
+    def _generator(self, job: Job, key: str, crop: int) -> np.random.Generator:
+        """Random crops depend on seed, shard, key and their number alone: not on workers, ranks or restarts."""
         name = f"{job.shard}\0{key}".encode("utf-8", "surrogateescape")
-        return np.random.default_rng([self.preparation.seed, zlib.crc32(name)])
+        return np.random.default_rng([self.preparation.seed, zlib.crc32(name), *([crop] if crop else [])])
 
     def _empty(self) -> Batch:
-        count = self.preparation.batch
-        pixels = {r: torch.empty((count, r, r, 3), dtype=torch.uint8) for r in self.preparation.resolutions}
+        shape = self.preparation.batch, self.preparation.crops
+        pixels = {r: torch.empty((*shape, r, r, 3), dtype=torch.uint8) for r in self.preparation.resolutions}
         return Batch(pixels, torch.empty(0, dtype=torch.int64), [])
 
     def _full(self, batch: Batch) -> Batch:
         count = len(batch.pictures)
         if count < self.preparation.batch:
             batch.pixels = {r: pixels[:count].clone() for r, pixels in batch.pixels.items()}
-        batch.tokens = self.preparation.tokenize([picture.caption for picture in batch.pictures] or [""])[:count]
+        if self.preparation.tokenize is not None:
+            batch.tokens = self.preparation.tokenize([picture.caption for picture in batch.pictures] or [""])[:count]
         return batch
 
 

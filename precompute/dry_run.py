@@ -16,6 +16,7 @@ from recipes.schema import Component
 # Stable Diffusion 2: (channels, pixels per latent pixel) and (tokens, width).
 USUAL_VAE = (4, 8)
 USUAL_TEXT = (77, 1024)
+DVAE_DOWNSAMPLE = 8
 CAPTION = 60  # bytes of a usual caption and key
 
 
@@ -33,15 +34,17 @@ def report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
             f"{label}: {len(encoded.shards):,} input shards, {len(encoded.shards) - todo:,} done, {todo:,} to do, "
             f"about {-(-todo // rank.world):,} for each of {rank.world} ranks; into {encoded.out}"
         )
-    (channels, downsample), vae_known = image_shape(config.image_encoder)
-    (length, width), text_known = text_shape(config.text_encoder)
-    parts = {f"latents {r}": 2 * 2 * channels * (r // downsample) ** 2 for r in config.resolutions} | {
-        "text": 2 * length * width,
-        "the rest": 100 + CAPTION + 16 * len(config.resolutions),
-    }
-    for name, known in (("image encoder", vae_known), ("text encoder", text_known)):
-        if not known:
-            lines.append(f"sizes of the {name} are assumed to be Stable Diffusion 2's: no local config tells them")
+    if config.kind == "tokens":
+        parts = {f"tokens {r}": 2 * config.crops * (r // DVAE_DOWNSAMPLE) ** 2 for r in config.resolutions}
+    else:
+        (channels, downsample), vae_known = image_shape(config.image_encoder)
+        (length, width), text_known = text_shape(config.text_encoder)
+        parts = {f"latents {r}": 2 * 2 * channels * (r // downsample) ** 2 for r in config.resolutions}
+        parts["text"] = 2 * length * width
+        for name, known in (("image encoder", vae_known), ("text encoder", text_known)):
+            if not known:
+                lines.append(f"sizes of the {name} are assumed to be Stable Diffusion 2's: no local config tells them")
+    parts["the rest"] = 100 + CAPTION + 16 * config.crops * len(config.resolutions)
     total = sum(parts.values())
     lines.append(
         f"expected size: {total:,} bytes a picture ({', '.join(f'{name} {size:,}' for name, size in parts.items())}), "

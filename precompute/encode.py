@@ -1,4 +1,4 @@
-"""Encode pictures and captions to MDS shards of latents and text embeddings.
+"""Encode pictures and captions to MDS shards, of latents and text embeddings or of tokens.
 
     python precompute/encode.py yamls/openmoji_encode.yaml
     composer -n 8 precompute/encode.py yamls/sd2_encode.yaml out=/data/latents    # or torchrun --nproc_per_node 8
@@ -23,15 +23,15 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     with user_errors():
         from precompute.work import EncodedSet, Rank
+        from recipes.build import build
 
+        build(config.filter)  # for its errors, before anything slow
         rank = Rank.from_environment()
         if command.dry_run:
             from precompute.dry_run import report
 
             print(report(config, command.missing, rank))
             return
-        from recipes.build import build
-
         sources = build(config.sources)
         sets = {label: EncodedSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}
         if all(encoded.is_complete(request) for request in [config.request()] for encoded in sets.values()):

@@ -20,16 +20,19 @@ from precompute.encoders.base import ImageEncoder, TextEncoder
 from precompute.pipeline import Pipeline
 from precompute.progress import Progress, duration
 from precompute.work import EncodedSet, Rank, summary
-from precompute.writer import Columns, ShardWriter, Storage
+from precompute.writer import Columns, ShardWriter, Storage, TokenColumns
 from recipes.build import build
 from recipes.config import plain
 
-DTYPE = "float16"
-NORMALISATION = "mean = (posterior mean - shift_factor) * scaling_factor, std = posterior deviation * scaling_factor"
-CAPTION_POLICY = (
-    "the caption without surrounding white space, embedded whole up to the text encoder's length; none dropped; "
-    f'the null caption is the empty text "", embedded in {NULL_TEXT}'
-)
+NORMALISATION = {
+    "latents": "mean = (posterior mean - shift_factor) * scaling_factor, std = posterior deviation * scaling_factor",
+    "tokens": "none: tokens are the encoder's likeliest codes, in raster order",
+}
+CAPTION_POLICY = {
+    "latents": "the caption without surrounding white space, embedded whole up to the text encoder's length; none "
+    f'dropped; the null caption is the empty text "", embedded in {NULL_TEXT}',
+    "tokens": "the caption without surrounding white space, as text; encoded in training",
+}
 PACKAGES = ("torch", "diffusers", "transformers", "open_clip_torch", "mosaicml-streaming", "numpy", "pillow")
 
 
@@ -48,18 +51,19 @@ def run(config: EncodeConfig, sources: dict[str, Any], sets: dict[str, EncodedSe
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     images: ImageEncoder = build(config.image_encoder).to(device)
-    texts: TextEncoder = build(config.text_encoder).to(device)
+    texts: TextEncoder | None = None if config.text_encoder is None else build(config.text_encoder).to(device)
     columns = columns_of(config, images, texts)
     options = options_of(config, images, texts)
     for encoded in sets.values():
         encoded.claim(options)
-        store_null_text(encoded.out / NULL_TEXT, texts)
+        if texts is not None:
+            store_null_text(encoded.out / NULL_TEXT, texts)
 
     jobs = [Job(label, shard) for label, encoded in sets.items() for shard in encoded.shards]
     todo = [job for job in rank.share(jobs) if not sets[job.label].is_done(job.shard)]
+    encoders = ", ".join(f"{encoder.id} ({encoder.precision})" for encoder in (images, texts) if encoder is not None)
     print(
-        f"encode: rank {rank.rank} of {rank.world} on {device}: {len(todo)} of {len(jobs)} shards to do, "
-        f"{images.id} ({images.precision}), {texts.id} ({texts.precision})",
+        f"encode: rank {rank.rank} of {rank.world} on {device}: {len(todo)} of {len(jobs)} shards to do, {encoders}",
         flush=True,
     )
     failed = _encode(config, sources, sets, rank, images, texts, columns, options, todo) if todo else {}
@@ -81,17 +85,18 @@ def _encode(
     sets: dict[str, EncodedSet],
     rank: Rank,
     images: ImageEncoder,
-    texts: TextEncoder,
-    columns: Columns,
+    texts: TextEncoder | None,
+    columns: Columns | TokenColumns,
     options: dict[str, Any],
     todo: list[Job],
 ) -> dict[Job, str]:
     """Encodes jobs; gives those whose input could not be read, with the reason."""
     preparation = Preparation(
         filter=build(config.filter),
-        tokenize=texts.tokenize,
+        tokenize=None if texts is None else texts.tokenize,
         resolutions=tuple(config.resolutions),
         crop=config.crop,
+        crops=config.crops,
         upscale=config.upscale,
         seed=config.seed,
         batch=config.batch,
@@ -139,7 +144,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def columns_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder) -> Columns:
+def columns_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder | None) -> Columns | TokenColumns:
     """Shapes of what is stored.
 
     Raises:
@@ -149,11 +154,26 @@ def columns_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder) -
         if resolution % images.downsample:
             raise ValueError(f"resolutions: {resolution} is no multiple of {images.downsample}, as {images.id} needs")
     sides = {resolution: resolution // images.downsample for resolution in config.resolutions}
+    assert images.kind == config.kind, f"{config.image_encoder.name} belongs into TOKEN_ENCODERS, or does not"
+    if images.kind == "tokens":
+        return TokenColumns({r: side**2 for r, side in sides.items()}, config.crops)
     return Columns({r: (images.channels, side, side) for r, side in sides.items()}, (texts.length, texts.width))
 
 
-def options_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder) -> dict[str, Any]:
+def options_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder | None) -> dict[str, Any]:
     """Everything that the values in a folder depend on: a folder takes shards of one set of options only."""
+    if images.kind == "tokens":
+        own: dict[str, Any] = {"crops": config.crops, **images.facts()}
+    else:
+        own = {
+            "scaling_factor": images.scaling_factor,
+            "shift_factor": images.shift_factor,
+            "text_weights": texts.weights_hash,
+            "text_precision": texts.precision,
+            "text_layer": texts.layer,
+            "tokenizer": texts.tokenizer_id,
+            "text_length": texts.length,
+        }
     return {
         "resolutions": list(config.resolutions),
         "crop": config.crop,
@@ -161,20 +181,18 @@ def options_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder) -
         "filter": plain(config.filter),
         "image_weights": images.weights_hash,
         "image_precision": images.precision,
-        "scaling_factor": images.scaling_factor,
-        "shift_factor": images.shift_factor,
-        "text_weights": texts.weights_hash,
-        "text_precision": texts.precision,
-        "text_layer": texts.layer,
-        "tokenizer": texts.tokenizer_id,
-        "text_length": texts.length,
-        "dtype": DTYPE,
-        "seed": config.seed if config.crop == "random" else None,
+        **own,
+        "dtype": images.dtype,
+        "seed": None if config.crop == "center" else config.seed,
     }
 
 
 def describe(
-    config: EncodeConfig, images: ImageEncoder, texts: TextEncoder, columns: Columns, options: dict[str, Any]
+    config: EncodeConfig,
+    images: ImageEncoder,
+    texts: TextEncoder | None,
+    columns: Columns | TokenColumns,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """What `EncodedSet.merge` cannot count."""
     return {
@@ -184,12 +202,11 @@ def describe(
             "id": images.id,
             "weights_hash": images.weights_hash,
             "precision": images.precision,
-            "channels": images.channels,
-            "downsample": images.downsample,
-            "scaling_factor": images.scaling_factor,
-            "shift_factor": images.shift_factor,
+            **images.facts(),
         },
-        "text_encoder": {
+        "text_encoder": None
+        if texts is None
+        else {
             "component": plain(config.text_encoder),
             "id": texts.id,
             "weights_hash": texts.weights_hash,
@@ -201,12 +218,14 @@ def describe(
         },
         "resolutions": list(config.resolutions),
         "crop": config.crop,
+        "crops": config.crops,
         "upscale": config.upscale,
         "seed": config.seed,
         "filter": plain(config.filter),
-        "dtype": DTYPE,
-        "normalisation": NORMALISATION,
-        "caption_policy": CAPTION_POLICY,
+        "kind": images.kind,
+        "dtype": images.dtype,
+        "normalisation": NORMALISATION[images.kind],
+        "caption_policy": CAPTION_POLICY[images.kind],
         "columns": columns.encodings(),
         "request": config.request(),
         "software": {"python": python_version(), **{name: _version(name) for name in PACKAGES}},

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from precompute.decode import Batch, Job
-from precompute.encoders.base import ImageEncoder, TextEncoder
+from precompute.encoders.base import ImageEncoder, Stored, TextEncoder
 from precompute.progress import Progress
-from precompute.writer import Encoded, SetAside, ShardWriter
+from precompute.writer import Encoded, SetAside, ShardWriter, crop_column
 
 NONFINITE_LATENT = "nonfinite_latent"
 NONFINITE_TEXT = "nonfinite_text"
@@ -27,34 +26,36 @@ class Encodings:
     """A batch's results on their way to the CPU.
 
     Attributes:
-        mean, std: float16 (B, C, h, w) by resolution.
-        text: float16 (B, L, D).
-        sums: float64 (B, 3, C) by resolution (see `writer.Encoded`).
-        latent_ok, text_ok: bool (B,): every value is finite as stored.
+        images: what is stored of the pictures, by resolution.
+        text: float16 (B, L, D); None where captions are not embedded.
+        image_ok, text_ok: bool (B,): every value is finite as stored.
         ready: on a GPU, the event after the copies.
     """
 
-    mean: dict[int, Tensor]
-    std: dict[int, Tensor]
-    text: Tensor
-    sums: dict[int, Tensor]
-    latent_ok: Tensor
+    images: dict[int, Stored]
+    text: Tensor | None
+    image_ok: Tensor
     text_ok: Tensor
     ready: Any = None
 
     def to_cpu(self) -> Encodings:
         """Starts copies into pinned memory where the results are on a GPU."""
-        if self.text.device.type == "cpu":
+        if self.image_ok.device.type == "cpu":
             return self
 
-        def copy(tensor: Tensor) -> Tensor:
+        def copy(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
-        groups = [{r: copy(t) for r, t in group.items()} for group in (self.mean, self.std, self.sums)]
-        text, latent_ok, text_ok = copy(self.text), copy(self.latent_ok), copy(self.text_ok)
+        images = {
+            resolution: Stored({n: copy(a) for n, a in s.arrays.items()}, copy(s.finite), copy(s.sums))
+            for resolution, s in self.images.items()
+        }
+        text, image_ok, text_ok = copy(self.text), copy(self.image_ok), copy(self.text_ok)
         ready = torch.cuda.Event()
         ready.record()
-        return Encodings(groups[0], groups[1], text, groups[2], latent_ok, text_ok, ready)
+        return Encodings(images, text, image_ok, text_ok, ready)
 
     def wait(self) -> None:
         """Until the copies are there."""
@@ -67,29 +68,22 @@ class Encodings:
 
 
 def encode(
-    pixels: dict[int, Tensor], tokens: Tensor, images: ImageEncoder, texts: TextEncoder, exact: bool = False
+    pixels: dict[int, Tensor], tokens: Tensor, images: ImageEncoder, texts: TextEncoder | None, exact: bool = False
 ) -> Encodings:
     """Encodes a batch as it will be stored.
 
     Args:
-        pixels: uint8 (B, R, R, 3) by resolution.
+        pixels: uint8 (B, N, R, R, 3) by resolution, of N crops.
         tokens: int64 (B, L).
-        images, texts: the encoders, on one device.
+        images, texts: the encoders, on one device; no `texts` where captions are not embedded.
         exact: in fp32 with weights as stored.
     """
-    mean, std, sums = {}, {}, {}
-    latent_ok = torch.ones(len(tokens), dtype=torch.bool, device=images.device)
-    for resolution, squares in pixels.items():
-        # B,R,R,3 seen as B,3,R,R is the channels-last layout.
-        on_device = squares.to(images.device, non_blocking=True).permute(0, 3, 1, 2)
-        full_mean, full_std = images.encode(on_device, exact=exact)
-        mean[resolution], std[resolution] = full_mean.half(), full_std.half()
-        m, s = mean[resolution].double().flatten(2), std[resolution].double().flatten(2)  # BC(hw), as stored
-        sums[resolution] = torch.stack([m.sum(2), m.square().sum(2), s.square().sum(2)], dim=1)
-        latent_ok &= sums[resolution].isfinite().flatten(1).all(1)
+    stored = {r: images.store(squares.to(images.device, non_blocking=True), exact) for r, squares in pixels.items()}
+    image_ok = torch.stack([s.finite for s in stored.values()]).all(0)
+    if texts is None:
+        return Encodings(stored, None, image_ok, torch.ones_like(image_ok))
     text = texts.encode_tokens(tokens.to(texts.device, non_blocking=True), exact=exact).half()
-    text_ok = text.isfinite().flatten(1).all(1)
-    return Encodings(mean, std, text, sums, latent_ok, text_ok)
+    return Encodings(stored, text, image_ok, text.isfinite().flatten(1).all(1))
 
 
 @dataclass
@@ -106,7 +100,7 @@ class Pipeline:
     """Encodes batches of jobs and hands them to a writer thread.
 
     Args:
-        images, texts: encoders, on their device.
+        images, texts: encoders, on their device; no `texts` where captions are not embedded.
         open_writer: makes the writer of a job's output.
         publish: called with a job and its done marker when its folder is complete.
         progress: counts.
@@ -115,7 +109,7 @@ class Pipeline:
     def __init__(
         self,
         images: ImageEncoder,
-        texts: TextEncoder,
+        texts: TextEncoder | None,
         open_writer: Callable[[Job], ShardWriter],
         publish: Callable[[Job, dict[str, Any]], None],
         progress: Progress,
@@ -168,7 +162,7 @@ class Pipeline:
     def _hand_over(self, result: Result) -> None:
         if result.encodings is not None:
             result.encodings.wait()
-            bad = (~(result.encodings.latent_ok & result.encodings.text_ok)).nonzero().flatten().tolist()
+            bad = (~(result.encodings.image_ok & result.encodings.text_ok)).nonzero().flatten().tolist()
             if bad:
                 self._again(result, bad)
         self._put(result)
@@ -177,17 +171,22 @@ class Pipeline:
         """Encodes rows with values that are not finite once more, in fp32; those that stay so are set aside."""
         batch, kept = result.batch, result.encodings
         pixels = {r: squares[rows] for r, squares in batch.pixels.items()}
-        fresh = encode(pixels, batch.tokens[rows], self.images, self.texts, exact=True).to_cpu()
+        tokens = batch.tokens if self.texts is None else batch.tokens[rows]
+        fresh = encode(pixels, tokens, self.images, self.texts, exact=True).to_cpu()
         fresh.wait()
         for i, row in enumerate(rows):
-            if fresh.latent_ok[i] and fresh.text_ok[i]:
+            if fresh.image_ok[i] and fresh.text_ok[i]:
                 result.reencoded.add(row)
-                for old, new in ((kept.mean, fresh.mean), (kept.std, fresh.std), (kept.sums, fresh.sums)):
-                    for resolution in old:
-                        old[resolution][row] = new[resolution][i]
-                kept.text[row] = fresh.text[i]
+                for resolution, old in kept.images.items():
+                    new = fresh.images[resolution]
+                    for name in old.arrays:
+                        old.arrays[name][row] = new.arrays[name][i]
+                    if old.sums is not None:
+                        old.sums[row] = new.sums[i]
+                if kept.text is not None:
+                    kept.text[row] = fresh.text[i]
             else:
-                result.aside[row] = NONFINITE_TEXT if fresh.latent_ok[i] else NONFINITE_LATENT
+                result.aside[row] = NONFINITE_TEXT if fresh.image_ok[i] else NONFINITE_LATENT
 
     def _put(self, result: Result | None) -> None:
         # A writer that died takes nothing any more: notice it instead of waiting for ever.
@@ -248,16 +247,16 @@ class Pipeline:
             "caption": picture.caption,
             "width": picture.width,
             "height": picture.height,
-            "text": values.text[row].numpy(),
         }
-        for resolution in values.mean:
-            columns[f"crop_{resolution}"] = np.asarray(picture.crop, dtype=np.int32)
-            columns[f"mean_{resolution}"] = values.mean[resolution][row].numpy()
-            columns[f"std_{resolution}"] = values.std[resolution][row].numpy()
-        side = picture.crop[2] - picture.crop[0]
+        if values.text is not None:
+            columns["text"] = values.text[row].numpy()
+        for resolution, stored in values.images.items():
+            columns[f"crop_{resolution}"] = crop_column(self.images.kind, picture.boxes[resolution])
+            for name, array in stored.arrays.items():
+                columns[f"{name}_{resolution}"] = array[row].numpy().astype(self.images.dtype, copy=False)
         return Encoded(
             columns,
-            {resolution: sums[row].numpy() for resolution, sums in values.sums.items()},
-            tuple(resolution for resolution in values.mean if side < resolution),
+            {r: stored.sums[row].numpy() for r, stored in values.images.items() if stored.sums is not None},
+            tuple(resolution for resolution in values.images if picture.short_side < resolution),
             row in result.reencoded,
         )

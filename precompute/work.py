@@ -3,7 +3,7 @@
 OUT/options.json              what the values depend on; the first process claims the folder with it
 OUT/shards/<id>.tmp-<rank>/   being written
 OUT/shards/<id>/              complete: MDS files, index.json, rejected.jsonl and done.json, renamed into place at once
-OUT/null_text.npy             the null caption's embedding
+OUT/null_text.npy             the null caption's embedding, where captions are embedded
 OUT/index.json, OUT/rejected.jsonl, OUT/manifest.json    merged, the manifest last, by whoever finds all shards done
 """
 
@@ -111,7 +111,9 @@ class EncodedSet:
 
     def is_complete(self, request: dict[str, Any]) -> bool:
         """Whether every shard is done and merged, and was made for the same request."""
-        if self.remaining() or not all((self.out / name).is_file() for name in (INDEX, NULL_TEXT)):
+        embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
+        needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
+        if self.remaining() or not all((self.out / name).is_file() for name in needed):
             return False
         try:
             manifest = Manifest.read(self.out)
@@ -219,7 +221,8 @@ def _count(markers: list[dict[str, Any]]) -> dict[str, Any]:
     rejected: Counter[str] = Counter()
     for marker in markers:
         rejected.update(marker["rejected"])
-    resolutions = list(markers[0]["latents"]) if markers else []
+    resolutions = list(markers[0]["upscaled"]) if markers else []
+    statistics = list(markers[0]["latents"]) if markers else []
     return {
         "samples": sum(marker["samples"] for marker in markers),
         "shards": len(markers),
@@ -227,7 +230,7 @@ def _count(markers: list[dict[str, Any]]) -> dict[str, Any]:
         "reencoded": sum(marker["reencoded"] for marker in markers),
         "rejected": dict(sorted(rejected.items())),
         "upscaled": {r: sum(marker["upscaled"][r] for marker in markers) for r in resolutions},
-        "latents": {r: _moments([marker["latents"][r] for marker in markers]) for r in resolutions},
+        "latents": {r: _moments([marker["latents"][r] for marker in markers]) for r in statistics},
     }
 
 

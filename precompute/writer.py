@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from streaming import MDSWriter
@@ -16,10 +16,12 @@ from streaming import MDSWriter
 from data.manifest import REJECTED
 from precompute.work import DONE
 
+BASIC = {"key": "str", "caption": "str", "width": "int", "height": "int"}
+
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of an encoded set.
+    """The columns of a set of latents.
 
     Attributes:
         latents: (channels, height, width) by resolution.
@@ -29,9 +31,13 @@ class Columns:
     latents: dict[int, tuple[int, int, int]]
     text: tuple[int, int]
 
+    @property
+    def resolutions(self) -> list[int]:
+        return list(self.latents)
+
     def encodings(self) -> dict[str, str]:
         """MDS encodings by column."""
-        columns = {"key": "str", "caption": "str", "width": "int", "height": "int"}
+        columns = dict(BASIC)
         for resolution, shape in self.latents.items():
             columns[f"crop_{resolution}"] = "ndarray:int32:4"
             for name in ("mean", "std"):
@@ -43,6 +49,41 @@ class Columns:
         """Size of the columns of fixed size."""
         fixed = sum(2 * 2 * int(np.prod(shape)) + 16 for shape in self.latents.values())
         return fixed + 2 * int(np.prod(self.text)) + 16
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """The columns of a set of tokens.
+
+    Attributes:
+        grids: tokens of a crop by resolution, in raster order.
+        crops: of each picture.
+    """
+
+    grids: dict[int, int]
+    crops: int
+    latents: ClassVar[dict] = {}  # there are no statistics of tokens
+
+    @property
+    def resolutions(self) -> list[int]:
+        return list(self.grids)
+
+    def encodings(self) -> dict[str, str]:
+        """MDS encodings by column."""
+        columns = dict(BASIC)
+        for resolution, count in self.grids.items():
+            columns[f"crop_{resolution}"] = f"ndarray:float32:{self.crops},4"
+            columns[f"tokens_{resolution}"] = f"ndarray:uint16:{self.crops},{count}"
+        return columns
+
+    def bytes_per_sample(self) -> int:
+        """Size of the columns of fixed size."""
+        return sum(self.crops * (2 * count + 16) for count in self.grids.values()) + 16
+
+
+def crop_column(kind: str, boxes: list[tuple[float, float, float, float]]) -> np.ndarray:
+    """What a crop_R column holds: the box of a picture's latents, or those of the crops whose tokens are stored."""
+    return np.asarray(boxes[0], np.int32) if kind == "latents" else np.asarray(boxes, np.float32)
 
 
 @dataclass(frozen=True)
@@ -91,7 +132,9 @@ class ShardWriter:
         options: kept in done.json (see `work.EncodedSet.claim`).
     """
 
-    def __init__(self, folder: Path, shard: str, columns: Columns, storage: Storage, options: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, shard: str, columns: Columns | TokenColumns, storage: Storage, options: dict[str, Any]
+    ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.folder = folder
@@ -104,7 +147,7 @@ class ShardWriter:
         self.samples = 0
         self.reencoded = 0
         self.rejected: Counter[str] = Counter()
-        self.upscaled = dict.fromkeys(columns.latents, 0)
+        self.upscaled: Counter[int] = Counter()
         self.pixels = {r: shape[1] * shape[2] for r, shape in columns.latents.items()}
         self.sums = {r: np.zeros((3, shape[0])) for r, shape in columns.latents.items()}
         self._early: dict[int, Encoded | SetAside] = {}
@@ -159,7 +202,7 @@ class ShardWriter:
             "samples": self.samples,
             "rejected": dict(self.rejected),
             "reencoded": self.reencoded,
-            "upscaled": {str(r): n for r, n in self.upscaled.items()},
+            "upscaled": {str(r): self.upscaled[r] for r in self.columns.resolutions},
             "bytes": sum(path.stat().st_size for path in self.folder.glob("shard.*")),
             "seconds": round(time.time() - self.started, 3),
             "latents": {

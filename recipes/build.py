@@ -59,7 +59,7 @@ def _import_all(value: Any) -> None:
 
 
 def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, Any]:
-    """The picture encoder and text encoder that made an encoded set, built by its manifest.
+    """The picture encoder and text encoder (None for a set of tokens) that made an encoded set, by its manifest.
 
     Args:
         manifest: of the set.
@@ -70,6 +70,9 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
     """
     built = []
     for group, record in (("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)):
+        if record is None:
+            built.append(None)
+            continue
         values = dict(record["component"])
         if bundle is not None and (bundle / group).is_dir():
             values["path"] = str(bundle / group)

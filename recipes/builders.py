@@ -1,25 +1,27 @@
-"""Builders of components that come from the libraries as they are: optimizers, schedules, loggers, stock callbacks.
+"""Builders of components that come from the libraries (nearly) as they are: optimizers, schedules, loggers, callbacks.
 
 Parameters before `*` are handed over by `recipes.build` by their name; those after it are the YAML's keys.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback
-from composer.algorithms import ChannelsLast
+from composer import Callback, State
 from composer.callbacks import LRMonitor, MemoryMonitor
 from composer.loggers import LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.optim import ComposerScheduler, ConstantWithWarmupScheduler
-from composer.optim import CosineAnnealingWithWarmupScheduler as CosineWithWarmup
 from composer.optim import LinearWithWarmupScheduler as LinearWithWarmup
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from recipes.algorithms.adam16 import Adam16
+from recipes.algorithms.blocks import block_matrices
+from recipes.algorithms.scheduled_ema import measure
 
 
 def adamw(
@@ -38,9 +40,49 @@ def adamw(
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        fused: one kernel for all parameters.
+        fused: one kernel for all parameters, on GPUs and CPUs, sharded or not; steps are the same to 32-bit rounding.
     """
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+
+
+def adam16(
+    parameters: Iterable[torch.nn.Parameter],
+    task: torch.nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.96),
+    eps: float = 1e-8,
+    weight_decay: float = 0.045,
+    variance_clip: float | None = 5.0,
+    compiled: bool = True,
+) -> torch.optim.Optimizer:
+    """AdamW with 16-bit moments (1-6-9 and 0-6-10) for the matrices of the model's blocks (Ramesh et al. 2021).
+
+    Gains, biases, embeddings and unembeddings keep moments in 32-bit. The model says which modules are its blocks.
+
+    Args:
+        lr: learning rate that the schedule multiplies.
+        betas: decays of the running mean and of the running variance.
+        eps: added to the root of the variance.
+        weight_decay: decoupled decay, times the learning rate.
+        variance_clip: largest running variance, of gradients as the optimizer gets them; null: none.
+        compiled: one kernel for all tensors on a GPU; on a CPU one a tensor, compiled at the first step.
+    """
+    inside = {id(p) for matrices in block_matrices(task, "adam16") for p in matrices}
+    trained = list(parameters)
+    groups = [
+        {"params": [p for p in trained if id(p) in inside], "moment_bits": 16},
+        {"params": [p for p in trained if id(p) not in inside], "moment_bits": 32},
+    ]
+    return Adam16(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        variance_clip=variance_clip,
+        compiled=compiled,
+    )
 
 
 def constant(*, warmup: Duration = "0ba") -> ComposerScheduler:
@@ -52,14 +94,46 @@ def constant(*, warmup: Duration = "0ba") -> ComposerScheduler:
     return ConstantWithWarmupScheduler(t_warmup=warmup)
 
 
-def cosine(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler:
-    """A linear warm-up, then half a cosine to the end of the run.
+def cosine(*, warmup: Duration = "0ba", final: float = 0.0, over: Duration = "1dur") -> ComposerScheduler:
+    """A linear warm-up, then half a cosine to the end of the run or of `over`, and constant from there on.
 
     Args:
         warmup: length of the warm-up.
         final: learning rate at the end, as a share of the peak.
+        over: length of the warm-up and the cosine together.
     """
-    return CosineWithWarmup(t_warmup=warmup, alpha_f=final)
+    return Cosine(warmup, final, over)
+
+
+class Cosine(ComposerScheduler):
+    """See `cosine`. Composer's own refuses a cosine that ends before the run does."""
+
+    def __init__(self, warmup: str, final: float, over: str) -> None:
+        self.warmup, self.final, self.over = warmup, final, over
+
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
+        """What the learning rate is multiplied by.
+
+        Args:
+            state: has the time, and the length of the run.
+            ssr: Composer's stretch of all durations.
+
+        Raises:
+            ValueError: a warm-up in other units than the cosine.
+        """
+        over, unit = measure(self.over, state)
+        warmup, warmup_unit = measure(self.warmup, state)
+        if warmup and warmup_unit != unit:
+            raise ValueError(
+                f"schedule: a warm-up of {self.warmup} cannot be taken from {self.over} of a run of "
+                f"{state.max_duration.to_timestring()}; give both in the same unit"
+            )
+        passed = state.timestamp.get(unit).value
+        if passed < warmup:
+            return passed / warmup
+        length = over * ssr - warmup  # none in a run that ends within the warm-up
+        share = min(1.0, (passed - warmup) / length) if length > 0 else 0.0
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * share)) / 2
 
 
 def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler:
@@ -70,11 +144,6 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> ComposerScheduler
         final: learning rate at the end, as a share of the peak.
     """
     return LinearWithWarmup(t_warmup=warmup, alpha_f=final)
-
-
-def channels_last() -> ChannelsLast:
-    """Convolution weights in the memory order that tensor cores (and oneDNN) take without a copy."""
-    return ChannelsLast()
 
 
 def lr_monitor() -> Callback:

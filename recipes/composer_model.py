@@ -13,7 +13,7 @@ class Task(Protocol):
     """What a model in `recipes.models` offers a trainer. Tasks are `nn.Module`s and know no trainer.
 
     Attributes:
-        eval_names: the keys that `evaluate` returns.
+        eval_names: the figures of `evaluate` that are averaged over the validation set.
         entry_points: names of further methods that callers use for computing (FSDP prepares their parameters).
     """
 
@@ -24,7 +24,7 @@ class Task(Protocol):
         """Scalar losses of a batch; `total` is minimised, the others are logged."""
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """(B,) figures a name, averaged over the validation set."""
+        """(B,) figures a name; it may return more than those named in `eval_names`, for callbacks."""
 
     def blocks(self) -> list[nn.Module]:
         """What FSDP gathers one by one, each called through its forward."""

@@ -51,7 +51,7 @@ class Training:
     """Samples an optimizer step, over all devices."""
     microbatch: int | Literal["auto"] | None = None
     """Samples a device takes at once; gradients accumulate over a batch's microbatches. null: the whole device batch;
-    auto: the largest that fits into the GPU's memory."""
+    auto: the largest that fits into every GPU's memory, searched in the first batches; on a CPU the whole."""
     precision: Literal["auto", "fp32", "amp_bf16", "amp_fp16"] = "auto"
     """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU (where all else fails)."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -228,8 +228,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _similar_file(path: Path) -> str:
     """A hint for a YAML that is not there: one of a similar name, shipped or beside it."""
     files = {file.name: file for folder in (ROOT / "yamls", path.parent) for file in folder.glob("*.yaml")}
-    close = difflib.get_close_matches(path.name, files, n=1)
-    return f"; did you mean {files[close[0]]}?" if close else ""
+    close = difflib.get_close_matches(path.stem, [Path(name).stem for name in files], n=1)
+    return f"; did you mean {files[f'{close[0]}.yaml']}?" if close else ""
 
 
 def _parse(overrides: list[str]) -> dict[str, Any]:

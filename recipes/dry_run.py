@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
+from torch import nn
 
+from data.bpe import Vocabulary, check_text
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from recipes.build import build_on_meta
 from recipes.config import Recipe, Training, to_yaml
+from recipes.schema import read_signature
 from recipes.values import Component
 
 FLOAT = 4  # bytes of a 32-bit number, the format of weights and optimizer state
@@ -69,17 +72,20 @@ def report(recipe: Recipe, missing: list[str]) -> str:
         for label, component in {"": recipe.data, **recipe.evals}.items()
     }
     length = run_length(recipe, sizes.pop(""))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     state = FLOAT * (total + 2 * trainable)
+    average = FLOAT * trainable if average_of(recipe) else 0
+    second = FLOAT * total if average and hasattr(task, "export_average") else 0
     lines = [
         to_yaml(recipe),
         f"model: {recipe.model.name}, {total:,} parameters, {trainable:,} of them trained",
-        f"memory: {gigabytes(state + FLOAT * trainable)} on each device for weights, gradients, two moments in fp32; "
-        "activations come on top",
-        f"batch: {batch_text(recipe.training, int(os.environ.get('WORLD_SIZE', '1')))}",
+        memory_text(recipe, task, state + FLOAT * trainable, world),
+        *average_lines(recipe, average, world),
+        f"batch: {batch_text(recipe.training, world)}",
         f"run: {run_text(recipe.training.duration, length)}",
         *evals_lines(recipe, sizes, length),
-        checkpoints_text(recipe, state, length),
-        *callback_lines(recipe, FLOAT * total, length),
+        checkpoints_text(recipe, state, average, length),
+        *callback_lines(recipe, FLOAT * total, second, length),
         *(f"missing: {path}" for path in missing),
     ]
     return "\n".join(lines)
@@ -102,10 +108,15 @@ def data_samples(component: Component, requirements: dict[str, Any]) -> int | No
     """Samples of an epoch by the manifests that lie on this machine; None where one does not, or there is none.
 
     Raises:
-        ValueError: a manifest that does not fit the recipe.
+        ValueError: a manifest or a vocabulary that does not fit the recipe.
     """
-    if component.name != "latents":
+    if component.name not in ("latents", "tokens"):
         return None
+    if component.name == "tokens":
+        default = read_signature(component.target).parameters["positions"].default
+        vocabulary = Path(component.args["vocabulary"])
+        found = Vocabulary.read(vocabulary) if vocabulary.is_file() else None
+        requirements = check_text(requirements, component.args.get("positions", int(default)), found)
     total: float | None = 0.0
     for stream in component.args["streams"].values():
         folder = Path(stream.args.get("path") or stream.args["cache"])
@@ -114,11 +125,73 @@ def data_samples(component: Component, requirements: dict[str, Any]) -> int | No
             continue
         manifest = Manifest.read(folder)
         resolution = component.args["resolution"]
-        manifest.check(resolution=resolution, **requirements, **(component.args.get("expect") or {}))
+        manifest.check(
+            kind=component.name, resolution=resolution, **requirements, **(component.args.get("expect") or {})
+        )
         if total is not None:
             repeat = stream.args.get("repeat")
             total += manifest.samples * (1.0 if repeat is None else repeat)
     return component.args.get("epoch_size") or (None if total is None else int(total))
+
+
+def shards_of(training: Training, world: int) -> int:
+    """Devices that a weight is divided over.
+
+    Raises:
+        ValueError: replicas that do not divide the devices.
+    """
+    if training.fsdp is None:
+        return 1
+    if world % training.fsdp.replicas:
+        raise ValueError(f"training.fsdp.replicas: {training.fsdp.replicas} does not divide {world} devices")
+    return world // training.fsdp.replicas
+
+
+def memory_text(recipe: Recipe, task: nn.Module, state: int, world: int) -> str:
+    """What weights, gradients and optimizer state take on each device, and under FSDP what it gathers."""
+    fsdp, shards = recipe.training.fsdp, shards_of(recipe.training, world)
+    text = f"memory: {gigabytes(state / shards)} on each device for weights, gradients, two moments in fp32"
+    if fsdp is not None:
+        low = fsdp.parameters == "bf16" or (fsdp.parameters == "auto" and recipe.training.precision == "amp_bf16")
+        unit = gathered(task, by_block=fsdp.wrap == "blocks" and fsdp.strategy == "FULL_SHARD")
+        whose = "gathered weights" if fsdp.strategy == "SHARD_GRAD_OP" else "the largest gathered unit"
+        size = gigabytes((2 if low else FLOAT) * unit)
+        text += f", 1/{shards} of all, and {size} for {whose} in {'bf16' if low else 'fp32'}"
+    return f"{text}; activations come on top"
+
+
+def gathered(task: nn.Module, by_block: bool) -> int:
+    """Parameters that a device holds gathered at once: all of them, or those of the largest unit."""
+
+    def count(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    if not by_block:
+        return count(task)
+    blocks = [count(block) for block in task.blocks()]
+    return max(*blocks, count(task) - sum(blocks))
+
+
+def average_of(recipe: Recipe) -> Component | None:
+    """The algorithm that averages the weights, where the recipe has one."""
+    return next((a for a in recipe.algorithms.values() if a.name == "scheduled_ema"), None)
+
+
+def average_lines(recipe: Recipe, size: int, world: int) -> Iterable[str]:
+    """Where the averaged weights lie, how large they are on each device, and from when on."""
+    ema = average_of(recipe)
+    if ema is None:
+        return
+    part = size / shards_of(recipe.training, world)
+    begin = "from the start on"
+    if ema.args.get("last"):
+        begin = f"in the last {ema.args['last']}"
+    elif ema.args.get("start"):
+        begin = f"from {ema.args['start']} on"
+    if ema.args.get("device") == "cpu":
+        yield f"average: {gigabytes(2 * part)} of host memory for each device (the average and a copy), {begin}"
+    else:
+        yield f"average: {gigabytes(part)} more on each device, {begin}"
 
 
 def batch_text(training: Training, world: int) -> str:
@@ -151,31 +224,40 @@ def evals_lines(recipe: Recipe, sizes: dict[str, int | None], length: Length) ->
         yield f"validation {label}: {often(recipe.training.eval_every, length)}{size}"
 
 
-def checkpoints_text(recipe: Recipe, state: int, length: Length) -> str:
-    """How many checkpoints of which size."""
+def checkpoints_text(recipe: Recipe, state: int, average: int, length: Length) -> str:
+    """How many checkpoints of which size, those at the end with the average of the weights where there is one."""
     checkpoints = recipe.checkpoints
     if not checkpoints.save:
         return "checkpoints: none"
     written = length.times(checkpoints.every)
     kept = written if checkpoints.keep == -1 else min(checkpoints.keep, written or checkpoints.keep)
-    disk = "" if kept is None else f", {kept} kept ({gigabytes(kept * state)})"
+    disk = "" if kept is None else f", {kept} kept ({gigabytes(kept * (state + average))})"
+    late = f", {gigabytes(state + average)} with the average" if average else ""
     return (
-        f"checkpoints: {often(checkpoints.every, length)}, about {gigabytes(state)} each{disk}, "
+        f"checkpoints: {often(checkpoints.every, length)}, about {gigabytes(state)} each{late}{disk}, "
         f"in {recipe.output}/checkpoints"
     )
 
 
-def callback_lines(recipe: Recipe, weights: int, length: Length) -> Iterable[str]:
-    """A line for each callback that writes files."""
+def callback_lines(recipe: Recipe, weights: int, second: int, length: Length) -> Iterable[str]:
+    """A line for each callback that writes files.
+
+    Args:
+        recipe: whose callbacks.
+        weights: bytes of an export.
+        second: bytes that averaged weights add to it.
+        length: of the run.
+    """
     for label, callback in recipe.callbacks.items():
         when = often(callback.args.get("every"), length)
-        if callback.name == "sample_grid":
+        if callback.name in ("sample_grid", "token_grid"):
             count = len(callback.args["prompts"])
             yield f"callbacks.{label}: {when}, a grid of {plural(count, 'picture')}, in {recipe.output}/samples"
         elif callback.name == "reconstructions":
             yield f"callbacks.{label}: {when}, a grid of pictures, in {recipe.output}/reconstructions"
         elif callback.name == "export":
-            yield f"callbacks.{label}: {when}, {gigabytes(weights)} of weights, in {recipe.output}/export"
+            both = f", {gigabytes(weights + second)} with the averaged ones" if second else ""
+            yield f"callbacks.{label}: {when}, {gigabytes(weights)} of weights{both}, in {recipe.output}/export"
 
 
 def often(every: str | None, length: Length) -> str:

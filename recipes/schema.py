@@ -56,7 +56,7 @@ class Signature:
 def nearest(word: Any, allowed: Iterable[str]) -> str:
     """A hint for an unknown name: the nearest allowed one, or all of them where none is near."""
     allowed = sorted(allowed)
-    close = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.55)
     if close:
         return f"did you mean `{close[0]}`?"
     return f"allowed: {', '.join(allowed)}" if allowed else "nothing is allowed here"

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from composer import DataSpec, Evaluator, Trainer
+from composer import Callback, DataSpec, Evaluator, Trainer
 from composer.utils import dist, reproducibility
 
 from callbacks.generators import Generators
@@ -15,6 +15,8 @@ from callbacks.interval import CHECKPOINT, at_intervals
 from data.loading import Loading, Placement
 from recipes.algorithms.clipping import ClipByNorm
 from recipes.algorithms.fsdp import Sharding
+from recipes.algorithms.gradient_order import in_gradient_order
+from recipes.algorithms.microbatch import MicrobatchSearch
 from recipes.build import build, build_on_meta, encoders_of
 from recipes.composer_model import ComposerTask
 from recipes.config import Recipe, to_yaml
@@ -59,7 +61,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         "blank": lambda: build_on_meta(recipe.model),
     }
     save_config(to_yaml(recipe), Path(recipe.output))
+    microbatch, search = microbatches(recipe, task, batch, use_gpu)
     checkpoints = recipe.checkpoints
+    schedule = build(recipe.schedule)
     algorithms = [build(algorithm, **context) for algorithm in recipe.algorithms.values()]
     if recipe.training.grad_clip is not None:
         algorithms.append(ClipByNorm(recipe.training.grad_clip))
@@ -78,18 +82,21 @@ def build_trainer(recipe: Recipe) -> Trainer:
         model=ComposerTask(task),
         train_dataloader=data_spec(data),
         eval_dataloader=[
-            Evaluator(
-                label=label, dataloader=data_spec(loading), device_eval_microbatch_size=recipe.training.microbatch
-            )
+            Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=microbatch)
             for label, loading in evals.items()
         ],
         eval_interval=at_intervals(recipe.training.eval_every),
         max_duration=recipe.training.duration,
-        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad]),
-        schedulers=build(recipe.schedule),
-        algorithms=algorithms,
+        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task),
+        schedulers=schedule,
+        algorithms=algorithms + search,
+        algorithm_passes=[in_gradient_order],
         parallelism_config={"fsdp": sharding.composer_config()} if sharding else None,
-        callbacks=[build(callback, **context) for callback in recipe.callbacks.values()] + [Generators()],
+        callbacks=[
+            *(build(callback, **context) for callback in recipe.callbacks.values()),
+            *([schedule] if isinstance(schedule, Callback) else []),  # one that watches the run
+            Generators(),
+        ],
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
@@ -101,7 +108,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         autoresume=checkpoints.autoresume,
         device="gpu" if use_gpu else "cpu",
         precision=precision,
-        device_train_microbatch_size=recipe.training.microbatch,
+        device_train_microbatch_size=microbatch,
         seed=recipe.seed,
         dist_timeout=600.0,
     )
@@ -124,6 +131,21 @@ def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Ten
 
 def _samples(batch: dict[str, torch.Tensor]) -> int:
     return len(next(iter(batch.values())))
+
+
+def microbatches(
+    recipe: Recipe, task: torch.nn.Module, batch: int, use_gpu: bool
+) -> tuple[int | None, list[MicrobatchSearch]]:
+    """The microbatch that a run starts with (None: the whole device batch), and what changes it on the way."""
+    if recipe.training.microbatch != "auto":
+        return recipe.training.microbatch, []
+    if use_gpu:
+        return 1, [MicrobatchSearch(task, batch)]
+    if dist.get_global_rank() == 0:
+        print(
+            f"microbatch: all {batch} samples of a device; auto measures a GPU's memory, and this is a CPU", flush=True
+        )
+    return None, []
 
 
 def save_config(config: str, output: Path) -> None:

@@ -3,7 +3,9 @@ a width that trains in seconds. Made once a session, without a network."""
 
 import atexit
 import io
+import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -33,6 +35,7 @@ SMALL = [
     "training.duration=12ba",
     "training.global_batch=8",
     "training.microbatch=null",
+    "training.fsdp=null",
     "training.precision=auto",
     "training.device=cpu",
     "training.eval_every=null",
@@ -48,8 +51,9 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def closed_probes(monkeypatch):
-    """streaming looks for a free name by opening the shared memory of every data set of the process, and keeps all of
-    them open until its end: the square of the number of data sets, too many files for a whole suite."""
+    """streaming looks for a free name by opening the shared memory of every data set of the machine, and keeps all of
+    them open until its end: the square of the number of data sets, too many files for a whole suite. Each process looks
+    in a range of its own here: two that look at the same moment take the same name, and one of them fails."""
     if "streaming" not in sys.modules:  # not imported for tests that need none of it
         yield
         return
@@ -65,6 +69,7 @@ def closed_probes(monkeypatch):
 
     opener = prefix.SharedMemory
     monkeypatch.setattr(prefix, "SharedMemory", probe)
+    monkeypatch.setattr(prefix, "_each_prefix_int", lambda: itertools.count(1000 * os.getpid()))
     yield
     for memory in opened:
         memory.cleanup()
@@ -131,13 +136,11 @@ def _drawing(number: int) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def latent_sets(tmp_path_factory, vae_folder, clip_folder) -> Path:
-    """train/ and val/ as precompute/encode.py writes them from tars, at 16 and 32 pixels (latents of 8 and 16)."""
+def drawings(tmp_path_factory) -> Path:
+    """A folder of tars of drawings with captions, train/ and val/."""
     import webdataset
 
-    from precompute.encode import main
-
-    root = tmp_path_factory.mktemp("latent_sets")
+    root = tmp_path_factory.mktemp("drawings")
     number = 0
     for split, (tars, each) in SPLITS.items():
         (root / split).mkdir()
@@ -148,9 +151,18 @@ def latent_sets(tmp_path_factory, vae_folder, clip_folder) -> Path:
                     sample = {"png": _drawing(number), "txt": caption, "json": {"number": number}}
                     sink.write({"__key__": f"{tar:05d}_{number:04d}", **sample})
                     number += 1
+    return root
+
+
+@pytest.fixture(scope="session")
+def latent_sets(tmp_path_factory, drawings, vae_folder, clip_folder) -> Path:
+    """train/ and val/ as precompute/encode.py writes them from tars, at 16 and 32 pixels (latents of 8 and 16)."""
+    from precompute.encode import main
+
+    root = tmp_path_factory.mktemp("latent_sets")
     values = {
         "out": str(root / "latents"),
-        "sources": {split: {"name": "tars", "urls": f"{root}/{split}/*.tar"} for split in SPLITS},
+        "sources": {split: {"name": "tars", "urls": f"{drawings}/{split}/*.tar"} for split in SPLITS},
         "resolutions": [16, 32],
         "image_encoder": {"name": "kl_vae", "path": str(vae_folder), "precision": "fp32"},
         "text_encoder": {"name": "open_clip_text", "path": str(clip_folder), "precision": "fp32"},
@@ -161,6 +173,53 @@ def latent_sets(tmp_path_factory, vae_folder, clip_folder) -> Path:
     (root / "encode.yaml").write_text(yaml.safe_dump(values))
     main([str(root / "encode.yaml")])
     return root / "latents"
+
+
+@pytest.fixture(scope="session")
+def dvae_folder(tmp_path_factory) -> Path:
+    """An exported dVAE of 32 codes, each of which stands for one of 32 places in pictures; all of them are used."""
+    import torch
+
+    from recipes.models.dvae import DVAE, map_pixels, save_dvae
+
+    torch.manual_seed(2)
+    network = DVAE(codes=32, hidden=8, blocks=1, initial=8)
+    patches = torch.nn.functional.interpolate(torch.rand(2, 3, 4, 4), scale_factor=8)  # (B, 3, 32, 32)
+    with torch.no_grad():
+        features = network.encoder.blocks[:-1](map_pixels(patches)).relu().permute(0, 2, 3, 1).reshape(32, -1)  # KC
+        output = network.encoder.blocks.output.conv  # <x, f_k> - |f_k|^2 / 2 is largest for the nearest f_k
+        output.w.copy_(features[:, :, None, None])
+        output.b.copy_(-features.square().sum(1) / 2)
+    folder = tmp_path_factory.mktemp("dvae")
+    save_dvae(network, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_sets(tmp_path_factory, drawings, dvae_folder) -> Path:
+    """train/ and val/ as precompute/encode.py writes them with a dVAE, 3 crops of 32 pixels (grids of 4), and
+    vocabulary.json of 280 entries."""
+    from precompute import encode, vocabulary
+
+    root = tmp_path_factory.mktemp("token_sets")
+    sources = {split: {"name": "tars", "urls": f"{drawings}/{split}/*.tar"} for split in SPLITS}
+    values = {
+        "out": str(root),
+        "sources": sources,
+        "resolutions": [32],
+        "crop": "transformer",
+        "crops": 3,
+        "image_encoder": {"name": "dvae", "path": str(dvae_folder)},
+        "batch": 16,
+        "workers": 0,
+        "device": "cpu",
+    }
+    (root / "encode.yaml").write_text(yaml.safe_dump(values))
+    encode.main([str(root / "encode.yaml")])
+    values = {"out": str(root / "vocabulary.json"), "sources": {"train": sources["train"]}, "entries": 280}
+    (root / "vocabulary.yaml").write_text(yaml.safe_dump(values))
+    vocabulary.main([str(root / "vocabulary.yaml")])
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from precompute.config import EncodeConfig
+from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.config import Recipe, load
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"recipes/train.py": Recipe, "precompute/encode.py": EncodeConfig}
+SCRIPTS = {
+    "recipes/train.py": Recipe,
+    "precompute/encode.py": EncodeConfig,
+    "precompute/vocabulary.py": VocabularyConfig,
+}
 LAUNCHERS = {"python", "python3", "composer", "torchrun"}
 PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 YAMLS = sorted((ROOT / "yamls").glob("*.yaml"))

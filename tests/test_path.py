@@ -1,5 +1,5 @@
-"""The quickstart's path with very small models, by the functions that its commands call: data, VAE, text encoder,
-latents, diffusion, pictures."""
+"""The quickstarts' paths with very small models, by the functions that their commands call: data, VAE, text encoder,
+latents, diffusion, pictures; and data, dVAE, vocabulary, tokens, transformer, pictures."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from PIL import Image
 
 from data import openmoji
 from data.manifest import Manifest
-from precompute import encode
+from precompute import encode, vocabulary
 from recipes import generate, train
 
 ONE_LINE = ["loggers={}", "callbacks.throughput=null", "checkpoints.save=false"]
@@ -27,6 +27,16 @@ DIFFUSION = [
     "data={resolution: 32, workers: 1}",
     "evals.val.resolution=32",
     "callbacks.samples={every: null, prompts: [red heart, cat face], steps: 2}",
+    "callbacks.export.every=null",
+]
+
+
+DVAE = ["model={codes: 32, hidden: 8, initial: 8}", "data.resolution=32", "evals.val.resolution=32"]
+TRANSFORMER = [
+    "model={layers: 2, width: 16, heads: 2, text_positions: 12, text_vocabulary: 300, side: 4, codes: 32, kernel: 3}",
+    "data={resolution: 32, positions: 12, workers: 0}",
+    "evals.val={resolution: 32, positions: 12}",
+    "callbacks.samples={every: null, prompts: [red heart, cat face]}",
     "callbacks.export.every=null",
 ]
 
@@ -93,3 +103,21 @@ def test_from_nothing_to_pictures(root, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         fit(monkeypatch, root("openmoji_diffusion.yaml"), 1, 8, *DIFFUSION)
     assert end.value.code == 2 and "channels is 8, the recipe expects 4" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_from_nothing_to_pictures_by_tokens(root, monkeypatch, capsys):
+    openmoji.build("runs/openmoji/tars", size=32, limit=200, workers=1)
+    fit(monkeypatch, root("openmoji_dvae.yaml"), 4, 8, *DVAE)
+    fit(monkeypatch, root("openmoji_text.yaml"), 4, 8, *TEXT)
+    vocabulary.main([root("openmoji_vocabulary.yaml"), "entries=300"])
+    encode.main([root("openmoji_tokens.yaml"), "resolutions=[32]", "workers=0", "device=cpu"])
+    fit(monkeypatch, root("openmoji_dalle.yaml"), 6, 8, *TRANSFORMER)
+    capsys.readouterr()
+    prompts = ["--prompts", "red heart", "cat face", "--each", "2", "--candidates", "3", "--columns", "2"]
+    rerank = ["--rerank", "runs/openmoji_text/export", "--device", "cpu"]
+    generate.main(["runs/openmoji_dalle", *prompts, *rerank, "--out", "grid.png"])
+    assert capsys.readouterr().out == "grid.png\n"
+    with Image.open("grid.png") as grid:
+        assert grid.size == (2 * (128 + 6) + 6, 2 * (128 + 19 + 6) + 6)
+        assert np.asarray(grid).std() > 1

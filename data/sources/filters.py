@@ -6,6 +6,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from data.sources.base import DecodedSample, Rejected, Sample
+from data.sources.captions import CaptionRules
 
 # What is read. Pillow knows more, but some of those start other programs on the data (EPS runs Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -41,6 +42,12 @@ class Filter:
         max_aspect: float | None = None,
         min_caption_chars: int = 1,
         max_caption_chars: int | None = None,
+        min_caption_words: int = 1,
+        min_ascii_letters: float = 0.0,
+        language: str | None = None,
+        language_confidence: float = 0.5,
+        boilerplate: list[str] | None = None,
+        max_boilerplate: float = 0.5,
     ) -> None:
         """
         Args:
@@ -51,9 +58,18 @@ class Filter:
             min_caption_chars: least length of a caption, in characters without surrounding white space, at
                 least 1.
             max_caption_chars: most length of a caption, in characters; None for no bound.
+            min_caption_words: least number of words of a caption, as white space divides them.
+            min_ascii_letters: least share of a caption's letters that are a to z. Tells alphabets apart, not languages.
+            language: the captions' language, such as en, as the package py3langid names it (installed by
+                `pip install --no-deps py3langid==0.4.0`); None for any.
+            language_confidence: least probability at which another language sets a caption aside. A word or two can be
+                of many languages: at 0 all whose likeliest language is another are set aside.
+            boilerplate: regular expressions (RE2, case ignored) of what says nothing about the picture, such as
+                "photographed on .*".
+            max_boilerplate: most share of a caption's characters that boilerplate may match.
 
         Raises:
-            ValueError: a bound that nothing can meet.
+            ValueError: a bound that nothing can meet, a pattern or language that is not known.
         """
         if not 1 <= max_pixels <= PILLOW_MAX_PIXELS:
             raise ValueError(f"filter.max_pixels is {max_pixels}: give 1 to {PILLOW_MAX_PIXELS}")
@@ -63,16 +79,26 @@ class Filter:
             raise ValueError("filter.min_aspect and max_aspect are width / height: give positive numbers")
         if min_aspect is not None and max_aspect is not None and min_aspect > max_aspect:
             raise ValueError(f"filter.min_aspect {min_aspect} is above max_aspect {max_aspect}: swap them")
-        if min_caption_chars < 1:
-            raise ValueError(f"filter.min_caption_chars is {min_caption_chars}: give 1 or more")
-        if max_caption_chars is not None and max_caption_chars < min_caption_chars:
-            raise ValueError(f"filter.max_caption_chars {max_caption_chars} is below min_caption_chars")
+        self.captions = CaptionRules(
+            min_caption_chars,
+            max_caption_chars,
+            min_caption_words,
+            min_ascii_letters,
+            language,
+            language_confidence,
+            boilerplate or [],
+            max_boilerplate,
+        )
         self.min_side = min_side
         self.max_pixels = max_pixels
         self.min_aspect = min_aspect
         self.max_aspect = max_aspect
-        self.min_caption_chars = min_caption_chars
-        self.max_caption_chars = max_caption_chars
+
+    def caption(self, sample: Sample) -> str | Rejected:
+        """A sample's caption without surrounding white space, if it is fit; nothing is decoded."""
+        caption = sample.caption.strip()
+        problem = self.captions.problem(caption)
+        return caption if problem is None else Rejected(sample.key, *problem)
 
     def decode(self, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected:
         """Decodes to upright RGB: EXIF orientation applied, transparency on white, an animation's first frame.
@@ -87,13 +113,9 @@ class Filter:
             The picture, or `Rejected` with a reason out of `base.REASONS`. Never raises on what is in the
             data.
         """
-        caption = sample.caption.strip()
-        if not caption:
-            return Rejected(sample.key, "empty_caption")
-        if len(caption) < self.min_caption_chars:
-            return Rejected(sample.key, "short_caption", f"{len(caption)} characters")
-        if self.max_caption_chars is not None and len(caption) > self.max_caption_chars:
-            return Rejected(sample.key, "long_caption", f"{len(caption)} characters")
+        caption = self.caption(sample)
+        if isinstance(caption, Rejected):
+            return caption
         # Pillow's decoders raise almost anything on damaged data (OSError, SyntaxError, struct.error,
         # IndexError, ...); one picture must not end a job over millions.
         try:

@@ -6,7 +6,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -113,16 +114,58 @@ class Encoder:
         return module
 
 
-class ImageEncoder(Encoder, ABC):
-    """Pictures to the mean and deviation of their latents' posterior.
+@dataclass
+class Stored:
+    """What is stored of a batch of pictures.
 
     Attributes:
-        downsample: pixels per latent pixel, along a side.
+        arrays: (B, ...) by the name of the column, without the resolution.
+        finite: bool (B,): every value that the encoder gave is finite, in the format that it is stored in.
+        sums: float64 (B, 3, C), see `precompute.writer.Encoded`; None where there are no statistics.
+    """
+
+    arrays: dict[str, Tensor]
+    finite: Tensor
+    sums: Tensor | None = None
+
+
+class ImageEncoder(Encoder, ABC):
+    """Pictures to what is stored of them.
+
+    Attributes:
+        kind: latents or tokens, as the manifest says it.
+        dtype: number format that is stored.
+        downsample: pixels per latent pixel or token, along a side.
+    """
+
+    kind: str
+    dtype: str
+    downsample: int
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of this kind of encoder."""
+
+    @abstractmethod
+    def store(self, pixels: Tensor, exact: bool = False) -> Stored:
+        """Encodes pictures as they will be stored.
+
+        Args:
+            pixels: uint8 (B, N, R, R, 3) on the encoder's device, N crops of each picture.
+            exact: in fp32 with weights as stored, whatever the precision in use.
+        """
+
+
+class LatentEncoder(ImageEncoder):
+    """Pictures to the mean and deviation of their latents' posterior, in float16.
+
+    Attributes:
         channels: channels of a latent.
         scaling_factor, shift_factor: normalised latent = (latent - shift) * scaling.
     """
 
-    downsample: int
+    kind = "latents"
+    dtype = "float16"
     channels: int
     scaling_factor: float
     shift_factor: float
@@ -142,6 +185,56 @@ class ImageEncoder(Encoder, ABC):
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """Pictures of normalised latents (B, channels, h, w): float32 (B, 3, H, W) in [0, 1]."""
+
+    def facts(self) -> dict[str, Any]:
+        """See `ImageEncoder.facts`."""
+        return {name: getattr(self, name) for name in ("channels", "downsample", "scaling_factor", "shift_factor")}
+
+    def store(self, pixels: Tensor, exact: bool = False) -> Stored:
+        """`mean` and `std` of the only crop, with their statistics; see `ImageEncoder.store`."""
+        full_mean, full_std = self.encode(channels_first(pixels, 0), exact=exact)
+        mean, std = full_mean.half(), full_std.half()
+        m, s = mean.double().flatten(2), std.double().flatten(2)  # BC(hw), as stored
+        sums = torch.stack([m.sum(2), m.square().sum(2), s.square().sum(2)], dim=1)
+        return Stored({"mean": mean, "std": std}, sums.isfinite().flatten(1).all(1), sums)
+
+
+class TokenEncoder(ImageEncoder):
+    """Pictures to a grid of codes, in uint16.
+
+    Attributes:
+        codes: size of the codebook.
+    """
+
+    kind = "tokens"
+    dtype = "uint16"
+    codes: int
+
+    @abstractmethod
+    def logits(self, images: Tensor, exact: bool = False) -> Tensor:
+        """float32 (B, codes, h, w) of uint8 (B, 3, H, W); `exact` as in `store`."""
+
+    @abstractmethod
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Pictures of tokens int64 (B, h, w): float32 (B, 3, H, W) in [0, 1]."""
+
+    def facts(self) -> dict[str, Any]:
+        """See `ImageEncoder.facts`."""
+        return {"downsample": self.downsample, "codes": self.codes}
+
+    def store(self, pixels: Tensor, exact: bool = False) -> Stored:
+        """`tokens` (B, N, h * w), the likeliest codes in raster order; see `ImageEncoder.store`."""
+        tokens, finite = [], torch.ones(len(pixels), dtype=torch.bool, device=pixels.device)
+        for crop in range(pixels.shape[1]):  # one after another: the logits of one fill gigabytes
+            best, codes = self.logits(channels_first(pixels, crop), exact=exact).max(dim=1)  # Bhw; NaN wins
+            finite &= best.isfinite().flatten(1).all(1)
+            tokens.append(codes.flatten(1).int())
+        return Stored({"tokens": torch.stack(tokens, dim=1)}, finite)
+
+
+def channels_first(pixels: Tensor, crop: int) -> Tensor:
+    """One of the crops of (B, N, R, R, 3), seen as (B, 3, R, R), which is the channels-last layout."""
+    return pixels[:, crop].permute(0, 3, 1, 2)
 
 
 class TextEncoder(Encoder, ABC):

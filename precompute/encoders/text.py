@@ -40,48 +40,64 @@ def open_clip_text(
 
     if path is not None:
         model = LOCAL + str(Path(path).expanduser())
-    _check_names(open_clip, model, pretrained)
+    _check_names(open_clip, model, pretrained, "text_encoder")
     id = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
 
     def load() -> nn.Module:
-        try:
-            # No towers' own weights: a config from somewhere must not make open_clip fetch other models.
-            clip = open_clip.create_model(
-                model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False
-            )
-        except (OSError, RuntimeError) as error:  # no network; weights of other shapes than the config
-            raise cannot_load("text_encoder", id, error) from error
-        return Tower(clip, id)
+        return Tower(load_open_clip(model, pretrained, "text_encoder"), id)
 
     return OpenClipText(load, id, precision, layer, open_clip.get_tokenizer(model))
 
 
-def _check_names(open_clip: Any, model: str, pretrained: str | None) -> None:
+def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
+    """A model of open_clip with its weights, on the CPU.
+
+    Args:
+        model: local-dir:FOLDER, or a name that open_clip lists.
+        pretrained: a tag of its weights or a local .safetensors file; None for a folder.
+        key: who asks, for messages.
+
+    Raises:
+        FileNotFoundError: a local folder or file is missing.
+        ValueError: an unknown model or tag, or one that cannot be loaded.
+    """
+    import open_clip
+
+    _check_names(open_clip, model, pretrained, key)
+    try:
+        # No towers' own weights: a config from somewhere must not make open_clip fetch other models.
+        return open_clip.create_model(model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False)
+    except (OSError, RuntimeError) as error:  # no network; weights of other shapes than the config
+        name = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
+        raise cannot_load(key, name, error) from error
+
+
+def _check_names(open_clip: Any, model: str, pretrained: str | None, key: str) -> None:
     if model.startswith(LOCAL):
         if pretrained is not None:
-            raise ValueError("text_encoder.pretrained: a local folder has its own weights; remove the key")
+            raise ValueError(f"{key}.pretrained: a local folder has its own weights; remove the key")
         for name in ("open_clip_config.json", "open_clip_model.safetensors"):
             file = Path(model.removeprefix(LOCAL)) / name
             if not file.is_file():
-                raise FileNotFoundError(f"text_encoder.path: no file {file}: name a folder in open_clip's format")
+                raise FileNotFoundError(f"{key}.path: no file {file}: name a folder in open_clip's format")
         return
     models = open_clip.list_models()
     if model not in models:
         close = difflib.get_close_matches(model, models, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else "open_clip.list_models() lists them"
-        raise ValueError(f"text_encoder.model: open_clip knows no {model}; {hint}")
+        raise ValueError(f"{key}.model: open_clip knows no {model}; {hint}")
     if pretrained is None:
-        raise ValueError(f"text_encoder.pretrained: missing; {model} alone has random weights")
+        raise ValueError(f"{key}.pretrained: missing; {model} alone has random weights")
     tags = open_clip.list_pretrained_tags_by_model(model)
     if pretrained in tags:
         return
     if Path(pretrained).suffix != ".safetensors":
         raise ValueError(
-            f"text_encoder.pretrained: {pretrained} is neither a .safetensors file nor a tag of {model}; "
+            f"{key}.pretrained: {pretrained} is neither a .safetensors file nor a tag of {model}; "
             f"tags: {', '.join(tags) or 'none'}"
         )
     if not Path(pretrained).is_file():
-        raise FileNotFoundError(f"text_encoder.pretrained: no file {pretrained}")
+        raise FileNotFoundError(f"{key}.pretrained: no file {pretrained}")
 
 
 class Tower(nn.Module):

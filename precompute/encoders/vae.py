@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from precompute.encoders.base import ImageEncoder, ModelPath, Precision, cannot_load
+from precompute.encoders.base import LatentEncoder, ModelPath, Precision, cannot_load
 
 
 def kl_vae(
@@ -57,7 +57,7 @@ def kl_vae(
     return KLVae(load, path if subfolder is None else f"{path}/{subfolder}", precision)
 
 
-class KLVae(ImageEncoder):
+class KLVae(LatentEncoder):
     """See `kl_vae`."""
 
     def __init__(self, load, id: str, precision: Precision) -> None:
@@ -75,7 +75,7 @@ class KLVae(ImageEncoder):
 
     @torch.no_grad()
     def encode(self, images: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
-        """See `ImageEncoder.encode`."""
+        """See `LatentEncoder.encode`."""
         vae, dtype = self._network(exact)
         pixels = images.float().div_(127.5).sub_(1.0).to(dtype)  # B3HW in [-1, 1]
         moments = vae.encode(pixels).latent_dist.parameters.float()  # B(2C)hw
@@ -86,7 +86,7 @@ class KLVae(ImageEncoder):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """See `ImageEncoder.decode`."""
+        """See `LatentEncoder.decode`."""
         vae, dtype = self._network(exact=False)
         raw = latents.float() / self.scaling_factor + self.shift_factor
         pixels = vae.decode(raw.to(dtype)).sample  # B3HW in about [-1, 1]

@@ -19,19 +19,23 @@ def recompute(modules: Sequence[nn.Module]) -> None:
     nothing changes.
     """
     for module in modules:
-        module.forward = _Recomputed(module.forward)
+        module.forward = _Recomputed(module)
 
 
 class _Recomputed:
     """A module's forward."""
 
-    def __init__(self, forward: Any) -> None:
-        self.plain = forward
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.plain(*args, **kwargs)
-        return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+            return self._plain(*args, **kwargs)
+        return checkpoint(self._plain, *args, use_reentrant=False, **kwargs)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        # Looked up at each call: algorithms named after this one may give the module another class.
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class ActivationCheckpointing(Algorithm):

@@ -289,6 +289,13 @@ def blend_(average: list[Tensor], current: list[Tensor], keep: float) -> None:
         torch._foreach_add_(average, current, alpha=1 - keep)
 
 
+@torch.no_grad()
+def bytes_of_average(model: nn.Module) -> int:
+    """Memory that this rank's average of a model takes."""
+    owned = [own(p) for p in model.parameters() if p.requires_grad]
+    return sum(t.numel() * torch.promote_types(t.dtype, torch.float32).itemsize for t in owned)
+
+
 def own(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, in the parameter's own memory (call it without gradients)."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()

@@ -10,6 +10,8 @@ from composer.loggers import Logger
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from recipes.algorithms.gradient_order import GradientStage
+
 LOG_EVERY = 10  # batches; reading the norm makes the program wait for the device
 
 
@@ -27,6 +29,8 @@ class ClipByNorm(Algorithm):
 
     Composer's own clipping looks for FSDP1 where a model is sharded, and leaves FSDP2's gradients as they are.
     """
+
+    gradient_stage = GradientStage.CLIP
 
     def __init__(self, largest: float) -> None:
         """

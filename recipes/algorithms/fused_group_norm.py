@@ -53,7 +53,7 @@ def fuse_group_norms(module: nn.Module, measured: bool) -> int:
 def _norms(block: nn.Module) -> list[tuple[str, bool]]:
     """Names of the norms to fuse that a block holds itself, and whether SiLU follows them."""
     found: list[tuple[str, bool]] = []
-    if type(block) is ResnetBlock2D:  # with "scale_shift" the timestep comes between norm and activation
+    if isinstance(block, ResnetBlock2D):  # with "scale_shift" the timestep comes between norm and activation
         if block.time_embedding_norm != "scale_shift" and isinstance(block.nonlinearity, nn.SiLU):
             found = [("norm1", True), ("norm2", True)]
     elif isinstance(block, (UNet2DConditionModel, Encoder, Decoder)):

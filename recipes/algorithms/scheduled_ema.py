@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 from composer.utils import dist
+from torch import nn
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.averaging import Average, HostAverage
+from recipes.algorithms.averaging import Average, HostAverage, bytes_of_average
 
 Length = tuple[float, TimeUnit]
 
@@ -21,6 +22,9 @@ class ScheduledEMA(Algorithm):
     """Averages the weights over the last part of a run ("Training Stable Diffusion: deep dive": 3.5% of it).
 
     The average starts as a copy of the weights. Validation, sample grids, exports and checkpoints have it from then on.
+
+    Attributes:
+        timer: makes a context in which each update is done; whoever measures the time sets it.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class ScheduledEMA(Algorithm):
         self.average: Average | None = None
         self.state: State | None = None
         self.users = 0  # how many want the averaged weights in the model now
+        self.timer: Callable[[], AbstractContextManager] = nullcontext
 
     # --- events --------------------------------------------------------------------------------
 
@@ -90,10 +95,11 @@ class ScheduledEMA(Algorithm):
         elif event == Event.FIT_START:
             self._plan(state)
         elif event == Event.BATCH_END:
-            if self.average is None:
-                self._begin(state)
-            else:
-                self.average.update(self.decay)
+            with self.timer():
+                if self.average is None:
+                    self._begin(state)
+                else:
+                    self.average.update(self.decay)
         elif event == Event.AFTER_TRAIN_BATCH:
             self.average.before_step()
         elif event == Event.EVAL_START:
@@ -159,6 +165,10 @@ class ScheduledEMA(Algorithm):
 
     def _new_average(self, state: State) -> Average:
         return (HostAverage if self.device == "cpu" else Average)(state.model)
+
+    def bytes_to_come(self, model: nn.Module) -> int:
+        """Memory on this rank's device that the average will take when it begins; 0 once it has."""
+        return bytes_of_average(model) if self.average is None and self.device == "same" else 0
 
     # --- into the model and back ---------------------------------------------------------------
 

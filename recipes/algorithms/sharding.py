@@ -37,7 +37,8 @@ def shard(
         by_block: each block is a unit, and what is left of the task another; else the task is one unit.
         reshard_after_forward: free gathered parameters between forward and backward (FULL_SHARD); else only the
             backward pass frees them (SHARD_GRAD_OP).
-        parameters: number format of gathered parameters, except those of norms, which stay in 32 bits; None: their own.
+        parameters: number format of gathered parameters, except those of norms and of modules that have
+            `full_precision`, which stay in 32 bits; None: their own.
 
     Raises:
         ValueError: the task is sharded already, or names no blocks where they are asked for.
@@ -57,7 +58,7 @@ def shard(
     units = 0
     for unit in (*blocks, task):
         if parameters is not None:
-            units += _shard_norms(unit, options)
+            units += _shard_in_32_bits(unit, options)
         fully_shard(unit, mp_policy=policy, **options)
         units += 1
     for name in {"evaluate", *getattr(task, "entry_points", ())}:
@@ -65,13 +66,13 @@ def shard(
     return units
 
 
-def _shard_norms(unit: nn.Module, options: dict) -> int:
-    """Norms of a unit, one by one, in 32 bits; returns their number."""
-    norms = [m for m in unit.modules() if isinstance(m, NORMS) and not isinstance(m, FSDPModule)]
-    norms = [norm for norm in norms if any(True for _ in norm.parameters())]
-    for norm in norms:
-        fully_shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
-    return len(norms)
+def _shard_in_32_bits(unit: nn.Module, options: dict) -> int:
+    """Norms of a unit, and what has `full_precision`, one by one in 32 bits; returns their number."""
+    named = [m for m in unit.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
+    named = [m for m in named if not isinstance(m, FSDPModule) and any(True for _ in m.parameters())]
+    for module in named:
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
+    return len(named)
 
 
 def _make_contiguous(task: nn.Module) -> None:

@@ -18,6 +18,8 @@ from recipes.models.weights import load_safetensors
 class ContrastiveText(nn.Module):
     """CLIP (Radford et al. 2021, section 2.3): each caption picks its picture out of the batch, and the reverse."""
 
+    compares_samples = True  # with each other: the size of a microbatch is part of the loss
+
     def __init__(
         self,
         *,

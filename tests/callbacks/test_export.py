@@ -9,7 +9,10 @@ from composer import Event, Time
 from composer.core import Timestamp
 
 from callbacks.export import Export, export, replace_folder
+from data.bpe import Vocabulary
 from data.loading import Loading
+from data.manifest import Manifest
+from recipes.build import encoders_of
 
 
 class Task(torch.nn.Module):
@@ -92,3 +95,16 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
     record = {"run_name": "run", "batches": 4, "samples": 12}
     assert json.loads((tmp_path / "export" / "done.json").read_text()) == record
     assert capsys.readouterr().out == f"weights: {tmp_path}/export\n"
+
+
+def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):
+    vocabulary = token_sets / "vocabulary.json"
+    manifest = Manifest.read(token_sets / "train")
+    loading = Loading(loader=None, manifest=manifest, resolution=32, vocabulary=vocabulary)
+    folder = tmp_path / "export"
+    export(task, loading, folder, {}, complete=True)
+    assert Vocabulary.read(folder / "vocabulary.json").size == 280
+    assert (folder / "vocabulary.manifest.json").is_file() and not (folder / "null_text.npy").exists()
+    images, texts = encoders_of(Manifest.read(folder), folder)
+    assert images.codes == 32 and images.id == str(folder / "image_encoder") and texts is None
+    assert json.loads((folder / "export.json").read_text()) == {"resolution": 32}

@@ -1,16 +1,22 @@
 """Throughput: FLOPs as published, averages over steps only, shares that add up."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import DeviceType
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+from callbacks.communication import communication, covered
 from callbacks.throughput import Throughput, flops_of_a_sample
+from recipes.algorithms.scheduled_ema import ScheduledEMA
 from recipes.composer_model import ComposerTask
 from recipes.models.unet import unet
 
@@ -38,7 +44,7 @@ class Layers(torch.nn.Module):
         return {"loss": self.layers(batch["x"]).square().mean(1)}
 
 
-def run(task, callbacks, batches=8):
+def run(task, callbacks, batches=8, algorithms=()):
     data = [{"x": torch.full((8,), float(i))} for i in range(4 * batches)]
     logger = InMemoryLogger()
     trainer = Trainer(
@@ -48,6 +54,7 @@ def run(task, callbacks, batches=8):
         eval_interval="2ba",
         max_duration=f"{batches}ba",
         optimizers=torch.optim.SGD(task.parameters(), lr=0.01),
+        algorithms=list(algorithms),
         callbacks=callbacks,
         loggers=[logger],
         progress_bar=False,
@@ -94,6 +101,58 @@ def test_validation_and_checkpoints_are_left_out_and_parts_add_up():
     assert figures["throughput/samples_per_sec"] == pytest.approx(figures["throughput/device/samples_per_sec"])
     flops = 3 * 2 * (2 * 8 * 8) * figures["throughput/samples_per_sec"]
     assert figures["throughput/device/tflops_per_sec"] == pytest.approx(flops / 1e12)
-    shares = {name: figures[f"time/share/{name}"] for name in ("data", "forward", "backward", "optimizer")}
-    assert shares["forward"] > 0.5
+    shares = {name: figures[f"time/share/{name}"] for name in ("data", "forward", "backward", "optimizer", "ema")}
+    assert shares["forward"] > 0.5 and shares["ema"] == 0.0
     assert 0.5 < sum(shares.values()) <= 1.01
+    assert "time/share/communication" not in figures
+
+
+class SlowEMA(ScheduledEMA):
+    def _new_average(self, state):
+        average = super()._new_average(state)
+        update = average.update
+        average.update = lambda keep: (time.sleep(0.1), update(keep))
+        return average
+
+
+@pytest.mark.parametrize("start", [None, "7ba"])
+def test_the_average_has_its_own_share(start):
+    task = Layers(pause=0.05)
+    figures = run(task, [Throughput(task, window=4)], algorithms=[SlowEMA(decay=0.9, start=start)])
+    if start is None:
+        assert 0.5 < figures["time/share/ema"] < 0.7
+        assert figures["time/share/optimizer"] < 0.2  # without the average's part
+    else:  # begun at the seventh batch, one update: of the last four steps one is slow
+        assert 0.2 < figures["time/share/ema"] < 0.5
+
+
+def test_one_rank_has_nothing_to_say():
+    task = Layers()
+    figures = run(task, [Throughput(task, window=4, communication_every="2ba")])
+    assert figures["time/share/communication"] == 0.0
+
+
+def test_exposed_communication():
+    """On a GPU, what of NCCL's kernels no other kernel covers; on a CPU all of gloo's time, counted once."""
+
+    def event(name, begin, end, device):
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=begin, end=end), device_type=device)
+
+    gpu, cpu = DeviceType.CUDA, DeviceType.CPU
+    events = [
+        event("ncclDevKernel_ReduceScatter", 0, 10, gpu),
+        event("ncclDevKernel_AllGather", 5, 20, gpu),
+        event("gemm", 8, 12, gpu),
+        event("norm", 11, 15, gpu),
+        event("gemm", 30, 40, gpu),
+        event("gloo:all_reduce", 0, 4, cpu),
+        event("gloo:all_reduce", 2, 6, cpu),
+        event("aten::mm", 0, 100, cpu),
+    ]
+    assert communication(events, on_gpu=True) == 20 - (15 - 8)
+    assert communication(events, on_gpu=False) == 6
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair)))))
+def test_the_union_of_intervals(intervals):
+    assert covered(intervals) == len({unit for begin, end in intervals for unit in range(begin, end)})

@@ -13,9 +13,10 @@ import torch
 from streaming import MDSWriter, Stream, StreamingDataset
 from torch.utils.data import DataLoader
 
+from data.latents import LatentDataset
 from data.mds_batches import Layout, OpenShards, layouts
+from data.reading import key_seed
 from data.shared_batches import BatchBlocks
-from data.streaming import LatentDataset, key_seed
 from precompute.writer import Columns, Encoded, ShardWriter, Storage
 
 TEXT = (5, 8)
@@ -194,8 +195,9 @@ def test_an_epoch_left_early_leaves_no_thread(tmp_path, plain):
 
 
 def test_the_training_component_uses_it(latent_sets):
+    from data.encoded_sets import local_set
+    from data.latents import latents
     from data.loading import Placement
-    from data.streaming import latents, local_set
 
     streams = {"train": local_set(path=str(latent_sets / "train"))}
     loading = latents(Placement(8, training=True), {}, streams=streams, resolution=32, workers=2)
@@ -222,7 +224,7 @@ def rewrite(folder: Path, **columns: str) -> StreamingDataset:
         ({"text": "ndarray"}, "column `text` is ndarray, but .* encode the set again"),
         ({"text": "bytes"}, "column `text` is bytes, but"),
         ({"text": "", "texts": "ndarray:float16:2"}, "no column `text`; did you mean texts?"),
-        ({"key": "int"}, "column `key` is int, keys are read from str"),
+        ({"key": "int"}, "column `key` is int, texts are read from str"),
         ({"notes": "str"}, "column `notes` of variable size is stored after `mean_32`"),
     ],
 )

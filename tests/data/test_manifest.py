@@ -36,6 +36,37 @@ def test_written_and_read(tmp_path):
     assert manifest().latent_shape(512) == (4, 64, 64) and manifest().text_shape == (77, 1024)
 
 
+def tokens(**changes) -> Manifest:
+    image = {"component": {"name": "dvae"}, "id": "d", "weights_hash": "d" * 64, "precision": "fp32", "downsample": 8}
+    own = {"kind": "tokens", "crops": 4, "crop": "transformer", "dtype": "uint16", "text_encoder": None, "latents": {}}
+    return manifest(image_encoder=image | {"codes": 8192}, **own | changes)
+
+
+def test_tokens(tmp_path):
+    tokens().write(tmp_path)
+    assert Manifest.read(tmp_path) == tokens() and tokens().side(256) == 32
+    tokens().check(kind="tokens", resolution=256, side=32, codes=8192, crops=4, image_weights="d" * 64)
+    with pytest.raises(ValueError, match="side is 64, the recipe expects 32; train at a resolution whose grid fits"):
+        tokens().check(resolution=512, side=32)
+    with pytest.raises(
+        ValueError, match="codes is 8192, the recipe expects 512; give the transformer the set's number"
+    ):
+        tokens().check(codes=512)
+    for field in "channels", "text_width", "scaling_factor":
+        with pytest.raises(ValueError, match=f"of tokens knows no field {field}"):
+            tokens().check(**{field: 1})
+    with pytest.raises(ValueError, match="of latents knows no field codes"):
+        manifest().check(codes=8192)
+
+
+def test_sets_of_before_there_were_tokens(tmp_path):
+    manifest().write(tmp_path)
+    values = json.loads((tmp_path / "manifest.json").read_text())
+    del values["kind"], values["crops"]
+    (tmp_path / "manifest.json").write_text(json.dumps(values))
+    assert Manifest.read(tmp_path) == manifest() and manifest().kind == "latents"
+
+
 def test_what_fits_passes():
     manifest().check(resolution=512, channels=4, downsample=8, text_width=1024, text_length=77, scaling_factor=0.18215)
     manifest().check(tokenizer="SimpleTokenizer", image_weights="a" * 64, text_weights="b" * 64, shift_factor=0)

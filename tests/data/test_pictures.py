@@ -136,6 +136,22 @@ def test_random_crops_differ():
     assert len(crops(True)) > 5 and len(crops(False)) == 1
 
 
+def test_dalles_crops_vary_in_size_and_place():
+    for crop in ("dvae", "transformer"):
+        training, validation = (
+            next(iter(load(Wide(), batch=30, crop=crop, training=training, resolution=6)))["image"]
+            for training in (True, False)
+        )
+        spans = training[:, 0, 0, -1].int() - training[:, 0, 0, 0].int()
+        assert len((spans // 4).unique()) > 1 and len(training[:, 0, 0, 0].unique()) > 2
+        assert len(validation[:, 0, 0, 0].unique()) == 1
+    assert all((one == other).all() for one, other in zip(*(first_batches() for _ in range(2)), strict=True))
+
+
+def first_batches():
+    return [batch["image"] for batch in itertools.islice(load(Wide(), crop="dvae", flip=0.5, resolution=6), 4)]
+
+
 class Wide(Numbered):
     """One picture 40 wide, brighter to the right, many times."""
 

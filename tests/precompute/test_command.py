@@ -43,6 +43,10 @@ def test_help(tmp_path):
     ("override", "message"),
     [
         ("image_encoder.precison=fp16", "precison: unknown key of image_encoder `kl_vae`; did you mean `precision`?"),
+        (
+            "filter={name: pictures, boilerplate: [a, '(b']}",
+            "filter.boilerplate.1: '(b' is no regular expression of RE2",
+        ),
         ("resolutions=[64,64]", "resolutions: [64, 64] names one twice"),
         ("sources.train.urls=missing/{00..02}.tar", "no file missing/00.tar"),
         ("image_encoder.path=./missing/vae", "image_encoder.path: `./missing/vae` does not exist"),

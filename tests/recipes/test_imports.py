@@ -19,6 +19,7 @@ CONFIG = {
     "recipes.schema",
     "recipes.trainer",
     "recipes.values",
+    "precompute.captions",
     "precompute.config",
     "precompute.job",
 }
@@ -28,7 +29,9 @@ FORBIDDEN = {
     "callbacks": CONFIG | {"precompute"},
     "recipes/models": CONFIG | {"callbacks", "data", "precompute", "composer"},
     "recipes/algorithms": CONFIG | {"callbacks", "data", "precompute"},
-    "precompute/encoders": CONFIG | {"recipes", "callbacks", "composer"},
+    # Networks that are trained here (recipes.models) are encoders of the next recipe.
+    "precompute/encoders": CONFIG
+    | {"recipes.algorithms", "recipes.builders", "recipes.composer_model", "recipes.sampling", "callbacks", "composer"},
     "recipes/builders.py": CONFIG | {"callbacks", "precompute"},
     "recipes/composer_model.py": CONFIG | {"callbacks", "data", "precompute"},
 }
@@ -43,7 +46,8 @@ KNOWS_COMPOSER = (
 )
 # What is read before a config is known to be right: everything else on import would cost seconds.
 LIGHT = ("recipes/cli.py", "recipes/config.py", "recipes/schema.py", "recipes/values.py", "recipes/components.py")
-LIGHT += ("recipes/train.py", "precompute/config.py", "precompute/encode.py", "data/aliases.py", "data/manifest.py")
+LIGHT += ("recipes/train.py", "precompute/config.py", "precompute/encode.py", "precompute/vocabulary.py")
+LIGHT += ("data/aliases.py", "data/manifest.py")
 HEAVY = {"torch", "composer", "diffusers", "streaming", "numpy", "open_clip", "transformers", "PIL"}
 
 

@@ -283,7 +283,7 @@ KNOWN = {"Any", "None", "bool", "int", "float", "str", "dict", "Duration", "Inpu
 LOGGED = {"task", "run_name", "output", "loading", "blank", "encoders"}
 GIVEN = {
     "data": {"placement", "requirements"},
-    "optimizer": {"parameters"},
+    "optimizer": {"parameters", "task"},
     "algorithm": LOGGED,
     "callback": LOGGED,
     "logger": LOGGED,

@@ -231,7 +231,10 @@ def test_weights_of_another_width(exported, small_recipe, tmp_path):
 @pytest.mark.slow
 def test_two_ranks(small_recipe, latent_sets, tmp_path):
     """One launch of Composer's own launcher: two processes on the CPU, joined by gloo."""
-    recipe = small_recipe(tmp_path / "run", "training.duration=10ba", "data.caption_dropout=0.0")
+    recipe = small_recipe(
+        tmp_path / "run", "training.duration=10ba", "data.caption_dropout=0.0",
+        "callbacks.throughput={name: throughput, window: 3, communication_every: 2ba}",
+    )  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
     launcher = [sys.executable, str(Path(sys.executable).with_name("composer")), "-n", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -254,6 +257,8 @@ def test_two_ranks(small_recipe, latent_sets, tmp_path):
     for rank in (one, other):
         assert rank["gradient_error"] < 1e-6 < 1e-4 < rank["gradient_difference"]
     assert one["metrics"] == other["metrics"]
+    # DDP's all-reduces take some of a step, and no more than it.
+    assert all(0 < rank["communication"] < 1 for rank in (one, other))
     # Noise of validation belongs to the sample: both ranks together find what one process finds.
     path = f"{tmp_path}/run/checkpoints/latest-rank0.pt"
     alone = build_trainer(small_recipe(tmp_path / "alone", f"checkpoints.load_path={path}"))

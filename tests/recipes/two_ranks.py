@@ -14,6 +14,7 @@ import torch  # noqa: E402
 from composer import Callback  # noqa: E402
 from composer.utils import dist  # noqa: E402
 
+from callbacks.throughput import Throughput  # noqa: E402
 from recipes.config import Recipe, load  # noqa: E402
 from recipes.trainer import build_trainer  # noqa: E402
 
@@ -59,6 +60,7 @@ def main():
     trainer.state.callbacks.append(watch)
     trainer.fit()
     parameters = torch.cat([p.detach().reshape(-1) for p in trainer.state.model.parameters()])
+    (communication,) = [c.communication for c in trainer.state.callbacks if isinstance(c, Throughput)]
     record = {
         "seeds": watch.seeds,
         "losses": watch.losses,
@@ -67,6 +69,7 @@ def main():
         "gradient_difference": watch.gradient_difference,
         "initial": sum(p.double().sum().item() for p in initial),
         "final": parameters.double().sum().item(),
+        "communication": communication,
         "metrics": {name: float(value) for name, value in trainer.state.eval_metric_values.items()},
     }
     Path(sys.argv[2], f"rank{dist.get_global_rank()}.json").write_text(json.dumps(record))

@@ -13,7 +13,7 @@ from recipes.algorithms.scheduled_ema import averaged
 from recipes.models.autoencoder import KLAutoencoder
 from recipes.models.latent_diffusion import LatentDiffusion
 from recipes.models.unet import unet
-from recipes.sampling import find_denoiser, find_export, load_pipeline
+from recipes.sampling import find_export, find_network, load_pipeline
 
 
 def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
@@ -37,8 +37,8 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
     for subfolder, shift in (("unet", 0), ("unet_ema", 1)):
         read = UNet2DConditionModel.from_pretrained(str(folder), subfolder=subfolder, low_cpu_mem_usage=False)
         assert torch.equal(read.conv_in.bias, raw + shift)
-    assert find_denoiser(folder, None) == find_denoiser(folder, "ema") == folder / "unet_ema"
-    assert find_denoiser(folder, "raw") == folder / "unet"
+    assert find_network(folder, None) == find_network(folder, "ema") == folder / "unet_ema"
+    assert find_network(folder, "raw") == folder / "unet"
 
     vae = KLAutoencoder(channels=[8, 8], blocks=1, norm_groups=4)
     raw = export_of(vae, tmp_path / "vae", lambda task: task.network.decoder.conv_in.bias)
@@ -46,9 +46,9 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
     assert torch.equal(vae.network.decoder.conv_in.bias, raw + 1)
 
     export(LatentDiffusion(denoiser=net), SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
-    assert find_denoiser(tmp_path / "plain", None) == tmp_path / "plain" / "unet"
+    assert find_network(tmp_path / "plain", None) == tmp_path / "plain" / "unet"
     with pytest.raises(FileNotFoundError, match="--weights ema"):
-        find_denoiser(tmp_path / "plain", "ema")
+        find_network(tmp_path / "plain", "ema")
 
 
 def test_the_512_recipe_exports_and_samples_its_average(tmp_path, small_recipe, fit):

@@ -9,8 +9,10 @@ import pytest
 import torch
 from streaming import StreamingDataset
 
+from data.encoded_sets import EncodedSet, local_set, remote_set
+from data.latents import LatentTransform, latents
 from data.loading import Placement
-from data.streaming import EncodedSet, LatentTransform, key_seed, latents, local_set, remote_set
+from data.reading import key_seed
 
 NEEDS = {"channels": 4, "text_width": 16}
 

@@ -1,0 +1,107 @@
+"""Pictures with captions, and the latents that the encode job makes of them: what benchmarks of training read."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from benchmarks.encode import write_encoders
+from data.reading import key_seed
+from data.sources.base import DecodedSample, iterate
+from data.sources.filters import Filter
+from data.transforms import resize_and_crop
+
+TARS = 4
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """Configurations of the two encoders, as `benchmarks.encode.write_encoders` takes them."""
+
+    vae: dict[str, Any]
+    text: dict[str, Any]
+
+
+def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples: int, gpu: bool) -> None:
+    """Write encoders/, latents/ (as precompute/encode.py does), and pictures/, the same samples not encoded.
+
+    Args:
+        folder: empty.
+        encoders: get random weights.
+        resolutions: of the latents, in pixels.
+        samples: number of pictures.
+        gpu: encode on the GPU, in half precision.
+    """
+    from precompute.config import EncodeConfig
+    from precompute.job import run
+    from precompute.work import EncodedSet, Rank
+    from recipes.build import build
+    from recipes.config import load
+
+    (folder / "encoders").mkdir(parents=True)
+    write_encoders(encoders.vae, encoders.text, folder / "encoders")
+    _write_tars(folder / "tars", samples, max(resolutions))
+    values = {
+        "out": str(folder / "latents"),
+        "sources": {"train": {"name": "tars", "urls": f"{folder}/tars/*.tar"}},
+        "resolutions": resolutions,
+        "batch": 16,
+        "workers": 0,
+        "device": "gpu" if gpu else "cpu",
+        **encoder_components(folder, gpu),
+    }
+    (folder / "encode.yaml").write_text(yaml.safe_dump(values))
+    config = load(folder / "encode.yaml", [], EncodeConfig)
+    sources = build(config.sources)
+    sets = {"train": EncodedSet(f"{config.out}/train", sources["train"].shards())}
+    run(config, sources, sets, Rank())
+    _write_pictures(folder, resolutions, build(config.sources)["train"], build(config.text_encoder).tokenize)
+
+
+def encoder_components(folder: Path, gpu: bool) -> dict[str, Any]:
+    """The encoders in a config's words."""
+    precision = "fp16" if gpu else "fp32"
+    return {
+        "image_encoder": {"name": "kl_vae", "path": f"{folder}/encoders/vae", "precision": precision},
+        "text_encoder": {"name": "open_clip_text", "path": f"{folder}/encoders/text", "precision": precision},
+    }
+
+
+def _write_tars(folder: Path, samples: int, side: int) -> None:
+    folder.mkdir()
+    for tar_number in range(TARS):
+        with tarfile.open(folder / f"{tar_number:05d}.tar", "w") as tar:
+            for number in range(tar_number, samples, TARS):
+                caption = f"a smooth picture, number {number} of {samples}"
+                for suffix, content in (("jpg", _smooth(number, side)), ("txt", caption.encode())):
+                    entry = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+
+
+def _smooth(number: int, side: int) -> bytes:
+    """A picture of a few colours that run into each other, as JPEG."""
+    colours = np.random.default_rng(number).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(colours).resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=95)
+    return out.getvalue()
+
+
+def _write_pictures(folder: Path, resolutions: list[int], source: Any, tokenize: Any) -> None:
+    """seeds.npy (N,), tokens.npy (N, L), and for each resolution R the uint8 (N, 3, R, R) <R>.npy."""
+    out = folder / "pictures"
+    out.mkdir()
+    samples = list(iterate(source, Filter()))
+    assert all(isinstance(sample, DecodedSample) for sample in samples)
+    np.save(out / "seeds.npy", np.array([key_seed(sample.key) for sample in samples]))
+    np.save(out / "tokens.npy", tokenize([sample.caption for sample in samples]).numpy())
+    for resolution in resolutions:
+        squares = [resize_and_crop(sample.image, resolution)[0].transpose(2, 0, 1) for sample in samples]
+        np.save(out / f"{resolution}.npy", np.stack(squares))

@@ -1,0 +1,120 @@
+"""Do low-precision norms change what a run learns? OpenMoji's diffusion recipe with them and with 32-bit norms.
+
+    python benchmarks/norm_losses.py                                    # after make quickstart, which makes the latents
+    python benchmarks/norm_losses.py --batches 2000 --seeds 5
+
+Each seed trains twice from the same weights on the same batches and noise, in bfloat16 autocast; the validation loss is
+that of fixed noise. What the norms change is held against what another seed changes: claimed is "within noise" where
+the mean difference is smaller than the standard deviation between seeds. On a CPU, where Composer has no autocast, it
+is put around the task, and 32-bit norms are made as a GPU's autocast makes them.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch
+
+from benchmarks import baseline
+from benchmarks.reporting import write_results
+from recipes.config import Recipe, load
+from recipes.trainer import build_trainer
+
+FULL, LOW = "32-bit norms", "low-precision norms"
+OPENMOJI = ROOT / "runs" / "openmoji" / "latents"
+
+
+def changes_of(gpu: bool) -> dict[str, str]:
+    """The override that makes each of the two."""
+    if gpu:
+        return {FULL: "training.precision=amp_bf16", LOW: "algorithms.norms={name: low_precision_norms}"}
+    return {
+        FULL: "algorithms.norms={name: cpu_autocast, norms: fp32}",
+        LOW: "algorithms.norms={name: cpu_autocast, norms: low}",
+    }
+
+
+def losses(recipe: Recipe) -> tuple[float, float]:
+    """Validation loss at the end, and mean training loss of the last half."""
+    recipe.callbacks, recipe.loggers = {}, {}
+    trainer = build_trainer(recipe)
+    training: list[float] = []
+    trainer.state.callbacks.append(baseline.Losses(training))
+    trainer.fit()
+    trainer.close()
+    return float(trainer.state.eval_metric_values["loss"]), statistics.mean(training[len(training) // 2 :])
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--latents", type=Path, default=OPENMOJI, help="folder with train/ and val/")
+    parser.add_argument("--batches", type=int, default=2000 if gpu else 100, help="length of a run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("changes", nargs="*", help="key=value overrides of the recipe")
+    options = parser.parse_args(arguments)
+    if options.seeds < 2:
+        parser.error("--seeds: give 2 or more, or there is no noise to compare with")
+    if not options.latents.is_dir():
+        parser.error(f"--latents: no folder {options.latents}; run make quickstart, or name another")
+    baseline.register()
+    rows = []
+    for seed in range(options.seeds):
+        row: dict[str, Any] = {"seed": seed}
+        for name, change in changes_of(gpu).items():
+            with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as log:
+                recipe = load(
+                    ROOT / "yamls" / "openmoji_diffusion.yaml",
+                    [
+                        f"data.streams.train.path={options.latents}/train",
+                        f"evals.val.streams.val.path={options.latents}/val",
+                        f"output={folder}/run",
+                        f"seed={seed}",
+                        f"training.duration={options.batches}ba",
+                        "training.eval_every=null",
+                        "training.precision=" + ("amp_bf16" if gpu else "auto"),
+                        "checkpoints.save=false",
+                        "schedule.warmup=10ba",
+                        "algorithms.scheduled_ema=null",
+                        *options.changes,
+                        change,
+                    ],
+                    Recipe,
+                )
+                with contextlib.redirect_stdout(log):
+                    row[f"validation, {name}"], row[f"training, {name}"] = losses(recipe)
+        rows.append(row | {f"{of} difference": row[f"{of}, {LOW}"] - row[f"{of}, {FULL}"] for of in OF})
+        print(f"seed {seed}: " + ", ".join(f"{of} {rows[-1][f'{of} difference']:+.2e}" for of in OF), flush=True)
+    text = "\n".join([f"{options.batches} batches of {options.latents.name}.", *(verdict(rows, of) for of in OF)])
+    write_results("norm_losses", "openmoji", [{k: _short(v) for k, v in row.items()} for row in rows], text)
+    return rows
+
+
+OF = ("validation", "training")
+
+
+def verdict(rows: list[dict[str, Any]], of: str) -> str:
+    """Whether a loss differs by less than between seeds."""
+    change = statistics.mean(row[f"{of} difference"] for row in rows)
+    noise = statistics.stdev(row[f"{of}, {FULL}"] for row in rows)
+    outcome = "within noise" if abs(change) < noise else "NOT within noise"
+    return (
+        f"{of.capitalize()} loss: low-precision norms change it by {change:+.2e} on average, another seed by "
+        f"{noise:.2e} (standard deviation of {len(rows)}): {outcome}."
+    )
+
+
+def _short(value: Any) -> Any:
+    return round(value, 5) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""A recipe on several ranks beside Composer alone on the same network: which trains more samples a second?
+
+    composer -n 2 benchmarks/overhead.py
+
+The recipe is yamls/sd2_base.yaml at the size of benchmarks/levers.py, with the callbacks that time a run and its
+latents read from MDS shards. Composer alone has the same network, loss, optimizer and batch, and its samples as tensors
+in memory. Both use DDP and take turns. Goal: not slower by a sample.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch
+from composer import ComposerModel, Trainer
+from composer.utils import dist, reproducibility
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.latent_sets import write_set
+from benchmarks.levers import let_go, say
+from benchmarks.reporting import write_results
+from benchmarks.steady import Steady, on_first_rank, run_steady
+from benchmarks.training import SIZES, recipe_with
+from data.loading import Placement
+from recipes.build import build
+from recipes.config import Recipe
+from recipes.trainer import build_trainer
+
+OURS, PLAIN = "recipe, latents from MDS shards", "Composer alone, samples in memory"
+CALLBACKS = ("progress", "throughput", "lr")
+
+
+class Plain(ComposerModel):
+    """The task with what our data does on the device: a draw from the posterior."""
+
+    def __init__(self, task: nn.Module) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mean, std, text = (batch[name].float() for name in ("mean", "std", "text"))
+        return self.task({"latents": mean + std * torch.randn_like(mean), "text": text})["total"]
+
+    def loss(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"total": outputs}
+
+
+def plain_trainer(recipe: Recipe, samples: list[dict[str, Tensor]], batches: int) -> Trainer:
+    """Composer's Trainer on a recipe's model and optimizer, with nothing else of the recipe."""
+    reproducibility.seed_all(recipe.seed)
+    task = build(recipe.model)
+    repeated = samples * (1 + batches * recipe.training.global_batch // len(samples))
+    return Trainer(
+        model=Plain(task),
+        train_dataloader=DataLoader(
+            repeated,
+            batch_size=recipe.training.device_batch(dist.get_world_size()),
+            sampler=dist.get_sampler(repeated, shuffle=True, drop_last=True),
+            drop_last=True,
+        ),
+        optimizers=build(recipe.optimizer, parameters=list(task.parameters())),
+        max_duration=recipe.training.duration,
+        eval_interval=0,
+        progress_bar=False,
+        device="gpu" if torch.cuda.is_available() else "cpu",
+        precision="amp_bf16" if torch.cuda.is_available() else "fp32",
+        seed=recipe.seed,
+    )
+
+
+def in_memory(recipe: Recipe) -> list[dict[str, Tensor]]:
+    """Every sample of the recipe's data, on every rank."""
+    placement = Placement(batch=1, training=False)
+    loader = build(recipe.data, placement=placement, requirements={}).loader
+    return [{name: tensor[0].clone() for name, tensor in batch.items()} for batch in loader]
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
+    parser.add_argument("--batch", type=int, help="samples a step, over all ranks")
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each")
+    parser.add_argument("--windows", type=int, default=4, help="windows of a run")
+    parser.add_argument("--steps", type=int, default=20 if gpu else 2, help="steps of a window")
+    options = parser.parse_args(arguments)
+    size = SIZES[options.size]
+    batch, resolution = options.batch or size.batch, size.resolutions[0]
+    steady = (3, options.windows, options.steps)
+    batches = 4 + options.windows * options.steps
+    dist.initialize_dist("gpu" if gpu else "cpu")
+    found: dict[str, list[Steady]] = {OURS: [], PLAIN: []}
+    with contextlib.ExitStack() as stack:
+        folder = Path(on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory())))
+        log = stack.enter_context(open(folder / f"log{dist.get_global_rank()}.txt", "w", encoding="utf-8"))
+        stack.enter_context(contextlib.redirect_stdout(log))
+        on_first_rank(lambda: write_set(folder / "set", size.encoders, [resolution], 2 * batch, gpu))
+        changes = [
+            f"data.streams.train.repeat={1 + batches // 2}",
+            "data.caption_dropout=0.0",
+            *(f"algorithms.{name}=null" for name in ("attention", "channels_last", "low_precision_norms")),
+            "algorithms.fused_group_norm=null",
+        ]
+        recipe = recipe_with(changes, size, folder / "set", resolution, batch, None, CALLBACKS)
+        samples = in_memory(recipe_with([], size, folder / "set", resolution, batch, None))
+        makers = {OURS: lambda: build_trainer(recipe), PLAIN: lambda: plain_trainer(recipe, samples, batches)}
+        for number in range(options.rounds):
+            for name in list(makers) if number % 2 == 0 else reversed(makers):
+                found[name].append(run_steady(makers[name](), Steady(*steady)))
+                let_go()
+                rate = statistics.median(found[name][-1].by_clock)
+                say(f"round {number + 1} of {options.rounds}, {name}: {rate:,.2f} samples/s")
+        dist.barrier()
+    return report(found, batch, resolution, options)
+
+
+def report(found: dict[str, list[Steady]], batch: int, resolution: int, options: Any) -> list[dict[str, Any]]:
+    """The table, on the first rank."""
+    rows = []
+    for name, runs in found.items():
+        row: dict[str, Any] = {"training": name}
+        for label, rates in (("samples/s", "by_clock"), ("samples/s computed", "rates")):
+            medians = [statistics.median(getattr(run, rates)) for run in runs]
+            others = [statistics.median(getattr(run, rates)) for run in found[PLAIN]]
+            row[label] = round(statistics.median(medians), 2)
+            row["to Composer" + label.removeprefix("samples/s")] = round(
+                statistics.median(a / b for a, b in zip(medians, others, strict=True)), 3
+            )
+        rows.append(row)
+    notes = (
+        f"{resolution} x {resolution} pixels, {batch} samples a step on {dist.get_world_size()} ranks, medians of "
+        f"{options.rounds} rounds; ratios are those of neighbours in time. Computed: by the time that the first rank's "
+        "process computed, without its waits, and so less subject to what else the machine does.\n"
+        f"Goal: not slower than Composer alone by a sample: {rows[0]['to Composer']:.3f} by the clock, "
+        f"{rows[0]['to Composer computed']:.3f} computed."
+    )
+    if dist.get_global_rank() == 0:
+        write_results("overhead", f"{options.size}-{dist.get_world_size()}ranks", rows, notes)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

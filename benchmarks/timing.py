@@ -1,0 +1,23 @@
+"""Times of alternatives that take turns, so that what else the machine does falls on all of them."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def times(works: dict[str, Callable[[], None]], rounds: int, gpu: bool) -> dict[str, float]:
+    """Median seconds of each, measured in turns after two rounds of warm-up."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 2):
+        for name, work in works.items():
+            if gpu:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            work()
+            if gpu:
+                torch.cuda.synchronize()
+            if number >= 2:
+                taken[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in taken.items()}

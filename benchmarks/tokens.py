@@ -1,0 +1,193 @@
+"""Samples/s per core of token batches: this project's loader beside streaming's reading with the `tokenizers` library.
+
+DALL-E's sizes: 32 x 32 image tokens of four crops, a vocabulary of 16,384 entries, 256 text positions. Captions are
+made of invented words with the frequencies of a language (Zipf), because no captions ship with this repository.
+
+    python benchmarks/tokens.py                        # two minutes
+    python benchmarks/tokens.py --samples 20000 --words 25
+
+- A rate is samples over CPU seconds of all threads of the training process and of the worker; medians over the rounds,
+  the readers taking turns. What counts is as in benchmarks/loader.py.
+- The library's dropout draws from a generator without a seed: its batches are other ones after a resume. It is the
+  faster way that was not taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from streaming import Stream, StreamingDataset
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.loader import cpu_clock
+from benchmarks.reporting import write_results
+from data.bpe import Vocabulary, train
+from data.reading import PREFETCH, shared_blocks
+from data.tokens import NO_TOKEN, TokenDataset
+from precompute.writer import Encoded, ShardWriter, Storage, TokenColumns
+
+RESOLUTION = 256
+GRID = 32 * 32
+CROPS = 4
+CODES = 8192
+POSITIONS = 256
+ENTRIES = 16384
+DROPOUT = 0.1
+OURS = "this loader"
+THEIRS = "streaming and tokenizers"
+SYLLABLES = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "ou", "st")]
+
+
+def captions(count: int, words: int, seed: int = 0) -> list[str]:
+    """Captions of about so many words out of 40,000 invented ones."""
+    draws = random.Random(seed)
+    known = ["".join(draws.choices(SYLLABLES, k=draws.choice((1, 1, 2, 2, 3, 4)))) for _ in range(40_000)]
+    frequencies = [1 / rank for rank in range(1, len(known) + 1)]
+    lengths = [draws.randint(words // 2, words + words // 2) for _ in range(count)]
+    return [" ".join(draws.choices(known, frequencies, k=length)) for length in lengths]
+
+
+def write(folder: Path, texts: list[str], shard_size: str) -> None:
+    """A set as precompute/encode.py writes it."""
+    rng = np.random.default_rng(0)
+    writer = ShardWriter(folder, "all", TokenColumns({RESOLUTION: GRID}, CROPS), Storage(shard_size), {})
+    for number, text in enumerate(texts):
+        row: dict[str, Any] = {"key": f"{number:09d}", "caption": text, "width": 512, "height": 512}
+        row[f"crop_{RESOLUTION}"] = np.zeros((CROPS, 4), np.float32)
+        row[f"tokens_{RESOLUTION}"] = rng.integers(0, CODES, (CROPS, GRID), dtype=np.uint16)
+        writer.add(number, Encoded(row, {}))
+    writer.end(len(texts))
+    writer.finish()
+
+
+class StockDataset(StreamingDataset):
+    """Samples as streaming decodes them and the library encodes their captions."""
+
+    def __init__(self, tokenizer: Tokenizer, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.tokenizer = tokenizer
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        text = torch.full((POSITIONS,), NO_TOKEN, dtype=torch.int32)
+        found = self.tokenizer.encode(sample["caption"]).ids[:POSITIONS]
+        text[: len(found)] = torch.tensor(found, dtype=torch.int32)
+        crop = sample[f"tokens_{RESOLUTION}"][random.randrange(CROPS)]
+        return {"text": text, "image": torch.from_numpy(crop.astype(np.int32))}
+
+
+def loaders(folder: Path, vocabulary: Tokenizer, batch: int, workers: int) -> dict[str, DataLoader]:
+    """The readers by name."""
+    common = {"num_workers": workers, "persistent_workers": workers > 0}
+    common["prefetch_factor"] = PREFETCH if workers else None
+    found = {}
+    for dropout in (0.0, DROPOUT):
+        for name in (OURS, THEIRS):
+            link = folder / f"{name.split()[0]}{workers}{dropout}"  # streaming lends a folder to one data set at a time
+            link.symlink_to("mds")
+            arguments = {"streams": [Stream(local=str(link))], "batch_size": batch, "shuffle": True}
+            title = f"{name}, dropout {dropout:g}"
+            if name == OURS:
+                ours = TokenDataset(
+                    resolution=RESOLUTION,
+                    vocabulary=Vocabulary(vocabulary),
+                    positions=POSITIONS,
+                    dropout=dropout,
+                    caption_dropout=0.0,
+                    draw_crop=True,
+                    report=False,
+                    blocks=shared_blocks(workers),
+                    **arguments,
+                )
+                found[title] = DataLoader(ours, batch, collate_fn=ours.read, **common)
+                continue
+            own = Tokenizer.from_str(vocabulary.to_str())
+            own.model.dropout = dropout or None
+            found[title] = DataLoader(StockDataset(own, **arguments), batch, **common)
+    return found
+
+
+def measure(loader: DataLoader, clocks: list[Any], seconds: float) -> dict[str, float]:
+    """Whole epochs for at least that long: samples per CPU second, and text tokens a sample."""
+    samples = text = 0
+    began, cpu = time.perf_counter(), sum(clock() for clock in clocks)
+    while True:
+        for batch in loader:
+            samples += len(batch["text"])
+            text += int((batch["text"] != NO_TOKEN).sum()) + 0 * int(batch["image"].sum())  # each value is looked at
+        if time.perf_counter() - began >= seconds:
+            return {"per_core": samples / (sum(clock() for clock in clocks) - cpu), "tokens": text / samples}
+
+
+def run(folder: Path, vocabulary: Tokenizer, batch: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """One row a reader and number of workers."""
+    readers = {}
+    for workers in (0, 1):
+        for name, loader in loaders(folder, vocabulary, batch, workers).items():
+            before = set(multiprocessing.active_children())
+            measure(loader, [time.process_time], 0)  # warm: page cache, known words, the worker's start
+            children = set(multiprocessing.active_children()) - before
+            clocks = [cpu_clock(pid) for pid in (os.getpid(), *(child.pid for child in children))]
+            readers[name, workers] = loader, clocks
+    measured: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in readers}
+    for _ in range(rounds):
+        for key, (loader, clocks) in readers.items():
+            measured[key].append(measure(loader, clocks, seconds))
+    rows = []
+    for (name, workers), values in measured.items():
+        rates = sorted(value["per_core"] for value in values)
+        rows.append(
+            {
+                "reader": name,
+                "workers": workers or "in process",
+                "samples/s per core": round(statistics.median(rates)),
+                "lowest to highest": f"{rates[0]:,.0f} to {rates[-1]:,.0f}",
+                "text tokens a sample": round(statistics.fmean(value["tokens"] for value in values), 1),
+            }
+        )
+    return rows
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=6000)
+    parser.add_argument("--words", type=int, default=12, help="of a caption, on average")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a round of one reader, at least")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    vocabulary = train(captions(20 * arguments.samples, arguments.words, seed=1), ENTRIES)
+    with tempfile.TemporaryDirectory(prefix="tokens-") as folder:
+        write(Path(folder, "mds"), captions(arguments.samples, arguments.words, seed=1), "64mb")
+        rows = run(Path(folder), vocabulary, arguments.batch, arguments.rounds, arguments.seconds)
+    notes = (
+        f"{arguments.samples} samples of {CROPS} crops from a warm page cache, batches of {arguments.batch}; medians "
+        f"of {arguments.rounds} rounds of at least {arguments.seconds:g} s, the readers taking turns. Load of the "
+        f"machine before: {load:.1f}. Captions of about {arguments.words} invented words, all of them met before, as "
+        "most are after the first minutes of a run. The library's dropout cannot be seeded."
+    )
+    write_results("tokens", "dalle", rows, notes)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The recipe of the benchmarks of training, and the sizes that it is trained at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL
+from open_clip import CLIP
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.encode import TEXTS, VAES, VISION
+from benchmarks.latent_sets import Encoders
+from precompute.encoders.text import Tower
+from recipes.build import build_on_meta
+from recipes.config import Recipe, load
+from recipes.models.unet import UNet
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A network, and encoders whose work relative to it is as in Stable Diffusion 2."""
+
+    encoders: Encoders
+    model: list[str]
+    resolutions: list[int]
+    batch: int
+
+
+SIZES = {
+    "small": Size(
+        Encoders(
+            {"block_out_channels": (16, 32, 64, 64), "layers_per_block": 2, "norm_num_groups": 8},
+            {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 24},
+        ),
+        [
+            "model.denoiser.channels=[40,80,160,160]",
+            "model.denoiser.heads=[1,2,4,4]",
+            "model.denoiser.norm_groups=8",
+            "model.denoiser.text_width=32",
+        ],
+        [128],
+        16,
+    ),
+    "sd2": Size(Encoders(VAES["sd2"], TEXTS["sd2"]), [], [256], 64),
+}
+
+
+def recipe_with(
+    changes: list[str],
+    size: Size,
+    folder: Path,
+    resolution: int,
+    batch: int,
+    microbatch: int | None,
+    callbacks: Sequence[str] = (),
+    missing: list[str] | None = None,
+) -> Recipe:
+    """yamls/sd2_base.yaml at a size, with no more than training itself.
+
+    Args:
+        changes: `key=value` overrides, above all others.
+        size: network.
+        folder: what `benchmarks.latent_sets.write_set` wrote.
+        resolution: of the pictures.
+        batch: samples a step, over all ranks.
+        microbatch: samples that a device takes at once; None: all.
+        callbacks: which of the YAML's are kept.
+        missing: as of `recipes.config.load`.
+    """
+    recipe = load(
+        ROOT / "yamls" / "sd2_base.yaml",
+        [
+            *size.model,
+            f"output={folder}/run",
+            f"data.streams.train.path={folder}/latents/train",
+            f"data.resolution={resolution}",
+            "data.workers=1",
+            "evals.val=null",
+            "schedule.warmup=1ba",  # or the weights, and with them the losses, would hardly move
+            "training.duration=1400000ba",
+            f"training.global_batch={batch}",
+            f"training.microbatch={'null' if microbatch is None else microbatch}",
+            "training.precision=auto",
+            "training.eval_every=null",
+            "checkpoints={save: false, every: null, autoresume: false}",
+            *changes,
+            f"data.workers={8 if torch.cuda.is_available() else 1}",
+        ],
+        Recipe,
+        missing,
+    )
+    recipe.callbacks = {name: recipe.callbacks[name] for name in callbacks}
+    recipe.loggers = {}
+    return recipe
+
+
+def flops(size: Size, recipe: Recipe, resolution: int) -> dict[str, float]:
+    """GFLOP a sample, by PyTorch's counter: training of the U-Net, and encoding."""
+    network: UNet = build_on_meta(recipe.model).denoiser
+    text, vae = size.encoders.text, size.encoders.vae
+    side = resolution // 2 ** (len(vae["block_out_channels"]) - 1)
+    with torch.device("meta"), torch.no_grad():
+        encoder = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, **vae
+        )
+        tower = Tower(CLIP(embed_dim=64, vision_cfg=VISION, text_cfg=text), "text")
+        tower.blocks = tower.blocks[:-1]
+        works = {
+            "training of the U-Net": lambda: network(
+                torch.empty(1, 4, side, side), torch.zeros(1, dtype=torch.long), torch.empty(1, 77, text["width"])
+            ),
+            "VAE": lambda: encoder.encode(torch.empty(1, 3, resolution, resolution)),
+            "text encoder": lambda: tower(torch.zeros(1, 77, dtype=torch.long)),
+        }
+        counts = {}
+        for name, work in works.items():
+            with FlopCounterMode(display=False) as counter:
+                work()
+            counts[name] = counter.get_total_flops() / 1e9
+    counts["training of the U-Net"] *= 3
+    return counts

@@ -1,0 +1,140 @@
+"""Where encoded sets lie, local or remote, and whether they fit a recipe."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from streaming.base.storage import CloudDownloader
+from torch import Tensor
+
+from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from data.manifest import NAME as MANIFEST
+from data.manifest import NULL_TEXT, Manifest
+
+
+@dataclass(frozen=True)
+class EncodedSet:
+    """Where an encoded set lies, and how much of it is read.
+
+    Attributes:
+        local: folder of the set, or of the copies of its shards.
+        remote: address that shards are fetched from; None: they all lie in `local`.
+        options: further arguments of streaming's `Stream`.
+    """
+
+    local: str
+    remote: str | None
+    options: dict[str, Any]
+
+    def file(self, name: str) -> Path:
+        """A file beside the shards, fetched first where the set is remote.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        path = Path(self.local, name)
+        if self.remote and not path.is_file():
+            self._fetch(name).replace(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: not there; encode the set first with precompute/encode.py")
+        return path
+
+    def _fetch(self, name: str) -> Path:
+        """A fresh copy of a remote file, under a name of its own: every rank fetches at the same moment."""
+        copy = Path(self.local, f".{name}.{uuid.uuid4().hex}")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        address = f"{self.remote.rstrip('/')}/{name}"
+        CloudDownloader.get(address).download(address, str(copy), timeout=120.0)
+        return copy
+
+    def manifest(self) -> Manifest:
+        """What encoded the set.
+
+        Raises:
+            FileNotFoundError: the set has none.
+            ValueError: the cache holds shards of another set than the one that is at the address now.
+        """
+        path = Path(self.local, MANIFEST)
+        if self.remote and path.is_file():
+            fresh = self._fetch(MANIFEST)
+            same = fresh.read_bytes() == path.read_bytes()
+            fresh.unlink()
+            if not same:
+                raise ValueError(
+                    f"{path} is not the manifest at {self.remote}: delete the folder, or give another cache"
+                )
+        return Manifest.read(self.file(MANIFEST).parent)
+
+    def null_text(self) -> Tensor:
+        """(L, D) float16, the embedding of the empty caption."""
+        return torch.from_numpy(np.load(self.file(NULL_TEXT), allow_pickle=False))
+
+
+def local_set(*, path: InputPath, proportion: float | None = None, repeat: float | None = None) -> EncodedSet:
+    """An encoded set on this machine's disks.
+
+    Args:
+        path: folder that encode.py wrote.
+        proportion: share of the samples that come from this set.
+        repeat: times that the set is seen in an epoch, also below 1.
+    """
+    return EncodedSet(path, None, {"proportion": proportion, "repeat": repeat})
+
+
+def remote_set(
+    *,
+    url: str,
+    cache: str,
+    proportion: float | None = None,
+    repeat: float | None = None,
+    keep_zip: bool = False,
+    validate_hash: str | None = None,
+    download_retry: int = 2,
+    download_timeout: float = 60.0,
+) -> EncodedSet:
+    """An encoded set in an object store, fetched shard by shard as training comes to it.
+
+    Args:
+        url: address of the folder that encode.py's output was copied to: s3://, gs://, oci://, azure://, ...
+        cache: local folder for the fetched shards.
+        proportion: share of the samples that come from this set.
+        repeat: times that the set is seen in an epoch, also below 1.
+        keep_zip: keep the compressed shard beside the decompressed one.
+        validate_hash: hash to check shards by, such as sha1, if they were written with it.
+        download_retry: further tries of a failed fetch.
+        download_timeout: seconds to wait for a shard.
+    """
+    options = {
+        "proportion": proportion,
+        "repeat": repeat,
+        "keep_zip": keep_zip,
+        "validate_hash": validate_hash,
+        "download_retry": download_retry,
+        "download_timeout": download_timeout,
+    }
+    return EncodedSet(cache, url, options)
+
+
+def manifests_of(kind: str, sets: Mapping[str, EncodedSet]) -> list[Manifest]:
+    """The sets' manifests.
+
+    Args:
+        kind: what the sets must hold, latents or tokens.
+        sets: by label.
+
+    Raises:
+        FileNotFoundError: a set without a manifest.
+        ValueError: no set at all, or one of another kind.
+    """
+    if not sets:
+        raise ValueError(f"{kind}: streams is empty; name at least one encoded set")
+    manifests = [encoded.manifest() for encoded in sets.values()]
+    for manifest in manifests:
+        manifest.check(kind=kind)
+    return manifests

@@ -1,0 +1,162 @@
+"""Precomputed latents and text embeddings to training batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from data.encoded_sets import manifests_of
+from data.loading import Batch, Loading, Placement
+from data.reading import EncodedDataset, key_seed, open_loader, shared_blocks, streams_of
+from data.shared_batches import Specs
+
+
+def latents(
+    placement: Placement,
+    requirements: dict[str, Any],
+    *,
+    streams: dict[str, Annotated[Any, "stream"]],
+    resolution: int,
+    text: str = "text",
+    expect: dict[str, Any] | None = None,
+    caption_dropout: float = 0.0,
+    sample_posterior: bool = True,
+    flip: float = 0.0,
+    workers: int = 2,
+    shuffle: bool = True,
+    shuffle_algo: Literal["py1e", "py1s", "py1br", "py2s", "naive"] = "py1e",
+    shuffle_block: int | None = None,
+    predownload: int | None = None,
+    cache_limit: str | None = None,
+    epoch_size: int | None = None,
+    drop_last: bool = True,
+) -> Loading:
+    """Latents that `precompute/encode.py` wrote. Order, sharding over ranks and exact resumption are the library's.
+
+    The validation set is read once in order, with the posterior's mean and every caption.
+
+    Args:
+        streams: encoded sets by label; with proportions, all of them must have one.
+        resolution: which of the encoded resolutions to read, in pixels.
+        text: column of the text embedding.
+        expect: fields that the manifest must have these values in (see `Manifest.check`), beside what the model needs.
+        caption_dropout: share of captions replaced by the null caption's embedding, drawn anew each time.
+        sample_posterior: draw latents from the posterior each time; false takes its mean.
+        flip: share of latents mirrored left to right: near to, but not the same as, encoding the mirrored picture.
+        workers: processes that read.
+        shuffle: mix the order each epoch (training only).
+        shuffle_algo: the library's algorithm.
+        shuffle_block: samples that shard parts are mixed over; null: the library's default.
+        predownload: samples fetched ahead by a worker; null: the library's default.
+        cache_limit: local disk space for remote shards, such as 100gb; null: no limit.
+        epoch_size: samples of an epoch; null: all.
+        drop_last: leave out the last, incomplete batch of an epoch (training only).
+
+    Raises:
+        FileNotFoundError: a stream without a manifest.
+        ValueError: a manifest that does not fit the recipe, by field.
+    """
+    for name, share in (("caption_dropout", caption_dropout), ("flip", flip)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"latents: {name} is a share from 0 to 1, got {share}")
+    manifests = manifests_of("latents", streams)
+    first = manifests[0]
+    same = {"image_weights": first.image_encoder["weights_hash"], "text_weights": first.text_encoder["weights_hash"]}
+    for manifest in manifests:
+        manifest.check(resolution=resolution, **requirements, **(expect or {}), **same)
+    dataset = LatentDataset(
+        streams=streams_of(streams),
+        resolution=resolution,
+        text=text,
+        blocks=shared_blocks(workers),
+        batch_size=placement.batch,
+        shuffle=shuffle and placement.training,
+        shuffle_algo=shuffle_algo,
+        shuffle_seed=placement.seed,
+        shuffle_block_size=shuffle_block,
+        predownload=predownload,
+        cache_limit=cache_limit,
+        epoch_size=epoch_size,
+    )
+    null_text = next(iter(streams.values())).null_text()
+    if placement.training:
+        on_device = LatentTransform(null_text, caption_dropout, sample_posterior, flip)
+    else:
+        on_device = LatentTransform(null_text, 0.0, sample_posterior=False, flip=0.0)
+    return Loading(
+        open_loader(dataset, placement, workers, drop_last),
+        on_device,
+        samples=dataset.size,
+        manifest=first,
+        resolution=resolution,
+        null_text=null_text,
+    )
+
+
+class LatentDataset(EncodedDataset):
+    """Posteriors and text embeddings as stored.
+
+    Args:
+        resolution: which of the encoded resolutions to read, in pixels.
+        text: column of the text embedding.
+        arguments: of EncodedDataset.
+    """
+
+    def __init__(self, *, resolution: int, text: str, **arguments: Any) -> None:
+        columns = {"mean": f"mean_{resolution}", "std": f"std_{resolution}", "text": text}
+        super().__init__(columns=columns, **arguments)
+
+    def specs(self, samples: int) -> Specs:
+        """See `EncodedDataset.specs`."""
+        specs = {name: ((samples, *array.shape), array.dtype) for name, array in self.arrays.items()}
+        return {**specs, "seed": ((samples,), torch.int64)}
+
+    def read(self, numbers: Sequence[int]) -> Batch:
+        """See `EncodedDataset.read`.
+
+        Returns:
+            `mean` and `std` (B, C, h, w), `text` (B, L, D), as stored (float16), and `seed` (B,) int64, a function of
+            the sample's key. In a worker process they lie in shared memory.
+        """
+        batch = self.blocks.new(self.specs(len(numbers)))
+        seeds = batch["seed"].numpy()
+        for row, (key,) in enumerate(self.fill(numbers, batch)):
+            seeds[row] = key_seed(key)
+        return batch
+
+
+class LatentTransform:
+    """From stored posterior and caption to what a model trains on; on the device, with its generator.
+
+    Composer saves each rank's generators in checkpoints: what is drawn here goes on exactly after a resume, and
+    differs between ranks because their seeds do.
+
+    Args:
+        null_text: (L, D), the embedding of the empty caption.
+        caption_dropout: share of captions replaced by it.
+        sample_posterior: draw from the posterior, or take its mean.
+        flip: share of latents mirrored left to right.
+    """
+
+    def __init__(self, null_text: Tensor, caption_dropout: float, sample_posterior: bool, flip: float) -> None:
+        self.null_text = null_text
+        self.caption_dropout = caption_dropout
+        self.sample_posterior = sample_posterior
+        self.flip = flip
+
+    def __call__(self, batch: Batch) -> Batch:
+        """`mean`, `std`, `text`, `seed` to `latents` (B, C, h, w), `text` (B, L, D), both 32-bit, and `seed` (B,)."""
+        latents, text = batch["mean"].float(), batch["text"].float()
+        if self.sample_posterior:
+            latents = latents + batch["std"].float() * torch.randn_like(latents)
+        if self.flip:
+            mirrored = torch.rand(len(latents), device=latents.device) < self.flip
+            latents = torch.where(mirrored[:, None, None, None], latents.flip(-1), latents)
+        if self.caption_dropout:
+            dropped = torch.rand(len(text), device=text.device) < self.caption_dropout
+            self.null_text = self.null_text.to(text)  # moved once
+            text = torch.where(dropped[:, None, None], self.null_text, text)
+        return {"latents": latents, "text": text, "seed": batch["seed"]}

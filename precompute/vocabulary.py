@@ -1,0 +1,33 @@
+"""Train the BPE vocabulary that captions are encoded with, on the captions of sources.
+
+    python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
+    python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml entries=512 out=runs/small/vocabulary.json
+
+Writes a file of the `tokenizers` library, and beside it a manifest that holds its sha256 and what it was made of.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from precompute.config import VocabularyConfig
+from recipes.cli import read_command_line, user_errors
+
+
+def main(arguments: list[str]) -> None:
+    command = read_command_line(arguments, VocabularyConfig, __doc__)
+    config: VocabularyConfig = command.config
+    with user_errors():
+        from precompute.captions import report, write_vocabulary
+
+        if command.dry_run:
+            print(report(config, command.missing))
+        else:
+            write_vocabulary(config)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

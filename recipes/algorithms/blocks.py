@@ -1,0 +1,36 @@
+"""Which parameters of a model 16-bit training touches: the matrices of its residual blocks, and nothing else."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
+    """The trained matrices of each block of a task, in the blocks' order.
+
+    What is left over is what stays in 32-bit (Ramesh et al. 2021, appendix D): gains and biases, which have one
+    dimension, and embeddings and unembeddings, which lie outside of the blocks or in an `nn.Embedding`.
+
+    Args:
+        task: offers `blocks()`, the modules that are sharded and checkpointed one by one.
+        owner: who asks, for messages.
+
+    Raises:
+        ValueError: the task has no blocks, or no matrices in them.
+    """
+    if not hasattr(task, "blocks"):
+        raise ValueError(
+            f"{owner}: {type(task).__name__} does not say which of its modules are blocks (a method `blocks`), so it "
+            "is not known which of its parameters may have 16 bits"
+        )
+    blocks = list(task.blocks())
+    embeddings = {id(p) for m in task.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    seen: set[int] = set(embeddings)
+    found = []
+    for block in blocks:
+        matrices = [p for p in block.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in seen]
+        seen |= {id(p) for p in matrices}  # a matrix that two blocks share is the first one's
+        found.append(matrices)
+    if not any(found):
+        raise ValueError(f"{owner}: the {len(blocks)} blocks of {type(task).__name__} have no trained matrices")
+    return found

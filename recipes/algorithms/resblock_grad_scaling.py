@@ -1,0 +1,141 @@
+"""Per-residual-block gradient scaling in a run (Ramesh et al. 2021, section 2.4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from composer.core import Algorithm, Event, Precision, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recipes.algorithms.block_scaling import Scales, scale_branch, unscale
+from recipes.algorithms.gradient_order import GradientStage
+from recipes.algorithms.powersgd import PowerSGD
+
+
+class ResblockGradScaling(Algorithm):
+    """Residual blocks in fp16, each with its own gradient scale; the identity path and all else in 32-bit.
+
+    For training.precision fp32: the blocks have 16 bits by this algorithm. An update in which any block overflowed is
+    skipped.
+    """
+
+    gradient_stage = GradientStage.UNSCALE
+
+    def __init__(self, task: nn.Module, *, start: float = 13.0, least: float = 7.0, most: float = 24.0) -> None:
+        """
+        Args:
+            task: its blocks are residual: each has a module `branch`, and returns x + branch(x).
+            start: binary logarithm of the scales at the start of a run.
+            least: binary logarithm of the smallest scale.
+            most: binary logarithm of the largest scale.
+
+        Raises:
+            ValueError: blocks without a branch, bounds that contradict each other.
+        """
+        if not least <= start <= most:
+            raise ValueError(f"resblock_grad_scaling: least <= start <= most, got {least}, {start}, {most}")
+        blocks = list(task.blocks()) if hasattr(task, "blocks") else []
+        wrong = [type(block).__name__ for block in blocks if not hasattr(block, "branch")]
+        if not blocks or wrong:
+            raise ValueError(
+                f"resblock_grad_scaling: {type(task).__name__} has "
+                + (f"blocks of {wrong[0]} without a residual branch" if wrong else "no blocks")
+                + "; it is for models whose blocks are x + branch(x)"
+            )
+        self.branches: list[nn.Module] = [block.branch for block in blocks]
+        self.scales = Scales.new(len(blocks), start)
+        self.scales.least, self.scales.most = least, most
+        self.skipped = 0
+        self.on_device = torch.empty(0)  # (blocks,) the scales as the branches read them
+        self.filtered = torch.empty(0, dtype=torch.int64)
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.INIT, Event.FIT_START, Event.AFTER_TRAIN_BATCH)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            self._wrap(state)
+        elif event == Event.FIT_START:
+            self.on_device.copy_(self.scales.values())
+        else:
+            logger.log_metrics(self._after_backward(state))
+
+    def _wrap(self, state: State) -> None:
+        if state.precision != Precision.FP32:
+            reason = {
+                Precision.AMP_BF16: "bf16 has the exponents of 32-bit floats, so its gradients need no scale",
+                Precision.AMP_FP16: "its one scale for all would come on top",
+            }.get(state.precision, "the blocks get their 16 bits here")
+            raise ValueError(
+                f"resblock_grad_scaling: training.precision is {state.precision.value}: {reason}; use fp32 with it, or "
+                "remove it"
+            )
+        self.on_device = state.device.tensor_to_device(self.scales.values())
+        self.filtered = torch.zeros(len(self.branches), dtype=torch.int64, device=self.on_device.device)
+        for branch, scale, filtered in zip(self.branches, self.on_device, self.filtered, strict=True):
+            scale_branch(branch, scale, filtered)
+
+    def _after_backward(self, state: State) -> dict[str, float]:
+        """Unscale, agree on what overflowed, skip or not, and move the scales."""
+        finite = []
+        for branch, scale in zip(self.branches, self.on_device, strict=True):
+            finite.append(unscale(_gradients(branch), scale))
+        own = ~torch.stack(finite) | (self.filtered > 0)
+        overflowed = own.to(torch.int32)
+        dist.all_reduce(overflowed, reduce_operation="MAX")
+        counted = self.filtered.sum()
+        self.filtered.zero_()
+        bad = overflowed.bool().cpu()
+        if bad.any():
+            self.skipped += 1
+            self._skip(state, own)
+        metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
+        self.scales = self.scales.after(~bad)
+        self.on_device.copy_(self.scales.values())  # in place: the branches hold its elements
+        return metrics | {
+            "resblock_grad_scaling/skipped": self.skipped,
+            "resblock_grad_scaling/overflowed_blocks": int(bad.sum()),
+            "resblock_grad_scaling/filtered": int(counted),
+        }
+
+    def _skip(self, state: State, own: Tensor) -> None:
+        if not any(isinstance(algorithm, PowerSGD) for algorithm in state.algorithms):
+            for optimizer in state.optimizers:
+                optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
+            return
+        # PowerSGD keeps its errors by what was finite, and skips by itself: what was filtered must show in a gradient.
+        for branch, overflowed in zip(self.branches, own.tolist(), strict=True):
+            if overflowed and (gradients := _gradients(branch)):
+                gradients[0].view(-1)[0] = torch.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scales, which are the same on every rank."""
+        rule = {"exponents": self.scales.exponents, "since": self.scales.since, "skipped": self.skipped}
+        return super().state_dict() | rule
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the scales over.
+
+        Raises:
+            ValueError: the checkpoint is of a model with another number of blocks.
+        """
+        if "exponents" not in state:
+            return
+        if len(state["exponents"]) != len(self.branches):
+            raise ValueError(
+                f"resblock_grad_scaling: the checkpoint has {len(state['exponents'])} scales, the model "
+                f"{len(self.branches)} blocks"
+            )
+        self.scales.exponents = state["exponents"].cpu()
+        self.scales.since = state["since"].cpu()
+        self.skipped = state["skipped"]
+
+
+def _gradients(branch: nn.Module) -> list[Tensor]:
+    """This rank's parts of a branch's gradients."""
+    found = [p.grad for p in branch.parameters() if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in found]

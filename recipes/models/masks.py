@@ -1,0 +1,125 @@
+"""Which tokens a layer's attention may see (DALL-E, Ramesh et al. 2021, appendix B.1 and figure 11).
+
+A sequence is T text positions, then the image grid row by row. Each mask is a pure function of a query's and a key's
+position, on integers or integer tensors of any shape: dense masks, block masks and caches are all made from it.
+
+All three masks of the image depend only on how far the key lies before the query in raster order, so that they do not
+stop at the ends of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["row", "column", "convolution"]
+Visible = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The positions of a sequence.
+
+    Attributes:
+        text: text positions, T.
+        side: rows, and columns, of the image grid.
+        kernel: side of the neighbourhood that convolutional attention sees, odd.
+    """
+
+    text: int
+    side: int
+    kernel: int = 11
+
+    def __post_init__(self) -> None:
+        if self.text < 1 or self.side < 1:
+            raise ValueError(
+                f"transformer: {self.text} text positions and a grid of side {self.side}: give 1 or more of each"
+            )
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"transformer: kernel {self.kernel}: give an odd number, so that it has a centre")
+
+    @property
+    def image(self) -> int:
+        """Image positions, N."""
+        return self.side**2
+
+    @property
+    def length(self) -> int:
+        """All positions."""
+        return self.text + self.image
+
+
+def layer_kinds(layers: int) -> list[Kind]:
+    """The mask of each layer, counted from 1: column where (i - 2) mod 4 = 0, else row; the last is convolutional."""
+    kinds: list[Kind] = ["column" if (i - 2) % 4 == 0 else "row" for i in range(1, layers)]
+    return [*kinds, "convolution"]
+
+
+def reach(kind: Kind, layout: Layout) -> int:
+    """How many image tokens before itself an image token may look back, at most."""
+    half = layout.kernel // 2
+    longest = {"row": layout.side, "column": layout.image - 1, "convolution": half * layout.side + half}
+    return min(longest[kind], layout.image - 1)
+
+
+def near(kind: Kind, layout: Layout, distance: Tensor) -> Tensor:
+    """Whether an image token sees the one so many places before it in raster order.
+
+    Args:
+        kind: of the mask.
+        layout: of the sequence.
+        distance: integers; below 0 the result means nothing.
+
+    Returns:
+        bool, of the same shape.
+    """
+    side, half = layout.side, layout.kernel // 2
+    if kind == "row":
+        return distance <= side
+    if kind == "column":
+        return distance % side == 0
+    # In the row `up` above, columns from -half to half: distances from up * side - half to up * side + half. Where the
+    # grid is narrower than the kernel they overlap; the highest `up` that begins at or before the distance decides.
+    up = ((distance + half) // side).clamp(max=half)
+    return distance + half - up * side < layout.kernel
+
+
+def visible(kind: Kind, layout: Layout) -> Visible:
+    """(query positions, key positions) -> whether the query sees the key, in raster order.
+
+    Text sees the text before it and itself; the image sees all text, and of the image what its mask says.
+    """
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        distance = query - key
+        return (distance >= 0) & ((key < layout.text) | near(kind, layout, distance))
+
+    return sees
+
+
+def visible_by_columns(layout: Layout) -> Visible:
+    """The column mask where the image's positions run down the columns of the grid, one column after the other.
+
+    So each token sees a dense run of tokens before it, which block-sparse kernels want.
+    """
+
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        column = (query - layout.text) // layout.side == (key - layout.text) // layout.side
+        return (query >= key) & ((key < layout.text) | column)
+
+    return sees
+
+
+def dense_mask(sees: Visible, length: int, device: torch.device | None = None) -> Tensor:
+    """(length, length) bool: rows are queries, columns keys."""
+    positions = torch.arange(length, device=device)
+    return sees(positions[:, None], positions[None, :])
+
+
+def visible_pairs(kind: Kind, layout: Layout) -> int:
+    """Pairs of a query and a key that a mask shows."""
+    return int(dense_mask(visible(kind, layout), layout.length, torch.device("cpu")).sum())

@@ -1,0 +1,81 @@
+"""Usage and perplexity of a codebook: of all of a validation set's codes at once, over all ranks."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composer import Callback
+
+from callbacks import codebook
+from callbacks.codebook import Codebook, usage
+from recipes.models.discrete_autoencoder import DiscreteAutoencoder
+
+
+@pytest.mark.parametrize(
+    ("counts", "used", "perplexity"),
+    [([5, 5, 5, 5], 1.0, 4.0), ([0, 7, 0, 0], 0.25, 1.0), ([3, 3, 0, 0], 0.5, 2.0), ([0, 0, 0, 0], 0.0, 1.0)],
+)
+def test_usage(counts, used, perplexity):
+    assert usage(torch.tensor(counts)) == (used, pytest.approx(perplexity))
+
+
+def test_perplexity_is_the_exponential_of_the_entropy():
+    counts = torch.randint(0, 50, (300,), generator=torch.Generator().manual_seed(0))
+    p = [count / counts.sum().item() for count in counts.tolist() if count]
+    assert usage(counts)[1] == pytest.approx(math.exp(-sum(x * math.log(x) for x in p)))
+
+
+class Log:
+    def __init__(self):
+        self.metrics = {}
+
+    def log_metrics(self, metrics):
+        self.metrics |= metrics
+
+
+def evaluate(callback, batches, label="val"):
+    """What is logged of a validation set."""
+    device = SimpleNamespace(tensor_to_device=lambda tensor: tensor)
+    timestamp = SimpleNamespace(batch=SimpleNamespace(value=30))
+    state, log = SimpleNamespace(device=device, timestamp=timestamp, dataloader_label=label), Log()
+    callback.eval_start(state, log)
+    for codes in batches:
+        state.outputs = {"codes": torch.tensor(codes)}
+        callback.eval_after_forward(state, log)
+    callback.eval_end(state, log)
+    return log.metrics
+
+
+@pytest.fixture
+def task():
+    return DiscreteAutoencoder(codes=8, hidden=4, blocks=1, initial=2)
+
+
+def test_codes_are_counted_over_the_whole_set_and_anew_each_time(task, capsys):
+    callback = Codebook(task, "name")
+    assert isinstance(callback, Callback)
+    one, other = [[[0, 1], [1, 0]]], [[[2, 2], [3, 3]]]
+    # Each batch has two codes; together they are four. A mean of the batches' perplexities would be 2.
+    for _ in range(2):
+        metrics = evaluate(callback, [one, other])
+        assert metrics == {"codebook/val/usage": 0.5, "codebook/val/perplexity": pytest.approx(4)}
+    assert evaluate(callback, [one], "seen")["codebook/seen/perplexity"] == pytest.approx(2)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == "name: val at batch 30: 50.0% of 8 codes used, perplexity 4.0"
+
+
+def test_ranks_are_added_up(task, monkeypatch, capsys):
+    def other_rank(counts):
+        counts += torch.tensor([0, 0, 0, 0, 4, 0, 0, 0])
+
+    monkeypatch.setattr(codebook.dist, "all_reduce", other_rank)
+    monkeypatch.setattr(codebook.dist, "get_global_rank", lambda: 1)
+    metrics = evaluate(Codebook(task, "name"), [[[[1, 1], [1, 1]]]])
+    assert metrics == {"codebook/val/usage": 0.25, "codebook/val/perplexity": pytest.approx(2)}
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_without_codes():
+    with pytest.raises(ValueError, match="codebook: a Linear has no codes to count"):
+        Codebook(torch.nn.Linear(1, 1), "name")

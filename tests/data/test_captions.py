@@ -1,0 +1,150 @@
+"""Rules for captions: what is set aside, with which reason, and that bad rules are named when the filter is made."""
+
+import pickle
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.sources import captions
+from data.sources.base import REASONS, Rejected, Sample
+from data.sources.captions import ascii_letters
+from data.sources.filters import Filter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def judge(caption: str, **rules):
+    """The caption, or the reason and detail that it is set aside with; the picture is not looked at."""
+    found = Filter(**rules).caption(Sample("k", b"no picture", caption))
+    return (found.reason, found.detail) if isinstance(found, Rejected) else found
+
+
+def test_words():
+    assert judge(" two words\n", min_caption_words=2) == "two words"
+    assert judge("one-word", min_caption_words=2) == ("short_caption", "1 words")
+    assert judge("a b", min_caption_words=2, min_caption_chars=4) == ("short_caption", "3 characters")
+
+
+def test_letters():
+    assert judge("красный дом", min_ascii_letters=0.5) == ("other_letters", "0.00 of the letters are ASCII")
+    assert judge("a café", min_ascii_letters=0.8) == "a café"
+    assert judge("1, 2, 3!", min_ascii_letters=1.0) == "1, 2, 3!"
+    assert judge("красный дом") == "красный дом"
+
+
+@given(st.text())
+def test_share_of_ascii_letters(text):
+    letters = [character for character in text if character.isalpha()]
+    few = [letter for letter in letters if "a" <= letter.lower() <= "z" and letter.isascii()]
+    assert ascii_letters(text) == (len(few) / len(letters) if letters else 1.0)
+
+
+DATES = [r"photographed on .*", r"\(c\) \w+ \d{4}"]
+
+
+def test_boilerplate():
+    assert judge("Photographed on 12 May 2012", boilerplate=DATES) == ("boilerplate", "1.00 of the characters")
+    assert judge("A dog on a beach in spring. (c) Smith 2012", boilerplate=DATES).startswith("A dog")
+    assert judge("A dog. (c) Smith 2012", boilerplate=DATES) == ("boilerplate", "0.67 of the characters")
+    assert judge("A dog. (c) Smith 2012", boilerplate=DATES, max_boilerplate=0.7).startswith("A dog")
+    assert judge("photographed on 1 May\nat a beach", boilerplate=DATES)[0] == "boilerplate"  # line ends too
+    assert judge("(c) Smith 2012", boilerplate=[]) == "(c) Smith 2012"
+
+
+def test_a_pattern_takes_no_more_time_than_the_caption_is_long():
+    """Python's own `re` takes 2^n steps for this one."""
+    caption = "a" * 50_000 + "!"
+    began = time.perf_counter()
+    assert judge(caption, boilerplate=[r"(?:a+)+$", r"(a|aa)+$"]) == caption
+    assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"boilerplate": ["fine", "(a"]}, r"filter.boilerplate.1: '\(a' is no regular expression of RE2 .*missing \)"),
+        ({"boilerplate": ["(?=a)"]}, "filter.boilerplate.0: .*no look-around"),
+        ({"min_caption_words": 0}, "filter.min_caption_words is 0"),
+        ({"min_ascii_letters": 1.1}, "filter.min_ascii_letters is 1.1: give a share"),
+        ({"max_boilerplate": -1}, "filter.max_boilerplate is -1"),
+        ({"language_confidence": 2}, "filter.language_confidence is 2"),
+    ],
+)
+def test_bad_rules(rules, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Filter(**rules)
+    assert "\n" not in str(error.value)
+
+
+def test_a_filter_goes_to_worker_processes():
+    found = pickle.loads(pickle.dumps(Filter(boilerplate=DATES, min_caption_words=2)))
+    assert found.caption(Sample("k", b"", "photographed on 1.1.")).reason == "boilerplate"
+
+
+def test_language_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "py3langid", None)
+    captions._identifier.cache_clear()
+    with pytest.raises(ValueError, match=r"needs the package py3langid, .*\(pip install --no-deps py3langid==0.4.0\)"):
+        Filter(language="en")
+
+
+@pytest.fixture
+def identifier(monkeypatch):
+    """Stands for py3langid: tells German and English by a word, with a probability."""
+
+    def classify(text):
+        words = set(text.lower().split())
+        return ("de", 0.9) if "ein" in words else ("en", 0.8) if "a" in words else ("om", 0.1)
+
+    found = SimpleNamespace(labels=["de", "en", "om"], classify=classify)
+    monkeypatch.setattr(captions, "_identifier", lambda: found)
+
+
+def test_language(identifier):
+    assert judge("ein Hund", language="en") == ("other_language", "de with probability 0.90")
+    assert judge("ein Hund", language="de") == "ein Hund"
+    assert judge("balloon", language="en") == "balloon"  # of no language in particular
+    assert judge("balloon", language="en", language_confidence=0.0)[0] == "other_language"
+    with pytest.raises(ValueError, match="filter.language is 'english': give one of de, en, om"):
+        Filter(language="english")
+
+
+def test_language_by_the_package_itself():
+    pytest.importorskip("py3langid")
+    captions._identifier.cache_clear()
+    assert judge("a photograph of a dog on a beach", language="en") == "a photograph of a dog on a beach"
+    assert judge("ein Hund läuft am Strand entlang und bellt", language="en")[0] == "other_language"
+    assert judge("cat", language="en") == "cat"
+
+
+def test_every_reason_is_explained():
+    assert {"other_letters", "other_language", "boilerplate", "short_caption"} <= REASONS.keys()
+
+
+def test_the_published_recipes_rules():
+    """Boilerplate and dates go, captions with a date or a number in them stay."""
+    values = yaml.safe_load((ROOT / "yamls" / "dalle_encode.yaml").read_text())["filter"]
+    rules = {name: value for name, value in values.items() if name != "name"}
+    kept = [
+        "a music video of a band on a stage in 1999",
+        "Paris in spring, the Eiffel tower from across the river. 12 May 2012",
+        "an abc of animals",
+        "photographs on a wall",
+        "the seen and the unseen, a painting of 1910 in oil on canvas",
+    ]
+    assert [judge(caption, **rules) for caption in kept] == kept
+    aside = [
+        "Photographed on the 3rd of June 2005",
+        "Pictured in London, 12 July 1999",
+        "DSC_0012 14.05.2010",
+        "(c) by the photographer",
+        "image 12345",
+        "May 12th, 2011: posted on 14 May 2011",
+    ]
+    assert [judge(caption, **rules)[0] for caption in aside] == ["boilerplate"] * len(aside)

@@ -1,0 +1,86 @@
+"""Run on two ranks by test_tokens.py: a sharded transformer against a whole one, then a run of the recipe at argv[1].
+
+Sharded by block or whole, with blocks that are computed again or kept, in 64 bits: gradients, validation, sampling.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+from recipes.algorithms.activation_checkpointing import recompute  # noqa: E402
+from recipes.algorithms.sharding import shard  # noqa: E402
+from recipes.config import Recipe, load  # noqa: E402
+from recipes.models.autoregressive import Autoregressive  # noqa: E402
+from recipes.models.token_sampler import Choice, uniforms  # noqa: E402
+from recipes.trainer import build_trainer  # noqa: E402
+
+BATCH = 4
+
+
+def make_task() -> Autoregressive:
+    torch.manual_seed(0)
+    task = Autoregressive(
+        layers=3, width=16, heads=2, text_positions=5, text_vocabulary=10, side=4, codes=8, kernel=3
+    ).double()  # fmt: skip
+    for parameter in task.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return task
+
+
+def gradients(task: Autoregressive) -> dict[str, torch.Tensor]:
+    found = {name: parameter.grad for name, parameter in task.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+
+
+def check_sharding() -> None:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(10, (BATCH, 5), generator=generator)
+    text[:, 4] = -1  # as many tokens on each rank: losses are means over the rank's own
+    batch = {"text": text, "image": torch.randint(8, (BATCH, 16), generator=generator)}
+    half = {name: tensor[dist.get_rank() * 2 :][:2] for name, tensor in batch.items()}
+    uniform = uniforms(list(range(2 * BATCH)), 16).unflatten(0, (BATCH, 2))
+    choice = Choice(guidance=2.0)
+
+    whole = make_task()
+    loss = whole(batch)["total"]
+    loss.backward()
+    wanted, evaluated, sampled = gradients(whole), whole.evaluate(batch)["loss"], whole.sample(text, uniform, choice)
+    for by_block, again, late in ((True, False, False), (False, True, False), (True, True, True)):
+        task = make_task()
+        if again:
+            recompute(task.blocks())
+        shard(task, init_device_mesh("cpu", (2,)), by_block=by_block, reshard_after_forward=late)
+        assert torch.equal(task.sample(text, uniform, choice), sampled)
+        own = task.evaluate(half)["loss"]
+        torch.testing.assert_close(own, evaluated[dist.get_rank() * 2 :][:2])
+        mean = task(half)["total"]
+        mean.backward()
+        dist.all_reduce(mean.detach_())
+        torch.testing.assert_close(mean / 2, loss.detach())
+        for name, gradient in gradients(task).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-8, atol=1e-12, msg=name)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    check_sharding()
+    trainer = build_trainer(load(sys.argv[1], [], Recipe))
+    trainer.fit()
+    (schedule,) = (c for c in trainer.state.callbacks if type(c).__name__ == "Plateau")
+    plateaus = torch.tensor([schedule.rule.plateaus])
+    trainer.close()
+    both = [torch.zeros_like(plateaus) for _ in range(2)]
+    dist.all_gather(both, plateaus)
+    assert both[0] == both[1] > 0, both
+    print("all as it should be", flush=True)
+
+
+if __name__ == "__main__":
+    main()
