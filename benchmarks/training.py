@@ -35,13 +35,13 @@ SIZES = {
     "small": Size(
         Encoders(
             {"block_out_channels": (16, 32, 64, 64), "layers_per_block": 2, "norm_num_groups": 8},
-            {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 24},
+            {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 24},
         ),
         [
             "model.denoiser.channels=[40,80,160,160]",
             "model.denoiser.heads=[1,2,4,4]",
             "model.denoiser.norm_groups=8",
-            "model.denoiser.text_width=32",
+            "model.denoiser.text_width=64",
         ],
         [128],
         16,
@@ -86,6 +86,7 @@ def recipe_with(
             f"training.global_batch={batch}",
             f"training.microbatch={'null' if microbatch is None else microbatch}",
             "training.precision=auto",
+            "training.fsdp=null",  # a lever of its own
             "training.eval_every=null",
             "checkpoints={save: false, every: null, autoresume: false}",
             *changes,
