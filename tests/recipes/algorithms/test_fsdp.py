@@ -119,3 +119,19 @@ class Blockless(nn.Module):
 def test_a_model_without_blocks_is_told():
     with pytest.raises(ValueError, match="names no blocks to shard one by one; set training.fsdp.wrap to model"):
         shard(Blockless(), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sharded", ["{}", "{strategy: FULL_SHARD, checkpoints: full}"])
+def test_on_a_gpu(small_recipe, fit, tmp_path, sharded):
+    """bf16 parameters under autocast, with the levers that change modules: as DDP's losses, within bf16's rounding."""
+    changes = [*RUN, "training.device=gpu", "training.precision=amp_bf16", "model.denoiser.norm_groups=8"]
+    changes += ["algorithms.low_precision_norms={name: low_precision_norms, modules: denoiser}"]
+    losses = []
+    for name, options in (("whole", []), ("sharded", [f"training.fsdp={sharded}"])):
+        trainer = fit(small_recipe(tmp_path / name, *changes, *options))
+        assert is_sharded(trainer.state.model) == bool(options)
+        losses.append(float(trainer.state.eval_metric_values["loss"]))
+        assert (tmp_path / name / "export" / "done.json").is_file()
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
