@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import yaml
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
+# Data sets of streaming keep files open until the process ends: thousands in a suite, where 1,024 is a usual limit.
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 # 40 pictures to train on in four tars, 6 to validate on in one.
 SPLITS = {"train": (4, 10), "val": (1, 6)}
 # yamls/sd2_base.yaml at the width, grid, text and batch that a CPU trains in tens of milliseconds.
