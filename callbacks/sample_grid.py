@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from recipes.models.latent_diffusion import LatentDiffusion
 from recipes.models.samplers import initial_noise, make_scheduler, sample
 
 
-class PromptGrid(Callback):
+class PromptGrid(Callback, ABC):
     """Draws a grid of captioned pictures to <output>/samples and to the loggers, at intervals and at the end.
 
     The weights are the averaged ones where the run has an average.
@@ -49,13 +50,13 @@ class PromptGrid(Callback):
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
 
+    @abstractmethod
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """The image encoder, which decodes what is drawn, and the prompts as the model takes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draw(self, state: State) -> list[torch.Tensor]:
         """What the image encoder decodes to the prompts' pictures, in parts. Every rank of a sharded model calls it."""
-        raise NotImplementedError
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
@@ -20,7 +21,7 @@ from recipes.models.masks import Kind, Layout, dense_mask, near, visible, visibl
 Implementation = Literal["auto", "flex", "local", "masked"]
 
 
-class Attend:
+class Attend(ABC):
     """Attention in raster order. `enter` and `leave` bring (B, S, d) activations into its order of tokens and back."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -31,9 +32,9 @@ class Attend:
         """(B, S, d) in this one's order to raster order."""
         return x
 
+    @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, H, S, D) each -> (B, H, S, D)."""
-        raise NotImplementedError
 
 
 class ByColumns(Attend):
