@@ -31,14 +31,26 @@ class FSDP:
     """What is gathered at once: a block of the network, or all of it."""
     parameters: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of gathered parameters; shards, norms, gradients' sums and optimizer state have 32 bits. auto:
-    bf16 where the precision is amp_bf16."""
-    replicas: int = 1
-    """Groups of devices that each hold the whole model: 1 shards over all, the number of machines within each."""
+    bf16 where the precision is amp_bf16; fp16, in blocks, where resblock_grad_scaling computes in it."""
+    replicas: int | Literal["machines"] = 1
+    """Groups of devices that each hold the whole model: 1 shards over all devices, machines within each machine."""
     checkpoints: Literal["sharded", "full"] = "sharded"
     """sharded: each device writes its part; full: the first one writes all. Both load on any number of devices."""
 
     def __post_init__(self) -> None:
-        _require((self.replicas >= 1, f"replicas: {self.replicas}; give 1 or more"))
+        valid = self.replicas == "machines" or self.replicas >= 1
+        _require((valid, f"replicas: {self.replicas}; give 1 or more, or machines"))
+
+    def replicas_in(self, world: int, machine: int) -> int:
+        """Replicas among `world` devices, `machine` of them in each machine.
+
+        Raises:
+            ValueError: they do not divide.
+        """
+        replicas = world // machine if self.replicas == "machines" else self.replicas
+        if world % replicas:
+            raise ValueError(f"training.fsdp.replicas: {replicas} does not divide {world} devices")
+        return replicas
 
 
 @dataclass(kw_only=True)

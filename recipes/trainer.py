@@ -74,7 +74,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
             full_shard=fsdp.strategy == "FULL_SHARD",
             by_block=fsdp.wrap == "blocks",
             parameters=fsdp.parameters,
-            replicas=fsdp.replicas,
+            replicas=fsdp.replicas_in(dist.get_world_size(), dist.get_local_world_size()),
             checkpoints=fsdp.checkpoints,
         )
         algorithms.append(sharding)  # after all that changes modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -12,8 +13,13 @@ from composer.loggers import Logger
 from composer.utils import FSDP2Config, dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
+from recipes.algorithms.powersgd import PowerSGD
+from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.sharding import shard
+
+FORMAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Sharding(Algorithm):
@@ -40,7 +46,7 @@ class Sharding(Algorithm):
             full_shard: free gathered parameters between forward and backward pass.
             by_block: gather a block at once.
             parameters: number format of gathered parameters.
-            replicas: groups of devices that each hold the whole model.
+            replicas: groups of devices that each hold the whole model; they divide the devices.
             checkpoints: whether each device writes its part.
         """
         self.task = task
@@ -61,28 +67,55 @@ class Sharding(Algorithm):
         return event == Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        mesh = self._mesh("cuda" if state.device.name == "gpu" else "cpu")
-        low = self.parameters == "bf16" or (self.parameters == "auto" and state.precision == Precision.AMP_BF16)
+        device = "cuda" if state.device.name == "gpu" else "cpu"
+        shards = dist.get_world_size() // self.replicas
+        averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
+        placement = None
+        if averaging is None and self.replicas == 1:
+            mesh = _mesh(device, shard=shards)
+        else:
+            mesh = _mesh(device, replicate=self.replicas, shard=shards)
+        if averaging is not None:  # it averages over the replicas, and FSDP knows of one only
+            placement = _by_parameter(averaging.divide(mesh))
+            mesh = mesh["shard"]
+        low, scaled = self._format(state)
         with sync_optimizer_and_model_params(state.optimizers[0], state.model):
             units = shard(
                 self.task,
                 mesh,
                 by_block=self.by_block,
                 reshard_after_forward=self.full_shard,
-                parameters=torch.bfloat16 if low else None,
+                parameters=low,
+                of_blocks_only=scaled,
+                placement=placement,
             )
+        gathered = "fp32" if low is None else f"{FORMAT_NAMES[low]} ({'what is not in blocks, ' * scaled}norms fp32)"
         print(
-            f"fsdp: {'FULL_SHARD' if self.full_shard else 'SHARD_GRAD_OP'} over {mesh.size(-1)} devices x "
-            f"{self.replicas}, {units} units gathered in {'bf16 (norms fp32)' if low else 'fp32'}",
+            f"fsdp: {'FULL_SHARD' if self.full_shard else 'SHARD_GRAD_OP'} over {shards} devices x "
+            f"{self.replicas}, {units} units gathered in {gathered}",
             flush=True,
         )
-        logger.log_hyperparameters({"fsdp_units": units, "fsdp_shards": mesh.size(-1)})
+        logger.log_hyperparameters({"fsdp_units": units, "fsdp_shards": shards})
 
-    def _mesh(self, device: str) -> DeviceMesh:
-        world = dist.get_world_size()
-        if world % self.replicas:
-            raise ValueError(f"training.fsdp.replicas: {self.replicas} does not divide {world} devices")
-        shards = world // self.replicas
-        if self.replicas == 1:
-            return init_device_mesh(device, (shards,), mesh_dim_names=("shard",))
-        return init_device_mesh(device, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+    def _format(self, state: State) -> tuple[torch.dtype | None, bool]:
+        """Of gathered parameters, and whether it is that of blocks with gradient scales.
+
+        Those compute in fp16 whatever is gathered, so less is gathered and no number changes.
+        """
+        if any(isinstance(a, ResblockGradScaling) for a in state.algorithms):
+            if self.parameters == "bf16":
+                raise ValueError(
+                    "training.fsdp.parameters: bf16, and resblock_grad_scaling computes in fp16; use auto or fp32"
+                )
+            low = self.parameters == "auto" and self.by_block
+            return (torch.float16 if low else None), low
+        low = self.parameters == "bf16" or (self.parameters == "auto" and state.precision == Precision.AMP_BF16)
+        return (torch.bfloat16 if low else None), False
+
+
+def _mesh(device: str, **dimensions: int) -> DeviceMesh:
+    return init_device_mesh(device, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+
+def _by_parameter(dimensions: dict[int, Shard]) -> Callable[[nn.Parameter], Shard | None]:
+    return lambda parameter: dimensions.get(id(parameter))

@@ -134,7 +134,7 @@ class LowRank:
         """
         terms, finite = [], []
         for gradient, error in zip(gradients, state.errors, strict=True):  # 1
-            matrix = _matrix(gradient)
+            matrix = as_matrix(gradient)
             finite.append(torch.isfinite(matrix).all())
             matrix.masked_fill_(~finite[-1], 0.0)  # the error stays alone: this update will be skipped
             terms.append(matrix.div_(scale).add_(self.buffer.decode(error)))
@@ -173,8 +173,7 @@ class LowRank:
             state.errors[number] = self._error(term, decompressed / machines, sent)  # 8
             gradient = block.gradients[number]
             averaged = decompressed if factor is None else decompressed * factor
-            turned = averaged.T if _is_tall(gradient.shape) else averaged
-            gradient.copy_(turned.reshape(gradient.shape))
+            gradient.copy_(from_matrix(averaged, gradient.shape))
 
     def _error(self, term: Tensor, sent_part: Tensor, sent: Tensor) -> Tensor:
         # Where P or Q' was not finite the whole term is left over, unless the buffer cannot hold it.
@@ -267,17 +266,22 @@ def agree(
     return Agreement(norm, sent=flags[:, 1:].sum(1) == 0)
 
 
+def as_matrix(gradient: Tensor) -> Tensor:
+    """(rows, columns), in the gradient's memory where its order allows. The lesser side comes first (step 9)."""
+    matrix = gradient.flatten(1)
+    return matrix.T if _is_tall(gradient.shape) else matrix
+
+
+def from_matrix(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `as_matrix` for a gradient of that shape."""
+    return (matrix.T if _is_tall(shape) else matrix).reshape(shape)
+
+
 def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a gradient as a matrix, the lesser first (step 9): orthogonalising is cheap then."""
+    """Rows and columns of a gradient as a matrix, the lesser first: orthogonalising is cheap then."""
     rest = torch.Size(shape[1:]).numel()
     return min(shape[0], rest), max(shape[0], rest)
 
 
 def _is_tall(shape: Sequence[int]) -> bool:
     return shape[0] > torch.Size(shape[1:]).numel()
-
-
-def _matrix(gradient: Tensor) -> Tensor:
-    """(rows, columns), in the gradient's memory where its order allows."""
-    matrix = gradient.flatten(1)
-    return matrix.T if _is_tall(gradient.shape) else matrix

@@ -1,7 +1,9 @@
-"""Low-rank averaging of gradients between the processes of a run (PowerSGD), after the backward pass."""
+"""Low-rank averaging of gradients between machines (PowerSGD), after the backward pass or beside it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -9,14 +11,20 @@ import torch.distributed as dist
 from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.algorithms.blocks import block_matrices
+from recipes.algorithms.block_gradients import Matrices, blocks_of, gradient_of, placements
 from recipes.algorithms.clipping import ClipByNorm
 from recipes.algorithms.formats import FLOAT_32, MEAN_1_6_9
 from recipes.algorithms.gradient_order import GradientStage
-from recipes.algorithms.low_rank import BlockState, LowRank, agree, reduce_others
+from recipes.algorithms.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
+from recipes.algorithms.overlap import Overlap
+from recipes.algorithms.sharding import is_sharded
+from recipes.algorithms.wire import bytes_sent
 
 FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
 
@@ -24,9 +32,10 @@ FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
 class PowerSGD(Algorithm):
     """Averages the gradients of the blocks' matrices as products of two thin matrices (Ramesh et al. 2021, E.2).
 
-    For data-parallel runs without sharding: each process is a machine. DistributedDataParallel's own averaging is
-    turned off, and when all microbatches are done each block is compressed, sent and decompressed, one after another.
-    Gains, biases, embeddings and unembeddings are averaged in 32-bit.
+    Between the machines of a run, `training.fsdp.replicas` in number: each device compresses its own part of each
+    matrix, and averages it with the devices that have that part on other machines. Without sharding each process is a
+    machine: DistributedDataParallel's own averaging is turned off. Gains, biases, embeddings and unembeddings are
+    averaged in 32-bit.
     """
 
     gradient_stage = GradientStage.AVERAGE
@@ -36,6 +45,7 @@ class PowerSGD(Algorithm):
         task: nn.Module,
         *,
         rank: int,
+        overlap: bool = False,
         wire: Literal["1-6-9", "32-bit"] = "1-6-9",
         buffer: Literal["1-6-9", "32-bit"] = "1-6-9",
         p_scale: float = 1.0,
@@ -45,7 +55,10 @@ class PowerSGD(Algorithm):
     ) -> None:
         """
         Args:
-            rank: columns of the thin matrices (the paper: 512 to 896 over 8 shards, about a quarter of the width).
+            rank: columns of the thin matrices of all devices of a machine together, a multiple of their number (the
+                paper: 512 to 896 over 8 devices, about a quarter of the width).
+            overlap: average a block while the backward pass goes on, for sharded models; else after it. The numbers are
+                the same.
             wire: format in which they are sent.
             buffer: format of what has not been sent yet, which is added to the next gradient.
             p_scale: what P is multiplied by on the wire; 1-6-9 holds magnitudes from 2^-68 to just below 16.
@@ -61,78 +74,142 @@ class PowerSGD(Algorithm):
                 f"powersgd: rank must be at least 1, scales and clip above 0; got rank {rank}, p_scale {p_scale}, "
                 f"q_scale {q_scale}, clip {clip}"
             )
-        self.blocks = [matrices for matrices in block_matrices(task, "powersgd") if matrices]
-        inside = {id(p) for matrices in self.blocks for p in matrices}
-        self.others = [p for p in task.parameters() if p.requires_grad and id(p) not in inside]
-        self.names = {id(p): name for name, p in task.named_parameters()}
-        self.compressor = LowRank(
-            rank, seed=seed, wire=FORMATS[wire], buffer=FORMATS[buffer], p_scale=p_scale, q_scale=q_scale
-        )
+        blocks_of(task)  # it has some
+        self.task = task
+        self.rank = rank
+        self.overlap = overlap
+        self.formats = {"wire": FORMATS[wire], "buffer": FORMATS[buffer], "p_scale": p_scale, "q_scale": q_scale}
         self.clip = clip
+        self.seed = seed
+        self.mesh: DeviceMesh | None = None
+        self.group: ProcessGroup | None = None  # the ranks that have this rank's part on each machine
+        self.shards: ProcessGroup | None = None  # the ranks of this machine
+        self.unscale: Callable[[int], None] | None = None  # set by who scales the gradients of the task's blocks
+        self.blocks: list[list[Matrices]] = []
+        self.others: list[nn.Parameter] = []
         self.states: list[BlockState] = []
+        self.overlapped: Overlap[Compressed] | None = None
         self.loaded: dict[str, Tensor] | None = None
         self.skipped = 0
 
+    def divide(self, mesh: DeviceMesh) -> dict[int, Shard]:
+        """How each of the blocks' matrices is to be divided over a machine's devices, by the parameter's id.
+
+        Args:
+            mesh: (machines, devices of each), by the names "replicate" and "shard".
+        """
+        self.mesh = mesh
+        return placements(self.task, mesh.size(1))
+
     def match(self, event: Event, state: State) -> bool:
-        return event in (Event.FIT_START, Event.AFTER_TRAIN_BATCH)
+        return event in (Event.FIT_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.FIT_START:
             self._begin(state)
-        else:
+        elif event == Event.AFTER_TRAIN_BATCH:
             logger.log_metrics(self._average(state))
+        elif self.overlapped is not None:
+            self.overlapped.begin(_microbatches(state))
+
+    # --- the beginning -------------------------------------------------------------------------
 
     def _begin(self, state: State) -> None:
         if self.states:  # a second fit of the same trainer
             return
-        if not isinstance(state.model, DistributedDataParallel):
-            raise ValueError(
-                "powersgd: the model is not under DistributedDataParallel: there is one process, or its parameters are "
-                "sharded; remove powersgd, or start several processes without sharding"
-            )
+        self._check(state)
+        if self.mesh is None:
+            self.group, devices = dist.group.WORLD, 1
+            state.model.register_comm_hook(None, _leave_as_it_is)
+        else:
+            self.group, self.shards = self.mesh.get_group("replicate"), self.mesh.get_group("shard")
+            devices = self.mesh.size(1)
+        self.machines = dist.get_world_size(self.group)
+        self.blocks = blocks_of(self.task)  # sharding has put others in the parameters' place
+        inside = {id(matrices.parameter) for block in self.blocks for matrices in block}
+        self.others = [p for p in self.task.parameters() if p.requires_grad and id(p) not in inside]
+        self.compressor = LowRank(self.rank // devices, seed=self.seed, **self.formats)
+        for number, block in enumerate(self.blocks):
+            shapes = [shape for matrices in block for shape in matrices.shapes]
+            self.states.append(self.compressor.new_state(shapes, block[0].parameter.device, number))
+        if self.loaded is not None:
+            for block, block_state in zip(self.blocks, self.states, strict=True):
+                parts = [as_matrix(part) for m in block for part in m.parts_of(self.loaded[m.name])]
+                self.compressor.load_errors(block_state, parts, self.machines)
+            self.loaded = None
+        self.overlapped = self._overlapped() if self.overlap else None
+        self._report()
+
+    def _check(self, state: State) -> None:
         if state.precision == Precision.AMP_FP16:
             raise ValueError("powersgd: gradients are scaled under training.precision amp_fp16; use amp_bf16 or fp32")
         if self.clip is not None and any(isinstance(a, ClipByNorm) for a in state.algorithms):
             raise ValueError("powersgd: clip and training.grad_clip would both clip; set one of them to null")
-        state.model.register_comm_hook(None, _leave_as_it_is)
-        for number, matrices in enumerate(self.blocks):
-            shapes = [p.shape for p in matrices]
-            self.states.append(self.compressor.new_state(shapes, matrices[0].device, number))
-        if self.loaded is not None:
-            for matrices, block_state in zip(self.blocks, self.states, strict=True):
-                sums = [self.loaded[self.names[id(p)]] for p in matrices]
-                self.compressor.load_errors(block_state, sums, dist.get_world_size())
-            self.loaded = None
-        self._report()
+        if self.mesh is not None:
+            machines, devices = self.mesh.shape
+            if machines == 1:
+                raise ValueError(
+                    "powersgd: training.fsdp.replicas gives one machine, which has none to average with; remove "
+                    "powersgd (algorithms.powersgd=null), or set replicas to the number of machines"
+                )
+            if self.rank % devices:
+                raise ValueError(f"powersgd: rank {self.rank} is not divisible by the {devices} devices of a machine")
+            return
+        if is_sharded(self.task):
+            raise ValueError("powersgd: the model is sharded without training.fsdp; low-rank averaging cannot follow")
+        if not isinstance(state.model, DistributedDataParallel):
+            raise ValueError("powersgd: there is one process, which has none to average with; remove powersgd")
+        if self.overlap:
+            raise ValueError(
+                "powersgd: overlap needs training.fsdp, as DistributedDataParallel writes gradients at its end; set "
+                "training.fsdp.replicas to the number of processes for machines of one device, or overlap to false"
+            )
+
+    def _overlapped(self) -> Overlap[Compressed]:
+        modules = list(self.task.blocks())
+        owners = {id(p): number for number, module in enumerate(modules) for p in module.parameters()}
+        numbers = [owners[id(block[0].parameter)] for block in self.blocks]  # some modules may have no matrices
+        parameters = [[p for p in modules[number].parameters() if p.requires_grad] for number in numbers]
+        unscale = self.unscale
+        before = None if unscale is None else lambda block: unscale(numbers[block])
+        return Overlap(parameters, self._compress, before)
 
     def _report(self) -> None:
-        machines = dist.get_world_size()
-        sent = sum(self.compressor.bytes_sent([p.shape for p in m], machines) for m in self.blocks)
-        plain = sum(2 * (machines - 1) / machines * 4 * p.numel() for m in self.blocks for p in m)
+        shapes = [shape for block in self.blocks for matrices in block for shape in matrices.shapes]
+        sent = self.compressor.bytes_sent(shapes, self.machines)
+        plain = bytes_sent(sum(shape.numel() for shape in shapes), self.machines, FLOAT_32)
         if dist.get_rank() == 0:
             print(
-                f"powersgd: {sum(map(len, self.blocks))} matrices in {len(self.blocks)} blocks, "
-                f"{sent:,.0f} bytes sent a step and process in place of {plain:,.0f}",
+                f"powersgd: {len(shapes)} matrices in {len(self.blocks)} blocks, {self.machines} machines, {sent:,.0f} "
+                f"bytes sent a step and process in place of {plain:,.0f}",
                 flush=True,
             )
 
+    # --- a step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _compress(self, number: int) -> Compressed:
+        """Steps 1 to 4 for a block."""
+        gradients = [gradient for matrices in self.blocks[number] for gradient in matrices.gradients()]
+        return self.compressor.compress(gradients, self.machines, self.states[number], self.group)
+
+    @torch.no_grad()
     def _average(self, state: State) -> dict[str, float]:
         """Steps 1 to 8, for all blocks."""
-        group, machines = dist.group.WORLD, dist.get_world_size()
-        compressed = [
-            self.compressor.compress([_gradient(p) for p in matrices], machines, block_state, group)
-            for matrices, block_state in zip(self.blocks, self.states, strict=True)
-        ]
-        others = [_gradient(p) for p in self.others]
-        reduce_others(others, machines, group)
-        agreed = agree(compressed, others, group)
+        if self.overlapped is not None:
+            compressed = self.overlapped.finish()
+        else:
+            compressed = [self._compress(number) for number in range(len(self.blocks))]
+        others = [gradient_of(p) for p in self.others]
+        reduce_others(others, self.machines, self.group)
+        agreed = agree(compressed, others, self.group, self.shards)
         factor = None
         if self.clip is not None:
             factor = (self.clip / agreed.norm).clamp(max=1.0)
             for gradient in others:
                 gradient.mul_(factor)
         for block, sent, block_state in zip(compressed, agreed.sent, self.states, strict=True):
-            self.compressor.finish(block, sent, block_state, machines, factor)
+            self.compressor.finish(block, sent, block_state, self.machines, factor)
         norm = agreed.norm.item()
         if norm == float("inf"):  # on every process alike
             self.skipped += 1
@@ -142,17 +219,24 @@ class PowerSGD(Algorithm):
 
     # --- checkpoints ---------------------------------------------------------------------------
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The sums of all processes' errors, by parameter: they load on another number of processes."""
+        """The sums of all machines' errors, by parameter, whole: they load on another number of machines and devices.
+
+        Composer writes the first rank's state of an algorithm, into sharded checkpoints too: what is sharded is
+        gathered for it, into host memory.
+        """
         saved = super().state_dict()
         if not self.states:
             return saved
         errors = {}
-        for matrices, block_state in zip(self.blocks, self.states, strict=True):
-            sums = self.compressor.summed_errors(block_state, dist.group.WORLD)
-            errors |= {self.names[id(p)]: total for p, total in zip(matrices, sums, strict=True)}
-        settings = {"rank": self.compressor.rank, "seed": self.compressor.seed}
-        return saved | {"errors": errors, "skipped": self.skipped, **settings}
+        for block, block_state in zip(self.blocks, self.states, strict=True):
+            sums = iter(self.compressor.summed_errors(block_state, self.group))
+            for matrices in block:
+                total = matrices.whole(sums)
+                if dist.get_rank() == 0:
+                    errors[matrices.name] = total.cpu()
+        return saved | {"errors": errors, "skipped": self.skipped, "rank": self.rank, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the sums over; each process gets its share when training starts.
@@ -163,12 +247,12 @@ class PowerSGD(Algorithm):
         if "errors" not in state:
             return
         for key in ("rank", "seed"):
-            if state[key] != getattr(self.compressor, key):
+            if state[key] != getattr(self, key):
                 raise ValueError(
                     f"powersgd: the checkpoint was written with {key} {state[key]}, the recipe says "
-                    f"{getattr(self.compressor, key)}; another Q in the middle of a run hurts it"
+                    f"{getattr(self, key)}; another Q in the middle of a run hurts it"
                 )
-        wanted = {self.names[id(p)] for matrices in self.blocks for p in matrices}
+        wanted = {matrices.name for block in blocks_of(self.task) for matrices in block}
         wrong = sorted(wanted ^ set(state["errors"]))
         if wrong:
             raise ValueError(f"powersgd: the checkpoint's errors are of other matrices: {wrong[0]}")
@@ -183,7 +267,5 @@ def _leave_as_it_is(_, bucket):  # untyped: DistributedDataParallel refuses anno
     return done
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:  # not used in this batch; others may have
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+def _microbatches(state: State) -> int:
+    return math.ceil(len(next(iter(state.batch.values()))) / state.device_train_microbatch_size)

@@ -52,6 +52,10 @@ class ResblockGradScaling(Algorithm):
         self.skipped = 0
         self.on_device = torch.empty(0)  # (blocks,) the scales as the branches read them
         self.filtered = torch.empty(0, dtype=torch.int64)
+        self.overflowed: list[Tensor | None] = [None] * len(
+            blocks
+        )  # on this rank, of blocks whose gradients are unscaled
+        self.averaging: PowerSGD | None = None
 
     def match(self, event: Event, state: State) -> bool:
         return event in (Event.INIT, Event.FIT_START, Event.AFTER_TRAIN_BATCH)
@@ -78,21 +82,41 @@ class ResblockGradScaling(Algorithm):
         self.filtered = torch.zeros(len(self.branches), dtype=torch.int64, device=self.on_device.device)
         for branch, scale, filtered in zip(self.branches, self.on_device, self.filtered, strict=True):
             scale_branch(branch, scale, filtered)
+        self.averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
+        if self.averaging is not None:
+            self.averaging.unscale = self.unscale_block
+
+    @torch.no_grad()
+    def unscale_block(self, number: int) -> None:
+        """Divide a block's gradients by its scale, and note whether they overflowed. Once a batch.
+
+        PowerSGD keeps its errors by what was finite, and skips by itself: for it, what was filtered is put into one of
+        the block's gradients as an infinity.
+        """
+        gradients = _gradients(self.branches[number])
+        finite = unscale(gradients, self.on_device[number])
+        overflowed = ~finite | (self.filtered[number] > 0)
+        self.overflowed[number] = overflowed
+        seen = next((g for g in gradients if g.numel()), None)
+        if self.averaging is not None and seen is not None:
+            seen.select(0, 0).masked_fill_(overflowed, torch.inf)
 
     def _after_backward(self, state: State) -> dict[str, float]:
         """Unscale, agree on what overflowed, skip or not, and move the scales."""
-        finite = []
-        for branch, scale in zip(self.branches, self.on_device, strict=True):
-            finite.append(unscale(_gradients(branch), scale))
-        own = ~torch.stack(finite) | (self.filtered > 0)
-        overflowed = own.to(torch.int32)
+        for number, done in enumerate(self.overflowed):
+            if done is None:
+                self.unscale_block(number)
+        overflowed = torch.stack(self.overflowed).to(torch.int32)
+        self.overflowed = [None] * len(self.branches)
         dist.all_reduce(overflowed, reduce_operation="MAX")
         counted = self.filtered.sum()
         self.filtered.zero_()
         bad = overflowed.bool().cpu()
         if bad.any():
             self.skipped += 1
-            self._skip(state, own)
+            if self.averaging is None:  # else it skips
+                for optimizer in state.optimizers:
+                    optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
         self.scales = self.scales.after(~bad)
         self.on_device.copy_(self.scales.values())  # in place: the branches hold its elements
@@ -101,16 +125,6 @@ class ResblockGradScaling(Algorithm):
             "resblock_grad_scaling/overflowed_blocks": int(bad.sum()),
             "resblock_grad_scaling/filtered": int(counted),
         }
-
-    def _skip(self, state: State, own: Tensor) -> None:
-        if not any(isinstance(algorithm, PowerSGD) for algorithm in state.algorithms):
-            for optimizer in state.optimizers:
-                optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
-            return
-        # PowerSGD keeps its errors by what was finite, and skips by itself: what was filtered must show in a gradient.
-        for branch, overflowed in zip(self.branches, own.tolist(), strict=True):
-            if overflowed and (gradients := _gradients(branch)):
-                gradients[0].view(-1)[0] = torch.inf
 
     def state_dict(self) -> dict[str, Any]:
         """The scales, which are the same on every rank."""

@@ -6,6 +6,8 @@ block wrapped inside of it, 16-bit parameters with 32-bit norms, 32-bit gradient
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _BatchNorm)
@@ -25,6 +28,8 @@ def shard(
     by_block: bool = True,
     reshard_after_forward: bool = False,
     parameters: torch.dtype | None = None,
+    of_blocks_only: bool = False,
+    placement: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> int:
     """Shard a task in place; returns the number of units that are gathered one by one.
 
@@ -39,6 +44,9 @@ def shard(
             backward pass frees them (SHARD_GRAD_OP).
         parameters: number format of gathered parameters, except those of norms and of modules that have
             `full_precision`, which stay in 32 bits; None: their own.
+        of_blocks_only: what lies outside of blocks is gathered in its own format.
+        placement: the dimension that a parameter is divided along, which must be a multiple of the shards unless it is
+            the first; None: the first.
 
     Raises:
         ValueError: the task is sharded already, or names no blocks where they are asked for.
@@ -51,14 +59,15 @@ def shard(
     _make_contiguous(task)
     if mesh.device_type == "cpu":
         divide_by_ranks_on_cpu()
-    # Losses, and what enters the network, keep their 32 bits: autocast decides where fewer do.
-    sums = None if parameters is None else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=parameters, reduce_dtype=sums, cast_forward_inputs=False)
-    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": placement}
     units = 0
     for unit in (*blocks, task):
-        if parameters is not None:
+        low = None if of_blocks_only and unit is task else parameters
+        if low is not None:
             units += _shard_in_32_bits(unit, options)
+        # Losses, and what enters the network, keep their 32 bits: autocast decides where fewer do.
+        sums = None if low is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sums, cast_forward_inputs=False)
         fully_shard(unit, mp_policy=policy, **options)
         units += 1
     for name in {"evaluate", *getattr(task, "entry_points", ())}:
@@ -76,7 +85,7 @@ def _shard_in_32_bits(unit: nn.Module, options: dict) -> int:
 
 
 def _make_contiguous(task: nn.Module) -> None:
-    """FSDP2 divides a parameter by its first dimension, and takes rows in their plain order only."""
+    """FSDP2 takes rows in their plain order only."""
     for parameter in task.parameters():
         parameter.data = parameter.data.contiguous()
 

@@ -26,6 +26,7 @@ class Attention(nn.Module):
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
+        self.qkv.stacked = 3  # matrices one above the other, of queries, keys and values
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:

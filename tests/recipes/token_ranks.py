@@ -1,6 +1,8 @@
-"""Run on two ranks by test_tokens.py: a sharded transformer against a whole one, then a run of the recipe at argv[1].
+"""Run on two ranks by test_tokens.py: a sharded transformer against a whole one, then runs of a recipe.
 
 Sharded by block or whole, with blocks that are computed again or kept, in 64 bits: gradients, validation, sampling.
+
+argv: the recipe, and a folder for the second run of it.
 """
 
 import sys
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from recipes.algorithms.activation_checkpointing import recompute  # noqa: E402
+from recipes.algorithms.powersgd import PowerSGD  # noqa: E402
 from recipes.algorithms.sharding import shard  # noqa: E402
 from recipes.config import Recipe, load  # noqa: E402
 from recipes.models.autoregressive import Autoregressive  # noqa: E402
@@ -68,6 +71,30 @@ def check_sharding() -> None:
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-8, atol=1e-12, msg=name)
 
 
+def check_16_bit_training(recipe: str, folder: Path) -> None:
+    """A run with all of DALL-E's 16-bit training: two machines of one device, which stay the same to the last bit."""
+    overrides = [
+        f"output={folder}",
+        "optimizer={name: adam16, lr: 1e-3}",
+        "training.precision=fp32",
+        "training.fsdp={strategy: FULL_SHARD, replicas: 2}",
+        "training.grad_clip=null",
+        "algorithms.scaling={name: resblock_grad_scaling}",
+        "algorithms.averaging={name: powersgd, rank: 4, overlap: true, clip: 4.0}",
+    ]
+    trainer = build_trainer(load(recipe, overrides, Recipe))
+    trainer.fit()
+    (averaging,) = (a for a in trainer.state.algorithms if isinstance(a, PowerSGD))
+    assert averaging.skipped == 0 and averaging.overlapped is not None
+    assert [len(m.shapes) for m in averaging.blocks[0]] == [3, 1]  # queries, keys and values apart
+    for parameter in trainer.state.model.parameters():
+        assert isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
+        first = parameter.to_local().detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, parameter.to_local())
+    trainer.close()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     check_sharding()
@@ -79,6 +106,7 @@ def main() -> None:
     both = [torch.zeros_like(plateaus) for _ in range(2)]
     dist.all_gather(both, plateaus)
     assert both[0] == both[1] > 0, both
+    check_16_bit_training(sys.argv[1], Path(sys.argv[2]))
     print("all as it should be", flush=True)
 
 

@@ -10,18 +10,20 @@ import torch.distributed as dist
 from composer import Callback, Trainer
 from composer.utils import dist as composer_dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging import own
 from recipes.algorithms.block_scaling import scale_branch, unscale
 from recipes.algorithms.clipping import ClipByNorm
+from recipes.algorithms.fsdp import Sharding
 from recipes.algorithms.gradient_order import in_gradient_order
 from recipes.algorithms.powersgd import PowerSGD
 from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 from recipes.composer_model import ComposerTask
 from tests.recipes.algorithms.adam16_ranks import check_shards
 from tests.recipes.algorithms.ema_ranks import right_mean_on_cpu
-from tests.recipes.algorithms.residual import Residual, network, vector
+from tests.recipes.algorithms.residual import Residual, network
 
 EXACT = {"rank": 100, "wire": "32-bit", "buffer": "32-bit"}
 
@@ -34,6 +36,9 @@ class Task(Residual):
         wanted = (batch["words"] * 3 + 1) % 11
         return {"total": torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
 
+    def evaluate(self, batch):
+        return self(batch)
+
 
 class Watch(Callback):
     """The weights after every batch; breaks one gradient on one rank where it is told to."""
@@ -41,38 +46,55 @@ class Watch(Callback):
     def __init__(self, bad_batch=None):
         self.bad_batch = bad_batch
         self.weights, self.losses = [], []
+        self.errors = None  # PowerSGD's, before the first batch
+
+    def batch_start(self, state, logger):
+        averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
+        if self.errors is None and averaging is not None:
+            self.errors = averaging.state_dict()["errors"]
 
     def after_loss(self, state, logger):
         self.losses.append(state.loss["total"].item())
 
     def after_backward(self, state, logger):
-        if state.timestamp.batch.value == self.bad_batch and dist.get_rank() == 1:
-            list(state.model.parameters())[3].grad[0, 0] = float("inf")
+        # Of the first microbatch: after the last one, what overlaps has taken the gradients.
+        if state.timestamp.batch.value == self.bad_batch and dist.get_rank() == 1 and len(self.losses) % 2 == 1:
+            own(list(state.model.parameters())[3].grad)[0, 0] = float("inf")
 
     def batch_end(self, state, logger):
-        self.weights.append(vector(state.model))
+        self.weights.append(torch.cat([whole(p).flatten() for p in state.model.parameters()]))
 
 
-def run(*algorithms, powersgd=None, scaled=False, duration="8ba", bad_batch=None, **options):
-    """A run of 8 batches of 16 samples, each process two microbatches of 4."""
+def whole(parameter):
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+def run(*algorithms, powersgd=None, scaled=False, fsdp=None, duration="8ba", bad_batch=None, **options):
+    """A run of 8 batches of 16 samples, each process two microbatches; `fsdp`: arguments of Sharding."""
     task = Task()
+    each = 16 // dist.get_world_size()
     if powersgd is not None:
         algorithms = (PowerSGD(task, **powersgd), *algorithms)
     if scaled:
         algorithms = (ResblockGradScaling(task), *algorithms)
+    if fsdp is not None:
+        fsdp = {"full_shard": False, "by_block": True, "parameters": "fp32", "checkpoints": "sharded", **fsdp}
+        sharding = Sharding(task, **fsdp)
+        algorithms = (*algorithms, sharding)
+        options["parallelism_config"] = {"fsdp": sharding.composer_config()}
     words = torch.randint(11, (64, 6), generator=torch.Generator().manual_seed(5))
     data = [{"words": row} for row in words]
     watch = Watch(bad_batch)
     trainer = Trainer(
         model=ComposerTask(task),
-        train_dataloader=DataLoader(data, batch_size=8, sampler=composer_dist.get_sampler(data)),
+        train_dataloader=DataLoader(data, batch_size=each, sampler=composer_dist.get_sampler(data)),
         max_duration=duration,
         optimizers=torch.optim.SGD(task.parameters(), lr=0.3, momentum=0.5),
         algorithms=list(algorithms),
         algorithm_passes=[in_gradient_order],
         callbacks=[watch],
         device="cpu",
-        device_train_microbatch_size=4,
+        device_train_microbatch_size=each // 2,
         progress_bar=False,
         seed=3,
         **options,

@@ -14,16 +14,27 @@ from recipes.algorithms.powersgd import PowerSGD
 from recipes.composer_model import ComposerTask
 from tests.recipes.algorithms.residual import Residual
 
-RANKS = Path(__file__).with_name("powersgd_ranks.py")
+HERE = Path(__file__).parent
+
+
+def launch(ranks, script, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])}
+    result = subprocess.run(
+        [*command, str(HERE / script), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    assert result.stdout.count("all as it should be") == ranks
 
 
 def test_runs_and_shards_on_two_ranks(tmp_path):
     """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; FSDP2's Adam16."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(RANKS)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parents[3])}
-    result = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    assert result.stdout.count("all as it should be") == 2
+    launch(2, "powersgd_ranks.py", tmp_path)
+
+
+def test_two_machines_of_two_devices(tmp_path):
+    """The same between machines that shard, beside the backward pass and after it; errors move to other machines."""
+    launch(4, "powersgd_shards_ranks.py", tmp_path)
 
 
 def test_one_process_has_nothing_to_average():
@@ -37,7 +48,7 @@ def test_one_process_has_nothing_to_average():
         device="cpu",
         progress_bar=False,
     )
-    with pytest.raises(ValueError, match="there is one process, or its parameters are sharded"):
+    with pytest.raises(ValueError, match="there is one process, which has none to average with"):
         trainer.fit()
 
 
