@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,17 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
-from torch import nn
 
 from data.bpe import Vocabulary, check_text
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from recipes.build import build_on_meta
 from recipes.config import Recipe, Training, to_yaml
+from recipes.footprint import (
+    FLOAT,
+    Devices,
+    average_lines,
+    average_of,
+    gigabytes,
+    left_over,
+    left_over_lines,
+    memory_text,
+    moments,
+    traffic_lines,
+)
 from recipes.schema import read_signature
 from recipes.values import Component
-
-FLOAT = 4  # bytes of a 32-bit number, the format of weights and optimizer state
 
 
 @dataclass(frozen=True)
@@ -72,19 +80,22 @@ def report(recipe: Recipe, missing: list[str]) -> str:
         for label, component in {"": recipe.data, **recipe.evals}.items()
     }
     length = run_length(recipe, sizes.pop(""))
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    state = FLOAT * (total + 2 * trainable)
+    devices = Devices.of_environment(recipe.training)
+    state = FLOAT * total + moments(recipe, task).size
+    errors = left_over(recipe, task)
     average = FLOAT * trainable if average_of(recipe) else 0
     second = FLOAT * total if average and hasattr(task, "export_average") else 0
     lines = [
         to_yaml(recipe),
         f"model: {recipe.model.name}, {total:,} parameters, {trainable:,} of them trained",
-        memory_text(recipe, task, state + FLOAT * trainable, world),
-        *average_lines(recipe, average, world),
-        f"batch: {batch_text(recipe.training, world)}",
+        memory_text(recipe, task, state + FLOAT * trainable, devices),
+        *left_over_lines(recipe, errors, devices),
+        *average_lines(recipe, average, devices),
+        f"batch: {batch_text(recipe.training, devices.world)}",
+        *traffic_lines(recipe, task, devices),
         f"run: {run_text(recipe.training.duration, length)}",
         *evals_lines(recipe, sizes, length),
-        checkpoints_text(recipe, state, average, length),
+        checkpoints_text(recipe, state + FLOAT * errors, average, length),
         *callback_lines(recipe, FLOAT * total, second, length),
         *(f"missing: {path}" for path in missing),
     ]
@@ -132,66 +143,6 @@ def data_samples(component: Component, requirements: dict[str, Any]) -> int | No
             repeat = stream.args.get("repeat")
             total += manifest.samples * (1.0 if repeat is None else repeat)
     return component.args.get("epoch_size") or (None if total is None else int(total))
-
-
-def shards_of(training: Training, world: int) -> int:
-    """Devices that a weight is divided over.
-
-    Raises:
-        ValueError: replicas that do not divide the devices.
-    """
-    if training.fsdp is None:
-        return 1
-    if world % training.fsdp.replicas:
-        raise ValueError(f"training.fsdp.replicas: {training.fsdp.replicas} does not divide {world} devices")
-    return world // training.fsdp.replicas
-
-
-def memory_text(recipe: Recipe, task: nn.Module, state: int, world: int) -> str:
-    """What weights, gradients and optimizer state take on each device, and under FSDP what it gathers."""
-    fsdp, shards = recipe.training.fsdp, shards_of(recipe.training, world)
-    text = f"memory: {gigabytes(state / shards)} on each device for weights, gradients, two moments in fp32"
-    if fsdp is not None:
-        low = fsdp.parameters == "bf16" or (fsdp.parameters == "auto" and recipe.training.precision == "amp_bf16")
-        unit = gathered(task, by_block=fsdp.wrap == "blocks" and fsdp.strategy == "FULL_SHARD")
-        whose = "gathered weights" if fsdp.strategy == "SHARD_GRAD_OP" else "the largest gathered unit"
-        size = gigabytes((2 if low else FLOAT) * unit)
-        text += f", 1/{shards} of all, and {size} for {whose} in {'bf16' if low else 'fp32'}"
-    return f"{text}; activations come on top"
-
-
-def gathered(task: nn.Module, by_block: bool) -> int:
-    """Parameters that a device holds gathered at once: all of them, or those of the largest unit."""
-
-    def count(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters())
-
-    if not by_block:
-        return count(task)
-    blocks = [count(block) for block in task.blocks()]
-    return max(*blocks, count(task) - sum(blocks))
-
-
-def average_of(recipe: Recipe) -> Component | None:
-    """The algorithm that averages the weights, where the recipe has one."""
-    return next((a for a in recipe.algorithms.values() if a.name == "scheduled_ema"), None)
-
-
-def average_lines(recipe: Recipe, size: int, world: int) -> Iterable[str]:
-    """Where the averaged weights lie, how large they are on each device, and from when on."""
-    ema = average_of(recipe)
-    if ema is None:
-        return
-    part = size / shards_of(recipe.training, world)
-    begin = "from the start on"
-    if ema.args.get("last"):
-        begin = f"in the last {ema.args['last']}"
-    elif ema.args.get("start"):
-        begin = f"from {ema.args['start']} on"
-    if ema.args.get("device") == "cpu":
-        yield f"average: {gigabytes(2 * part)} of host memory for each device (the average and a copy), {begin}"
-    else:
-        yield f"average: {gigabytes(part)} more on each device, {begin}"
 
 
 def batch_text(training: Training, world: int) -> str:
@@ -271,8 +222,3 @@ def often(every: str | None, length: Length) -> str:
 def plural(count: int, one: str, many: str | None = None) -> str:
     """A count with its noun."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
-
-
-def gigabytes(size: float) -> str:
-    """Bytes as MB or GB."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

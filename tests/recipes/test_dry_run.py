@@ -1,5 +1,6 @@
 """What a dry run says: the model's size, the arithmetic of batches, and what would be written."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def elsewhere(tmp_path, monkeypatch):
     """Dry runs in an empty folder, on one device."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
 def dry(yaml, *overrides):
@@ -69,6 +71,7 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
         "memory: 1.7 GB on each device for weights, gradients, two moments in fp32, 1/8 of all, and 1.7 GB for "
         "gathered weights in bf16; activations come on top",
         "batch: 2,048 samples a step over 8 devices (WORLD_SIZE), 256 on each, in 16 microbatches of 16",
+        "within 8 shards: each device sends 72.7 GB a step, 1.5 GB of weights and 3.0 GB of gradients a microbatch",
         "run: 550,000 steps, 1,126,400,000 samples",
         "validation val: 55 times, every 10000ba",
         "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept (31.2 GB), in runs/sd2_base/checkpoints",
@@ -123,11 +126,59 @@ def test_the_largest_block_is_gathered(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     task = build_on_meta(load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, []).model)
     largest = max(sum(p.numel() for p in block.parameters()) for block in task.blocks())
-    assert dry_run.gathered(task, by_block=True) == largest < sum(p.numel() for p in task.parameters()) / 2
+    assert largest < sum(p.numel() for p in task.parameters()) / 2
     (line,) = [line for line in dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 1)) if "memory" in line]
     assert f"{dry_run.gigabytes(2 * largest)} for the largest gathered unit in bf16" in line
     with pytest.raises(ValueError, match="training.fsdp.replicas: 3 does not divide 8 devices"):
         dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 3))
+
+
+@pytest.mark.parametrize(("name", "width", "rank", "saved"), [("12b", 3968, 896, "86%"), ("5b", 2688, 640, "85%"),
+                                                              ("2b", 1920, 512, "83%")])  # fmt: skip
+def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, width, rank, saved):
+    """Ramesh et al. 2021, tables 1 and 2: of 12 d^2 values a layer, r (2 + m) / (2 d m) are sent."""
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    (line,) = [line for line in dry(f"dalle_{name}.yaml") if line.startswith("between ")]
+    plain = 2 * 7 / 8 * 2 * 64 * 12 * width**2 / 8  # a ring of 8 machines, 16-bit values, 64 layers, an eighth of each
+    sent = plain * 5 * rank / (8 * width)
+    assert f"{dry_run.gigabytes(sent)} for the blocks' matrices (uncompressed {dry_run.gigabytes(plain)} in" in line
+    assert f"of which {saved} are saved" in line
+    others = float(re.search(r"and ([\d.]+) MB for the rest", line)[1]) * 1e6
+    lines = dry(f"dalle_{name}.yaml", "algorithms.powersgd=null", "training.microbatch=16")
+    (line,) = [line for line in lines if line.startswith("between ")]
+    sent = float(re.search(r"sends ([\d.]+) GB a step, all in 32-bit", line)[1]) * 1e9
+    assert sent == pytest.approx(2 * plain + others, abs=6e7)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert any(line.startswith("powersgd: refused with one replica") for line in dry(f"dalle_{name}.yaml"))
+
+
+def test_what_sharding_sends(monkeypatch):
+    """Rings: (m - 1) / m of the bf16 weights, once or twice, and of the 32-bit gradients, for each microbatch."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for strategy, gathers in (("SHARD_GRAD_OP", 1), ("FULL_SHARD", 2)):
+        lines = dry("sd2_base.yaml", SHARDED % (strategy, "blocks", 2), "training.microbatch=128")
+        count, passes = 865_910_724, 2048 / 8 / 128
+        weights, gradients = gathers * 3 / 4 * 2 * count / 1e9, 3 / 4 * 4 * count / 1e9
+        assert (
+            f"within 4 shards: each device sends {passes * (weights + gradients):.1f} GB a step, {weights:.1f} GB of "
+            f"weights and {gradients:.1f} GB of gradients a microbatch" in lines
+        )
+        assert f"between 2 replicas: each device sends {passes * count / 1e9:.1f} GB a step, all in 32-bit" in lines
+    (line,) = [line for line in dry("sd2_base.yaml", "training.fsdp=null") if line.startswith("between ")]
+    assert line == "between 8 replicas: each device sends 6.1 GB a step, all in 32-bit"
+
+
+def test_16_bit_moments_take_half():
+    whole, low = (
+        next(
+            line for line in dry("dalle_1b.yaml", f"optimizer={{name: {name}, lr: 1e-3}}") if line.startswith("memory")
+        )
+        for name in ("adamw", "adam16")
+    )
+    matrices = 24 * 12 * 2048**2
+    assert whole.startswith("memory: 21.0 GB on each device for weights, gradients, two moments in fp32")
+    assert low.startswith(f"memory: {(16 * 1_310_445_568 - 4 * matrices) / 1e9:.1f} GB on each device")
 
 
 def test_no_memory_is_taken_for_weights():
@@ -138,7 +189,7 @@ def test_no_memory_is_taken_for_weights():
 @pytest.mark.parametrize("yaml", [name for name in YAMLS if name != "sd2_base.yaml"])
 def test_every_shipped_recipe_can_be_tried(yaml):
     lines = dry(yaml)
-    assert [line.split(":")[0] for line in lines if not line.startswith("average")][:4] == [
+    assert [line.split(":")[0] for line in lines if not line.startswith(("average", "powersgd"))][:4] == [
         "model",
         "memory",
         "batch",
