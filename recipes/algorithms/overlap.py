@@ -40,7 +40,7 @@ class Overlap(Generic[Result]):
         self.blocks = blocks
         self.work = work
         self.before = before
-        self.missing = [0] * len(blocks)
+        self.missing: list[int] | None = None  # gradients to come for each block; None outside of batches
         self.results: list[Result | Future[Result] | None] = [None] * len(blocks)
         device = blocks[0][0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -60,6 +60,7 @@ class Overlap(Generic[Result]):
 
     def finish(self) -> list[Result]:
         """Results of all blocks, once the backward passes are done; work that never started is done now."""
+        self.missing = None
         for number in reversed(range(len(self.blocks))):  # a parameter that the batch did not use has no hook called
             if self.results[number] is None:
                 self._start(number)
@@ -68,6 +69,8 @@ class Overlap(Generic[Result]):
         return [r.result() if isinstance(r, Future) else r for r in self.results]
 
     def _arrived(self, number: int, _: nn.Parameter) -> None:
+        if self.missing is None:  # a backward pass that trains nothing
+            return
         self.missing[number] -= 1
         if self.missing[number] == 0:
             if self.before is not None:
