@@ -1,9 +1,9 @@
 """Two machines on one: network namespaces joined by a cable (a veth pair) whose two ends Linux limits to a rate.
 
 What differs from real ones: the cable has no length, so a message takes microseconds more than its bytes; each end may
-send what a pause of 0.8 ms has saved at once; from 1 Gbit/s on segments of up to 64 KiB pass whole, so
-that an interface counts one header for each, where packets of 1,500 bytes have 45; and both machines share one
-processor, which also does the network's work.
+send what a pause of 0.8 ms has saved at once; from 1 Gbit/s on segments of up to 64 KiB pass whole, so that an
+interface counts one header for each, where packets of 1,500 bytes have 45; and both machines share one processor, which
+also does the network's work.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def limiting(interface: str, rate: float) -> list[str]:
         rate: in Mbit/s.
     """
     burst = min(max(round(BURST_SECONDS * 1e6 * rate / 8), BURST_LEAST), BURST_MOST)
-    # As a cable does, it makes the sender wait: with a short queue packets would be dropped, and sent again after 0.2 s.
+    # Like a cable it makes the sender wait: from a short queue packets would be dropped, and sent again after 0.2 s.
     limit = ["rate", f"{round(1000 * rate)}kbit", "burst", f"{burst}b", "limit", "16mb"]
     return ["tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limit]
 

@@ -193,7 +193,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     # Small vocabularies: their matrices are sent in 32-bit, and would hide what happens to the rest.
     model = {"width": options.width, "heads": options.width // 64, "layers": options.layers}
     model |= {"text_vocabulary": 256, "codes": 256}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("network: ended"))  # so that the namespaces are removed
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         try:
@@ -245,4 +244,6 @@ def report(runs: list[Measured], found: dict[str, Any], options: argparse.Namesp
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("network: ended"))  # so that the namespaces are removed
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what trains here are processes on a CPU, and the table says so
     main()

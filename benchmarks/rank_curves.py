@@ -10,6 +10,7 @@ plain averaging and another seed shows what chance does. Curves are means over t
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -190,4 +191,5 @@ def draw(losses: dict[str, list[float]], window: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what trains here are processes on a CPU, and the table says so
     main()
