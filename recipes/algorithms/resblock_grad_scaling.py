@@ -52,6 +52,7 @@ class ResblockGradScaling(Algorithm):
         self.skipped = 0
         self.on_device = torch.empty(0)  # (blocks,) the scales as the branches read them
         self.filtered = torch.empty(0, dtype=torch.int64)
+        self.nonfinite = torch.zeros(len(blocks), dtype=torch.int64)  # of the last update, see `_count`
 
     def match(self, event: Event, state: State) -> bool:
         return event in (Event.INIT, Event.FIT_START, Event.AFTER_TRAIN_BATCH)
@@ -87,20 +88,40 @@ class ResblockGradScaling(Algorithm):
         own = ~torch.stack(finite) | (self.filtered > 0)
         overflowed = own.to(torch.int32)
         dist.all_reduce(overflowed, reduce_operation="MAX")
-        counted = self.filtered.sum()
+        filtered = self.filtered.clone()
         self.filtered.zero_()
         bad = overflowed.bool().cpu()
+        self.nonfinite = self._count(filtered) if bad.any() else torch.zeros_like(self.nonfinite)
         if bad.any():
             self.skipped += 1
             self._skip(state, own)
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
+        metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
         self.scales = self.scales.after(~bad)
         self.on_device.copy_(self.scales.values())  # in place: the branches hold its elements
         return metrics | {
             "resblock_grad_scaling/skipped": self.skipped,
             "resblock_grad_scaling/overflowed_blocks": int(bad.sum()),
-            "resblock_grad_scaling/filtered": int(counted),
+            "resblock_grad_scaling/filtered": int(filtered.sum()),
         }
+
+    def _count(self, filtered: Tensor) -> Tensor:
+        """How many gradients of each block are not finite, those of its parameters and those that were filtered.
+
+        Asked only in an update with an overflow: it reads all gradients once more. Counts are summed over the ranks; a
+        gradient that DistributedDataParallel has averaged counts on each.
+
+        Args:
+            filtered: (blocks,) int64, this rank's.
+
+        Returns:
+            (blocks,) int64 on the CPU, the same on every rank.
+        """
+        zero = filtered.new_zeros(())
+        counts = [sum((~g.isfinite()).sum() for g in _gradients(branch)) + zero for branch in self.branches]
+        counts = torch.stack(counts) + filtered
+        dist.all_reduce(counts, reduce_operation="SUM")
+        return counts.cpu()
 
     def _skip(self, state: State, own: Tensor) -> None:
         if not any(isinstance(algorithm, PowerSGD) for algorithm in state.algorithms):

@@ -18,7 +18,8 @@ RANKS = Path(__file__).with_name("powersgd_ranks.py")
 
 
 def test_runs_and_shards_on_two_ranks(tmp_path):
-    """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; FSDP2's Adam16."""
+    """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; FSDP2's Adam16;
+    exponents are counted over ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(RANKS)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parents[3])}
     result = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
