@@ -26,6 +26,7 @@ from recipes.algorithms.blocks import block_matrices
 from recipes.algorithms.formats import MEAN_1_6_9
 
 FP16 = {"largest": (65504.0, "-"), "least normal": (2.0**-14, "--"), "least": (2.0**-24, ":")}  # and line styles
+LEAST_SHARE = 1e-6  # where the scales of shares begin
 NARROW = (MEAN_1_6_9.largest, MEAN_1_6_9.least)
 
 
@@ -125,8 +126,7 @@ def exponent_chart(found: Histograms, batch: int, scaled: bool) -> Figure:
     edges = np.arange(blocks + 1) - 0.5
     exponents = np.arange(COLUMNS - 1) + LEAST  # each column's lower edge, and the last one's upper
     drawn = np.ma.masked_equal(shares[:, 1:NONFINITE].T, 0)
-    norm = LogNorm(1e-6, 1)
-    mesh = top.pcolormesh(edges, exponents, drawn, cmap="viridis", norm=norm)
+    mesh = top.pcolormesh(edges, exponents, drawn, cmap="viridis", norm=LogNorm(LEAST_SHARE, 1))
     figure.colorbar(mesh, ax=top, label="share of the block's gradients")
     scales = np.exp2(np.array(found.log2_scales))
     for name, (value, style) in FP16.items():
@@ -138,9 +138,8 @@ def exponent_chart(found: Histograms, batch: int, scaled: bool) -> Figure:
     note = "scales of the run" if scaled else f"fp16 drawn for a scale of 2^{found.log2_scales[0]:g}"
     top.set_title(f"Gradients of the blocks' matrices after {batch} batches ({note})", fontsize="medium")
     top.legend(loc="lower left", fontsize="x-small", ncols=2)
-    places = np.arange(blocks)
-    bottom.bar(places, shares[:, ZERO], width=1.0, color="grey", label="zero")
-    bottom.bar(places, shares[:, NONFINITE], width=1.0, bottom=shares[:, ZERO], color="crimson", label="not finite")
-    bottom.set(ylim=(0, 1), ylabel="share", xlabel="block", xlim=(edges[0], edges[-1]))
+    for column, color, label in ((ZERO, "grey", "zero"), (NONFINITE, "crimson", "not finite")):
+        bottom.stairs(shares[:, column], edges, baseline=LEAST_SHARE, fill=True, color=color, label=label, alpha=0.7)
+    bottom.set(yscale="log", ylim=(LEAST_SHARE, 1), ylabel="share", xlabel="block", xlim=(edges[0], edges[-1]))
     bottom.legend(loc="upper left", fontsize="x-small", ncols=2)
     return figure
