@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes import components
 from recipes.algorithms.block_scaling import Scales
+from recipes.algorithms.gradient_order import GradientStage
 from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 
 COMPONENTS = {
@@ -72,11 +73,13 @@ class GlobalScales(Scales):
 
 
 class WideGradients(Algorithm):
-    """Makes the gradients of later blocks smaller, as they are in far larger models; what is computed stays the same.
+    """Spreads the gradients of blocks over a range, as far larger models have it; in 32 bits it changes no bit.
 
     Block i's gradients are multiplied by 2^(-span i / (blocks - 1)) where they enter it on the way back, and divided by
-    that where they leave it.
+    that where they leave it. So are those of its parameters, before they are clipped and used.
     """
+
+    gradient_stage = GradientStage.AVERAGE  # after the scales are taken out
 
     def __init__(self, task: nn.Module, *, span: float) -> None:
         """
@@ -87,10 +90,18 @@ class WideGradients(Algorithm):
         self.span = span
 
     def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT
+        return event in (Event.INIT, Event.AFTER_TRAIN_BATCH)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        blocks = self.task.blocks()
+        if event == Event.INIT:
+            self._widen(self.task.blocks())
+        else:
+            for block in self.task.blocks():
+                for parameter in block.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(block.gradient_factor)
+
+    def _widen(self, blocks: list[nn.Module]) -> None:
         for number, block in enumerate(blocks):
             block.gradient_factor = 2.0 ** -round(self.span * number / max(1, len(blocks) - 1))
             block.__class__ = type(f"Wide{type(block).__name__}", (_Wide, type(block)), {})

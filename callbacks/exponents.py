@@ -134,7 +134,10 @@ def exponent_chart(found: Histograms, batch: int, scaled: bool) -> Figure:
         top.stairs(limit, edges, baseline=None, color="crimson", linestyle=style, label=f"fp16 / scale, {name}")
     for number, value in enumerate(NARROW):
         top.axhline(np.log2(value), color="black", linestyle="-.", label=None if number else "1-6-9, largest and least")
-    top.set(ylim=(-72, max(8, np.log2(FP16["largest"][0] / scales).max() + 2)), ylabel="floor(log2 |g|)")
+    there = exponents[:-1][counts[:, 1:NONFINITE].any(0)]  # that some gradient has
+    low = min([-72, *(there - 2)])
+    high = max([8, *(there + 2), np.log2(FP16["largest"][0] / scales).max() + 2])
+    top.set(ylim=(low, high), ylabel="floor(log2 |g|)")
     note = "scales of the run" if scaled else f"fp16 drawn for a scale of 2^{found.log2_scales[0]:g}"
     top.set_title(f"Gradients of the blocks' matrices after {batch} batches ({note})", fontsize="medium")
     top.legend(loc="lower left", fontsize="x-small", ncols=2)

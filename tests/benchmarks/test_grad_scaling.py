@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from composer.core import Event
 from PIL import Image
 
 from benchmarks import grad_scaling, reporting
@@ -27,10 +28,10 @@ def test_three_kinds_train(token_sets, tmp_path, monkeypatch, capsys):
     # In two of the three batches that are counted the unembedding is still zero, and so is what comes from it.
     assert zero[0] == zero[3] == pytest.approx(200 / 3, abs=0.01) and zero[4] > zero[3] + 10
     assert rows[0]["above 32 bits"] == rows[3]["above 32 bits"] == 0
-    assert rows[0]["validation loss"] == pytest.approx(rows[3]["validation loss"], abs=1e-3)  # but for Adam's eps
-    assert {file.name for file in (tmp_path / "charts").iterdir()} == {
-        "exponents.png", "exponents_full.png", "grad_scaling.png", "gradient_scales.png"
-    }  # fmt: skip
+    losses = ("training loss, last fifth", "validation loss")
+    assert all(rows[0][name] == rows[3][name] for name in losses)  # in 32 bits the fall changes nothing
+    charts = {file.name for file in (tmp_path / "charts").iterdir()}
+    assert charts == {"exponents.png", "grad_scaling.png", "gradient_scales.png"}
     with Image.open(tmp_path / "charts" / "grad_scaling.png") as picture:
         assert picture.size == (810, 540)
     (record,) = (json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json"))
@@ -75,7 +76,8 @@ def test_a_scale_in_the_blocks_is_one_of_the_loss():
 
 def test_wide_gradients_change_nothing_but_their_size():
     plain, wide = Residual(), Residual()
-    WideGradients(wide, span=20.0).apply(None, None, None)
+    widen = WideGradients(wide, span=20.0)
+    widen.apply(Event.INIT, None, None)
     losses = [loss_of(task, 0) for task in (plain, wide)]
     assert torch.equal(*losses)
     for loss in losses:
@@ -83,7 +85,9 @@ def test_wide_gradients_change_nothing_but_their_size():
     for number, factor in enumerate((1.0, 2.0**-20)):
         pairs = zip(plain.layers[number].parameters(), wide.layers[number].parameters(), strict=True)
         assert all(torch.equal(p.grad * factor, w.grad) for p, w in pairs)
-    assert torch.equal(plain.embed.weight.grad, wide.embed.weight.grad)  # powers of two are exact
+    widen.apply(Event.AFTER_TRAIN_BATCH, None, None)
+    pairs = zip(plain.parameters(), wide.parameters(), strict=True)
+    assert all(torch.equal(p.grad, w.grad) for p, w in pairs)  # powers of two are exact
     assert list(plain.state_dict()) == list(wide.state_dict())
 
 

@@ -110,6 +110,10 @@ def test_the_chart_shows_the_windows_of_each_scale():
     np.testing.assert_allclose(windows["fp16 / scale, least"], -24 - scales)
     narrow = sorted(line.get_ydata()[0] for line in figure.axes[0].lines)
     assert narrow == [-68.0, math.log2(16 - 2**-6)]
+    low, high = figure.axes[0].get_ylim()
+    assert low < -68 and high > 11  # all that was counted, and both ranges
+    counts[2, -100 - LEAST + 1] = 1
+    assert exponent_chart(Histograms(["a", "b", "c"], counts, [7.0] * 3), 5, scaled=True).axes[0].get_ylim()[0] < -100
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
