@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         f"blocks of width {options.width}; one seed. Zeros are counted in the blocks' matrices, every "
         f"{max(1, options.batches // COUNTED)} batches."
     )
-    write_results("grad_scaling", f"d{options.width}", rows, notes)
+    write_results("grad_scaling", f"d{options.width}-{options.batches}ba", rows, notes)
     return rows
 
 
