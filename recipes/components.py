@@ -63,7 +63,9 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "callback": {
         "codebook": "callbacks.codebook:Codebook",
+        "exponents": "callbacks.exponents:Exponents",
         "export": "callbacks.export:Export",
+        "gradient_scales": "callbacks.gradient_scales:GradientScales",
         "lr_monitor": "recipes.builders:lr_monitor",
         "memory_monitor": "recipes.builders:memory_monitor",
         "progress": "callbacks.progress:Progress",

@@ -52,9 +52,10 @@ class ResblockGradScaling(Algorithm):
         self.skipped = 0
         self.on_device = torch.empty(0)  # (blocks,) the scales as the branches read them
         self.filtered = torch.empty(0, dtype=torch.int64)
-        self.overflowed: list[Tensor | None] = [None] * len(
-            blocks
-        )  # on this rank, of blocks whose gradients are unscaled
+        # On this rank, of blocks whose gradients are unscaled: whether they overflowed, and how many are not finite.
+        self.overflowed: list[Tensor | None] = [None] * len(blocks)
+        self.counted: list[Tensor | None] = [None] * len(blocks)
+        self.nonfinite = torch.zeros(len(blocks), dtype=torch.int64)  # of the last update, see `_count`
         self.averaging: PowerSGD | None = None
 
     def match(self, event: Event, state: State) -> bool:
@@ -97,8 +98,11 @@ class ResblockGradScaling(Algorithm):
         finite = unscale(gradients, self.on_device[number])
         overflowed = ~finite | (self.filtered[number] > 0)
         self.overflowed[number] = overflowed
+        if self.averaging is None:
+            return
+        self.counted[number] = _nonfinite(gradients, self.filtered)  # before they become something else
         seen = next((g for g in gradients if g.numel()), None)
-        if self.averaging is not None and seen is not None:
+        if seen is not None:
             seen.select(0, 0).masked_fill_(overflowed, torch.inf)
 
     def _after_backward(self, state: State) -> dict[str, float]:
@@ -109,22 +113,43 @@ class ResblockGradScaling(Algorithm):
         overflowed = torch.stack(self.overflowed).to(torch.int32)
         self.overflowed = [None] * len(self.branches)
         dist.all_reduce(overflowed, reduce_operation="MAX")
-        counted = self.filtered.sum()
+        filtered = self.filtered.clone()
         self.filtered.zero_()
         bad = overflowed.bool().cpu()
+        self.nonfinite = self._count(filtered) if bad.any() else torch.zeros_like(self.nonfinite)
+        self.counted = [None] * len(self.branches)
         if bad.any():
             self.skipped += 1
             if self.averaging is None:  # else it skips
                 for optimizer in state.optimizers:
                     optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
+        metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
         self.scales = self.scales.after(~bad)
         self.on_device.copy_(self.scales.values())  # in place: the branches hold its elements
         return metrics | {
             "resblock_grad_scaling/skipped": self.skipped,
             "resblock_grad_scaling/overflowed_blocks": int(bad.sum()),
-            "resblock_grad_scaling/filtered": int(counted),
+            "resblock_grad_scaling/filtered": int(filtered.sum()),
         }
+
+    def _count(self, filtered: Tensor) -> Tensor:
+        """How many gradients of each block are not finite, those of its parameters and those that were filtered.
+
+        Asked only in an update with an overflow: it reads all gradients once more. Counts are summed over the ranks; a
+        gradient that DistributedDataParallel has averaged counts on each.
+
+        Args:
+            filtered: (blocks,) int64, this rank's.
+
+        Returns:
+            (blocks,) int64 on the CPU, the same on every rank.
+        """
+        pairs = zip(self.counted, self.branches, strict=True)
+        counts = [_nonfinite(_gradients(branch), filtered) if n is None else n for n, branch in pairs]
+        counts = torch.stack(counts) + filtered
+        dist.all_reduce(counts, reduce_operation="SUM")
+        return counts.cpu()
 
     def state_dict(self) -> dict[str, Any]:
         """The scales, which are the same on every rank."""
@@ -153,3 +178,8 @@ def _gradients(branch: nn.Module) -> list[Tensor]:
     """This rank's parts of a branch's gradients."""
     found = [p.grad for p in branch.parameters() if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in found]
+
+
+def _nonfinite(gradients: list[Tensor], like: Tensor) -> Tensor:
+    """How many are not finite: scalar, of the type and device of `like`."""
+    return sum(((~g.isfinite()).sum() for g in gradients), start=like.new_zeros(()))

@@ -57,8 +57,8 @@ def test_bytes_by_hand():
     everything = sum(p.numel() for p in task.parameters())
     assert bytes_by_formula(task, None) == 4 * everything  # 2 (W - 1) / W = 1 of two machines
     assert bytes_by_formula(task, None, 4) == 1.5 * 4 * everything
-    # qkv 96 x 32, out 32 x 32, up 128 x 32, down 32 x 128: r (rows + columns) numbers of two bytes each.
-    compressed = 2 * 2 * 3 * ((96 + 32) + (32 + 32) + 2 * (128 + 32))
+    # q, k, v and out 32 x 32, up 128 x 32, down 32 x 128: r (rows + columns) numbers of two bytes each.
+    compressed = 2 * 2 * 3 * (4 * (32 + 32) + 2 * (128 + 32))
     assert bytes_by_formula(task, 3) == compressed + 4 * (everything - 2 * 12 * 32 * 32)
 
 

@@ -21,6 +21,7 @@ from recipes.algorithms.gradient_order import in_gradient_order
 from recipes.algorithms.powersgd import PowerSGD
 from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 from recipes.composer_model import ComposerTask
+from tests.callbacks.exponent_ranks import check_exponents
 from tests.recipes.algorithms.adam16_ranks import check_shards
 from tests.recipes.algorithms.ema_ranks import right_mean_on_cpu
 from tests.recipes.algorithms.residual import Residual, network
@@ -215,6 +216,7 @@ def main() -> None:
     check_scaled_shards()
     check_scaled_runs()
     check_runs(Path(sys.argv[1]))
+    check_exponents(Path(sys.argv[1]))
     print("all as it should be", flush=True)
     dist.barrier()
     os._exit(0)  # Composer's threads

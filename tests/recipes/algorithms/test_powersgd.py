@@ -28,7 +28,8 @@ def launch(ranks, script, *arguments):
 
 
 def test_runs_and_shards_on_two_ranks(tmp_path):
-    """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; FSDP2's Adam16."""
+    """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; FSDP2's Adam16;
+    exponents are counted over ranks."""
     launch(2, "powersgd_ranks.py", tmp_path)
 
 

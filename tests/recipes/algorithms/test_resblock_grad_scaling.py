@@ -4,6 +4,7 @@ import pytest
 import torch
 from composer import Callback, Event, Trainer
 from composer.algorithms import ChannelsLast
+from composer.loggers import InMemoryLogger
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.block_scaling import scale_branch
@@ -44,7 +45,7 @@ class Watch(Callback):
         self.weights.append(vector(state.model))
 
 
-def run(scaling=None, *others, duration="8ba", bad_batches=(), **options):
+def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **options):
     """A run of batches of 8 samples in two microbatches; `scaling` holds the algorithm's arguments."""
     task = Task()
     algorithms = [] if scaling is None else [ResblockGradScaling(task, **scaling)]
@@ -58,7 +59,7 @@ def run(scaling=None, *others, duration="8ba", bad_batches=(), **options):
         optimizers=torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5),
         algorithms=[*algorithms, *others],
         algorithm_passes=[in_gradient_order],
-        callbacks=[watch],
+        callbacks=[watch, *callbacks],
         device="cpu",
         device_train_microbatch_size=4,
         progress_bar=False,
@@ -112,6 +113,21 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale_of_its_block():
     # Block 1: six times up, once down; the second overflow came within 125 updates. Block 0: eight times up.
     assert scaling.scales.exponents.tolist() == pytest.approx([13.008, 13.006 - 0.5])
     assert torch.isfinite(weights[-1]).all()
+
+
+def test_what_is_not_finite_is_counted_per_block():
+    logger = InMemoryLogger()
+    trainer = run({}, bad_batches=(3, 5), loggers=logger)
+    prefix = "resblock_grad_scaling/nonfinite/"
+    logged = {name: data for name, data in logger.data.items() if name.startswith(prefix)}
+    (name,) = logged  # block 0 had none
+    assert name == f"{prefix}001"
+    assert [(time.batch.value, count) for time, count in logged[name]] == [(3, 1), (5, 1)]
+    assert scaling_of(trainer).nonfinite.tolist() == [0, 0]  # of the last update
+    # Scales that are far too large: gradients of parameters, and those that the filter met on their way out.
+    scaling = scaling_of(run({"start": 40.0, "most": 40.0}, duration="1ba"))
+    parameters = sum(p.numel() for p in scaling.branches[0].parameters())
+    assert (scaling.nonfinite > parameters / 2).all()
 
 
 def test_scales_that_are_too_large_skip_until_they_fit():

@@ -1,0 +1,55 @@
+"""Run on two ranks by tests/recipes/algorithms/powersgd_ranks.py: exponents are counted over all ranks."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from composer.core import Precision
+from torch.distributed.fsdp import fully_shard
+
+from callbacks.exponents import Exponents
+from recipes.algorithms.powersgd import PowerSGD
+from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
+from tests.callbacks.exponent_reference import Task, counts_of, naive, run
+
+
+def check_exponents(folder: Path) -> None:
+    """Each rank's own gradients are counted, whoever averages them; shards are counted once."""
+    for name, algorithms in {
+        "averaged": lambda task: [],
+        "low_rank": lambda task: [PowerSGD(task, rank=2)],
+        "scaled": lambda task: [PowerSGD(task, rank=2), ResblockGradScaling(task, start=11.3)],
+    }.items():
+        reference, _ = run(folder / name, algorithms, duration="4ba")
+        counts = torch.tensor(reference.counts[2])
+        own = counts.clone()
+        dist.all_reduce(counts)
+        assert not torch.equal(counts, 2 * own), "the ranks have the same batch"
+        if dist.get_rank() == 0:
+            (file,) = (folder / name / "exponents").glob("*.json")
+            assert counts_of(json.loads(file.read_text())) == counts.tolist(), name
+        dist.barrier()  # the next run's first collective would not wait for the file
+    check_shards()
+
+
+def check_shards() -> None:
+    """FSDP2's parts together have the whole averaged gradient's counts, after the second of two passes."""
+    task = Task()
+    for block in task.blocks():
+        fully_shard(block)
+    fully_shard(task)
+    callback = Exponents(task, "nowhere")
+    callback.after_load(None, None)
+    callback.counting = True
+    words = torch.randint(11, (2, 4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for batch in words:
+        callback.before_backward(SimpleNamespace(precision=Precision.FP32), None)
+        task({"words": batch})["total"].backward()
+    counts = callback.counts.clone()
+    assert counts.sum() == 2 * 16 * 32, "a rank holds half of two matrices in each of two blocks"
+    dist.all_reduce(counts)
+    for block, found in zip(task.blocks(), counts.tolist(), strict=True):
+        whole = [p.grad.full_tensor().numpy() for p in block.parameters() if p.ndim == 2]
+        assert found == naive(whole)
