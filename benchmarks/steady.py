@@ -86,7 +86,13 @@ def live_bytes() -> int:
     storages = {}
     for thing in gc.get_objects():
         # Not of their subclasses: a compiler's stand-ins have no memory, and a DTensor's part is a Tensor by itself.
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if type(thing) not in (Tensor, nn.Parameter):
+            continue
+        try:
+            held = thing.device.type == "cpu" and thing.layout is torch.strided
+        except RuntimeError:  # autograd's word for no tensor is a tensor without a device
+            continue
+        if held:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
