@@ -12,7 +12,6 @@ backwards, so that what else the machine does falls on all of them. Only whole s
 
 import argparse
 import contextlib
-import gc
 import math
 import statistics
 import sys
@@ -35,7 +34,7 @@ from composer.utils import dist
 from benchmarks import baseline
 from benchmarks.latent_sets import encoder_components, write_set
 from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, on_first_rank, run_steady
+from benchmarks.steady import Steady, let_go, on_first_rank, run_steady, say
 from benchmarks.training import SIZES, flops, recipe_with
 from recipes.algorithms.compile import why_no_compiler
 from recipes.config import Recipe
@@ -164,14 +163,6 @@ def measure(recipes: dict[str, Recipe], rounds: int, steady: tuple[int, int, int
     return found
 
 
-def let_go() -> None:
-    """Frees what a run has left."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def cards(found: dict[str, Measured]) -> Iterator[dict[str, Any]]:
     """A row a lever; ratios are those of runs of the same round, which were neighbours in time."""
     first = previous = next(iter(found.values()))
@@ -228,12 +219,6 @@ def notes(found: dict[str, Measured], chosen: list[Lever], counts: dict[str, flo
         lines.append(f"With another seed the loss is {statistics.mean(found[OTHER_SEED].losses):.5f}.")
     lines += [f"Not run here: {lever.name} ({lever.missing})." for lever in chosen if lever.missing]
     return "\n".join(lines)
-
-
-def say(line: str) -> None:
-    """Prints on the first rank."""
-    if dist.get_global_rank() == 0:
-        print(line, file=sys.__stdout__, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:

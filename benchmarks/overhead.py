@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.latent_sets import write_set
-from benchmarks.levers import let_go, say
 from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, on_first_rank, run_steady
+from benchmarks.steady import Steady, let_go, on_first_rank, run_steady, say
 from benchmarks.training import SIZES, recipe_with
 from data.loading import Placement
 from recipes.build import build

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 import time
 from typing import Any
 
@@ -116,3 +117,17 @@ def on_first_rank(work: Any) -> Any:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def let_go() -> None:
+    """Frees what a run has left."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def say(line: str) -> None:
+    """Prints on the first rank."""
+    if dist.get_global_rank() == 0:
+        print(line, file=sys.__stdout__, flush=True)

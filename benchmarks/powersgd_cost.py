@@ -1,0 +1,148 @@
+"""What PowerSGD computes in a step beside the backward pass of the same layer: compress, orthogonalise, decompress.
+
+    python benchmarks/powersgd_cost.py                 # d = 512 on a CPU; the published widths and ranks on a GPU
+    python benchmarks/powersgd_cost.py --widths 3968 --ranks 896 --batch 4
+
+One layer of Ramesh et al. 2021: a machine of m devices averages m shards side by side, so that a device compresses a
+shard of each matrix: d x d/m of q, k, v and the output, d x 4d/m and 4d/m x d of the MLP, each with 1/m of the rank.
+Its backward pass is that of the whole layer, on the device's own samples of 1,280 positions, in bfloat16 on a GPU. The
+process group has one member: sending is not in it, rounding to 1-6-9 and back is. Alternatives take turns; medians.
+"""
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.reporting import write_results
+from benchmarks.timing import times
+from recipes.algorithms.low_rank import LowRank
+from recipes.algorithms.orthogonal import orthonormal
+from recipes.algorithms.wire import all_reduce_sum
+from recipes.models.masks import Layout
+from recipes.models.sparse_attention import make_attend
+from recipes.models.transformer import MLP, Attention, Residual
+
+LAYOUT = Layout(256, 32, 11)
+
+
+def shard_shapes(width: int, shards: int) -> list[torch.Size]:
+    """Of a layer's matrices, as they are published (appendix E)."""
+    inner = 4 * width // shards
+    return [torch.Size(shape) for shape in [(width, width // shards)] * 4 + [(width, inner), (inner, width)]]
+
+
+def backward(width: int, batch: int, device: torch.device) -> Callable[[], None]:
+    """The backward pass of an attention block with the row mask and of an MLP block."""
+    with device:
+        blocks = [Residual(Attention(width, width // 64)), Residual(MLP(width))]
+        x = torch.randn(batch, LAYOUT.length, width, requires_grad=True)
+        slope = torch.randn(batch, LAYOUT.length, width)
+    attend = make_attend("auto", "row", LAYOUT, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        y = blocks[1](blocks[0](x, attend))
+    wanted = [x, *(p for block in blocks for p in block.parameters())]
+    return lambda: torch.autograd.grad(y, wanted, slope, retain_graph=True) and None
+
+
+def works(width: int, rank: int, options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """What is timed, by its name; the first five are parts of those that follow."""
+    compressor = LowRank(rank // options.shards)
+    shapes = shard_shapes(width, options.shards)
+    state = compressor.new_state(shapes, device, 0)
+    gradients = [torch.randn(shape, device=device) * 1e-4 for shape in shapes]
+    terms = [g if g.shape[0] <= g.shape[1] else g.T for g in gradients]
+    group, sent = dist.group.WORLD, torch.tensor(True, device=device)
+    block = compressor.compress([g.clone() for g in gradients], 1.0, state, group)
+    thin = [[e @ q for e, q in zip(terms, state.projections, strict=True)], block.factors]
+
+    def wire() -> None:
+        for matrices in thin:
+            all_reduce_sum(torch.cat([m.flatten() for m in matrices]), group, compressor.wire)
+
+    def whole() -> None:
+        made = compressor.compress(gradients, 1.0, state, group)
+        compressor.finish(made, sent, state, 1)
+
+    return {
+        "P = E Q": lambda: [e @ q for e, q in zip(terms, state.projections, strict=True)],
+        "orthogonalise": lambda: orthonormal(thin[0]),
+        "Q' = E^T P": lambda: [e.T @ p for e, p in zip(terms, block.bases, strict=True)],
+        "to 1-6-9 and back": wire,
+        "finish": lambda: compressor.finish(block, sent, state, 1),
+        "compress and finish": whole,
+        "backward pass": backward(width, options.batch, device),
+    }
+
+
+def row(width: int, rank: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Milliseconds."""
+    done = works(width, rank, options, device)
+    seconds = times(done, options.rounds, device.type == "cuda")
+    everything = seconds["compress and finish"]
+    named = ("P = E Q", "orthogonalise", "Q' = E^T P", "to 1-6-9 and back", "finish")
+    other = everything - sum(seconds[name] for name in named)
+    found = {name: round(1e3 * seconds[name], 3) for name in named}
+    return {
+        "width": width,
+        "rank": f"{rank} ({rank // options.shards} a shard)",
+        **found,
+        "other": round(1e3 * other, 3),
+        "compress and finish": round(1e3 * everything, 3),
+        "backward pass": round(1e3 * seconds["backward pass"], 3),
+        "of the backward pass": round(everything / seconds["backward pass"], 3),
+    }
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[1920, 2688, 3968] if gpu else [512])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[512, 640, 896] if gpu else [128], help="one a width")
+    parser.add_argument("--shards", type=int, default=8, help="devices of a machine")
+    parser.add_argument("--batch", type=int, default=8 if gpu else 1, help="samples of a device")
+    parser.add_argument("--rounds", type=int, default=50 if gpu else 10)
+    options = parser.parse_args(arguments)
+    if len(options.widths) != len(options.ranks):
+        parser.error(f"--ranks: {len(options.ranks)} for {len(options.widths)} widths; give one a width")
+    wrong = [w for w in options.widths if w % 64 or w % options.shards]
+    if wrong:
+        parser.error(f"--widths: {wrong[0]} is no multiple of a head's 64 and of {options.shards} shards")
+    torch.manual_seed(0)
+    device = torch.device("cuda" if gpu else "cpu")
+    started = not dist.is_initialized()
+    if started:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        backend = "nccl" if gpu else "gloo"
+        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    rows = []
+    for width, rank in zip(options.widths, options.ranks, strict=True):
+        rows.append(row(width, rank, options, device))
+        print(rows[-1], flush=True)
+    if started:
+        dist.destroy_process_group()
+    note = (
+        f"Milliseconds of one layer on one of {options.shards} devices, {options.batch} sample(s) of {LAYOUT.length:,} "
+        f"positions; medians of {options.rounds}. Compressing costs the same whatever the batch; the backward pass "
+        "grows with it. Other: reading the errors, adding them, looking for what is not finite."
+        + ("" if gpu else f" {torch.get_num_threads()} thread(s).")
+    )
+    write_results(
+        "powersgd_cost", "published" if gpu and 3968 in options.widths else f"d{options.widths[-1]}", rows, note
+    )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""A component of the benchmarks' recipes alone: tokens that mean nothing, for what a step costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from data.loading import Loading, Placement
+from recipes.components import COMPONENTS
+
+
+def register() -> None:
+    """Make it known to recipes of this process."""
+    COMPONENTS["data"]["random_tokens"] = "benchmarks.random_tokens:random_tokens"
+
+
+def random_tokens(placement: Placement, requirements: dict[str, Any], *, samples: int) -> Loading:
+    """Text and image tokens in memory, every one as likely.
+
+    Args:
+        samples: of all ranks together.
+    """
+    draw = torch.Generator().manual_seed(placement.seed)
+    text = torch.randint(requirements["text_vocabulary"], (samples, requirements["text_positions"]), generator=draw)
+    image = torch.randint(requirements["codes"], (samples, requirements["side"] ** 2), generator=draw)
+    rows = [{"text": a, "image": b} for a, b in zip(text, image, strict=True)]
+    sampler = DistributedSampler(rows, placement.world, placement.rank, shuffle=placement.training)
+    return Loading(DataLoader(rows, placement.batch, sampler=sampler, drop_last=placement.training))
