@@ -44,12 +44,13 @@ class Steps(Callback):
 
     def __init__(self, warm_up: int, steps: int, measured: Measured, sent: Callable[[], int]) -> None:
         self.warm_up, self.steps, self.measured, self.sent = warm_up, steps, measured, sent
-        self.began, self.before = 0.0, 0
+        self.began, self.before = (0.0, 0.0), 0
 
     def batch_end(self, state: State, logger: Logger) -> None:
         done = state.timestamp.batch.value - self.warm_up
         if done > 0:
-            self.measured.seconds.append(time.perf_counter() - self.began)
+            self.measured.seconds.append(time.perf_counter() - self.began[0])
+            self.measured.computed.append(time.process_time() - self.began[1])
         if done == 0:
             dist.barrier()  # behind it, all that was to be sent before has left both machines
             self.before = self.sent()
@@ -57,7 +58,7 @@ class Steps(Callback):
             dist.barrier()
             self.measured.sent = (self.sent() - self.before) / self.steps
             state.stop_training()
-        self.began = time.perf_counter()
+        self.began = time.perf_counter(), time.process_time()
 
 
 def recipe_of(settings: Settings, variant: Variant, folder: Path) -> Recipe:
@@ -122,8 +123,8 @@ def measure(settings: Settings, folder: Path, log: Any) -> list[Measured]:
                     run_steady(build_trainer(recipe_of(settings, variant, folder)), callback)
                 let_go()
                 found.append(measured)
-                seconds = statistics.median(measured.seconds)
-                say(f"{rate:,.0f} Mbit/s, round {turn + 1}, {variant.name}: {1e3 * seconds:,.0f} ms a step")
+                wall, own = (1e3 * statistics.median(s) for s in (measured.seconds, measured.computed))
+                say(f"{rate:,.0f} Mbit/s, round {turn + 1}, {variant.name}: {wall:,.0f} ms a step, {own:,.0f} computed")
     return found
 
 

@@ -65,9 +65,10 @@ class Measured:
 
     Attributes:
         variant, rate, round: which; a rate of 0: no limit.
-        reached: Mbit/s that a bare transfer reached in each direction, both at once.
-        seconds: of each measured step.
-        sent: bytes that left this machine's interface a step.
+        reached: Mbit/s that a bare transfer reached in each direction, both at once; 0 without a cable.
+        seconds: of each measured step, by the clock.
+        computed: the same by what this machine's process computed: without waits, and without what others computed.
+        sent: bytes that left this machine's interface a step; 0 without a cable.
     """
 
     variant: str
@@ -75,4 +76,5 @@ class Measured:
     round: int
     reached: float
     seconds: list[float] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
     sent: float = 0.0
