@@ -34,6 +34,9 @@ class FSDP:
     bf16 where the precision is amp_bf16; fp16, in blocks, where resblock_grad_scaling computes in it."""
     replicas: int | Literal["machines"] = 1
     """Groups of devices that each hold the whole model: 1 shards over all devices, machines within each machine."""
+    sync: Literal["microbatch", "batch"] = "microbatch"
+    """When a device sends its gradients to those that hold the shards: after each microbatch; or once a batch, which
+    takes memory for a gradient of the whole model, in 32 bits. Between replicas they are averaged once a batch."""
     checkpoints: Literal["sharded", "full"] = "sharded"
     """sharded: each device writes its part; full: the first one writes all. Both load on any number of devices."""
 

@@ -71,6 +71,12 @@ def moments(recipe: Recipe, task: nn.Module) -> Moments:
     return Moments(2 * (2 * low + FLOAT * (trained - low)), "two moments (of the blocks' matrices in 16 bits) in fp32")
 
 
+def passes_of(recipe: Recipe, devices: Devices) -> int:
+    """Microbatches of a device's batch; 1 where they are still to be measured."""
+    microbatch = recipe.training.microbatch
+    return -(-recipe.training.device_batch(devices.world) // microbatch) if isinstance(microbatch, int) else 1
+
+
 def memory_text(recipe: Recipe, task: nn.Module, state: int, devices: Devices) -> str:
     """What weights, gradients and optimizer state take on each device, and under FSDP what it gathers."""
     fsdp, shards = recipe.training.fsdp, devices.shards
@@ -84,6 +90,8 @@ def memory_text(recipe: Recipe, task: nn.Module, state: int, devices: Devices) -
         number = gathered_format(recipe)
         number += " (fp32 outside of blocks)" if number == "fp16" else ""
         text += f", 1/{shards} of all, and {gigabytes(unit)} for {whose} in {number}"
+        if fsdp.sync == "batch" and passes_of(recipe, devices) > 1:
+            text += f", {gigabytes(FLOAT * _count(task))} for gradients of all in fp32"
     return f"{text}; activations come on top"
 
 
@@ -146,17 +154,17 @@ def left_over_lines(recipe: Recipe, values: int, devices: Devices) -> Iterable[s
 
 def traffic_lines(recipe: Recipe, task: nn.Module, devices: Devices) -> Iterable[str]:
     """Bytes that each device sends in a step: within its shards, and to other replicas."""
-    passes = 1
-    if isinstance(recipe.training.microbatch, int):
-        passes = -(-recipe.training.device_batch(devices.world) // recipe.training.microbatch)
-    if recipe.training.fsdp is not None and devices.shards > 1:
+    fsdp = recipe.training.fsdp
+    if fsdp is not None and devices.shards > 1:
+        passes = passes_of(recipe, devices)
+        reduced = 1 if fsdp.sync == "batch" else passes
+        gathered = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
         share = (devices.shards - 1) / devices.shards
-        gathers = 2 if recipe.training.fsdp.strategy == "FULL_SHARD" else 1
-        weights = gathers * share * sum(gathered_sizes(recipe, task))
-        gradients = share * FLOAT * _count(task)
+        weights = gathered * share * sum(gathered_sizes(recipe, task))
+        gradients = reduced * share * FLOAT * _count(task)
         yield (
-            f"within {devices.shards} shards: each device sends {gigabytes(passes * (weights + gradients))} a step, "
-            f"{gigabytes(weights)} of weights and {gigabytes(gradients)} of gradients a microbatch"
+            f"within {devices.shards} shards: each device sends {gigabytes(weights)} of weights and "
+            f"{gigabytes(gradients)} of gradients a step"
         )
     averaging = _algorithm(recipe, "powersgd")
     if devices.replicas == 1:
@@ -168,11 +176,8 @@ def traffic_lines(recipe: Recipe, task: nn.Module, devices: Devices) -> Iterable
     others_sent = bytes_sent(others, devices.replicas, FLOAT_32)
     plain = bytes_sent(values, devices.replicas, FLOAT_32)
     if averaging is None:
-        times = passes if recipe.training.fsdp is not None else 1  # FSDP averages each microbatch
-        yield (
-            f"between {devices.replicas} replicas: each device sends {gigabytes(times * (plain + others_sent))} a "
-            "step, all in 32-bit"
-        )
+        sent = gigabytes(plain + others_sent)
+        yield f"between {devices.replicas} replicas: each device sends {sent} a step, all in 32-bit"
         return
     wire = FLOAT_32 if averaging.args.get("wire") == "32-bit" else MEAN_1_6_9
     compressor = LowRank(averaging.args["rank"] // devices.shards, wire=wire)

@@ -75,6 +75,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
             by_block=fsdp.wrap == "blocks",
             parameters=fsdp.parameters,
             replicas=fsdp.replicas_in(dist.get_world_size(), dist.get_local_world_size()),
+            sync=fsdp.sync,
             checkpoints=fsdp.checkpoints,
         )
         algorithms.append(sharding)  # after all that changes modules

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
+from recipes.algorithms.accumulation import passes_of_batch
 from recipes.algorithms.powersgd import PowerSGD
 from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.sharding import shard
@@ -37,6 +38,7 @@ class Sharding(Algorithm):
         by_block: bool,
         parameters: Literal["auto", "fp32", "bf16"],
         replicas: int,
+        sync: Literal["microbatch", "batch"],
         checkpoints: Literal["sharded", "full"],
     ) -> None:
         """See `recipes.config.FSDP`.
@@ -47,6 +49,7 @@ class Sharding(Algorithm):
             by_block: gather a block at once.
             parameters: number format of gathered parameters.
             replicas: groups of devices that each hold the whole model; they divide the devices.
+            sync: when gradients are averaged over the devices that a parameter is divided over.
             checkpoints: whether each device writes its part.
         """
         self.task = task
@@ -54,7 +57,9 @@ class Sharding(Algorithm):
         self.by_block = by_block
         self.parameters = parameters
         self.replicas = replicas
+        self.once = sync == "batch"
         self.checkpoints = checkpoints
+        self.passes = 0  # of the batch, to come
         task._fsdp_wrap = False  # read by Composer
 
     def composer_config(self) -> FSDP2Config:
@@ -64,9 +69,26 @@ class Sharding(Algorithm):
         return FSDP2Config(reshard_after_forward=self.full_shard, state_dict_type=self.checkpoints)
 
     def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT
+        return event in (Event.INIT, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            self._shard(state, logger)
+        elif event == Event.BEFORE_TRAIN_BATCH:
+            self.passes = passes_of_batch(state)
+        else:
+            self.passes -= 1
+            self._synchronise(last=self.passes == 0)
+
+    def _synchronise(self, last: bool) -> None:
+        """Say what the next backward pass does with gradients that others have parts of."""
+        self.task.set_requires_all_reduce(last)  # over replicas, once a batch: sums of shards wait for it
+        if self.once:
+            self.task.set_is_last_backward(last)
+            self.task.set_requires_gradient_sync(last)
+            self.task.set_reshard_after_backward(last or self.full_shard)
+
+    def _shard(self, state: State, logger: Logger) -> None:
         device = "cuda" if state.device.name == "gpu" else "cpu"
         shards = dist.get_world_size() // self.replicas
         averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
@@ -76,7 +98,7 @@ class Sharding(Algorithm):
         else:
             mesh = _mesh(device, replicate=self.replicas, shard=shards)
         if averaging is not None:  # it averages over the replicas, and FSDP knows of one only
-            placement = _by_parameter(averaging.divide(mesh))
+            placement = _by_parameter(averaging.divide(mesh, once=self.once))
             mesh = mesh["shard"]
         low, scaled = self._format(state)
         with sync_optimizer_and_model_params(state.optimizers[0], state.model):

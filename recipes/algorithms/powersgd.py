@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.algorithms.accumulation import passes_of_batch
 from recipes.algorithms.block_gradients import Matrices, blocks_of, gradient_of, placements
 from recipes.algorithms.clipping import ClipByNorm
 from recipes.algorithms.formats import FLOAT_32, MEAN_1_6_9
@@ -82,6 +82,7 @@ class PowerSGD(Algorithm):
         self.clip = clip
         self.seed = seed
         self.mesh: DeviceMesh | None = None
+        self.once = False
         self.group: ProcessGroup | None = None  # the ranks that have this rank's part on each machine
         self.shards: ProcessGroup | None = None  # the ranks of this machine
         self.unscale: Callable[[int], None] | None = None  # set by who scales the gradients of the task's blocks
@@ -92,13 +93,15 @@ class PowerSGD(Algorithm):
         self.loaded: dict[str, Tensor] | None = None
         self.skipped = 0
 
-    def divide(self, mesh: DeviceMesh) -> dict[int, Shard]:
+    def divide(self, mesh: DeviceMesh, *, once: bool = False) -> dict[int, Shard]:
         """How each of the blocks' matrices is to be divided over a machine's devices, by the parameter's id.
 
         Args:
             mesh: (machines, devices of each), by the names "replicate" and "shard".
+            once: gradients are averaged over a machine's devices once a batch, not after each microbatch.
         """
         self.mesh = mesh
+        self.once = once
         return placements(self.task, mesh.size(1))
 
     def match(self, event: Event, state: State) -> bool:
@@ -110,7 +113,7 @@ class PowerSGD(Algorithm):
         elif event == Event.AFTER_TRAIN_BATCH:
             logger.log_metrics(self._average(state))
         elif self.overlapped is not None:
-            self.overlapped.begin(_microbatches(state))
+            self.overlapped.begin(1 if self.once else passes_of_batch(state))
 
     # --- the beginning -------------------------------------------------------------------------
 
@@ -265,7 +268,3 @@ def _leave_as_it_is(_, bucket):  # untyped: DistributedDataParallel refuses anno
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
     return done
-
-
-def _microbatches(state: State) -> int:
-    return math.ceil(len(next(iter(state.batch.values()))) / state.device_train_microbatch_size)

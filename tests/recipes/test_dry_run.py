@@ -71,7 +71,7 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
         "memory: 1.7 GB on each device for weights, gradients, two moments in fp32, 1/8 of all, and 1.7 GB for "
         "gathered weights in bf16; activations come on top",
         "batch: 2,048 samples a step over 8 devices (WORLD_SIZE), 256 on each, in 16 microbatches of 16",
-        "within 8 shards: each device sends 72.7 GB a step, 1.5 GB of weights and 3.0 GB of gradients a microbatch",
+        "within 8 shards: each device sends 24.2 GB of weights and 48.5 GB of gradients a step",
         "run: 550,000 steps, 1,126,400,000 samples",
         "validation val: 55 times, every 10000ba",
         "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept (31.2 GB), in runs/sd2_base/checkpoints",
@@ -145,7 +145,7 @@ def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, widt
     assert f"{dry_run.gigabytes(sent)} for the blocks' matrices (uncompressed {dry_run.gigabytes(plain)} in" in line
     assert f"of which {saved} are saved" in line
     others = float(re.search(r"and ([\d.]+) MB for the rest", line)[1]) * 1e6
-    lines = dry(f"dalle_{name}.yaml", "algorithms.powersgd=null", "training.microbatch=16")
+    lines = dry(f"dalle_{name}.yaml", "algorithms.powersgd=null")
     (line,) = [line for line in lines if line.startswith("between ")]
     sent = float(re.search(r"sends ([\d.]+) GB a step, all in 32-bit", line)[1]) * 1e9
     assert sent == pytest.approx(2 * plain + others, abs=6e7)
@@ -154,17 +154,19 @@ def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, widt
 
 
 def test_what_sharding_sends(monkeypatch):
-    """Rings: (m - 1) / m of the bf16 weights, once or twice, and of the 32-bit gradients, for each microbatch."""
+    """Rings: (m - 1) / m of the bf16 weights and of the 32-bit gradients, as often as they are sent."""
     monkeypatch.setenv("WORLD_SIZE", "8")
-    for strategy, gathers in (("SHARD_GRAD_OP", 1), ("FULL_SHARD", 2)):
-        lines = dry("sd2_base.yaml", SHARDED % (strategy, "blocks", 2), "training.microbatch=128")
-        count, passes = 865_910_724, 2048 / 8 / 128
-        weights, gradients = gathers * 3 / 4 * 2 * count / 1e9, 3 / 4 * 4 * count / 1e9
-        assert (
-            f"within 4 shards: each device sends {passes * (weights + gradients):.1f} GB a step, {weights:.1f} GB of "
-            f"weights and {gradients:.1f} GB of gradients a microbatch" in lines
-        )
-        assert f"between 2 replicas: each device sends {passes * count / 1e9:.1f} GB a step, all in 32-bit" in lines
+    weights, gradients = (3 / 4 * size * 865_910_724 / 1e9 for size in (2, 4))
+    for strategy, sync, gathers, sums in (
+        ("SHARD_GRAD_OP", "microbatch", 2, 2), ("SHARD_GRAD_OP", "batch", 1, 1),
+        ("FULL_SHARD", "microbatch", 4, 2), ("FULL_SHARD", "batch", 4, 1),
+    ):  # fmt: skip
+        sharded = SHARDED % (strategy, "blocks", 2)
+        lines = dry("sd2_base.yaml", sharded, f"training.fsdp.sync={sync}", "training.microbatch=128")
+        sent = f"{gathers * weights:.1f} GB of weights and {sums * gradients:.1f} GB of gradients a step"
+        assert f"within 4 shards: each device sends {sent}" in lines
+        assert "between 2 replicas: each device sends 865.9 MB a step, all in 32-bit" in lines
+        assert ("3.5 GB for gradients of all in fp32" in lines[1]) == (sync == "batch")
     (line,) = [line for line in dry("sd2_base.yaml", "training.fsdp=null") if line.startswith("between ")]
     assert line == "between 8 replicas: each device sends 6.1 GB a step, all in 32-bit"
 

@@ -35,7 +35,15 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
     if sharded:
         more = [
             Compile(task, backend="aot_eager"),
-            Sharding(task, full_shard=False, by_block=True, parameters="fp32", replicas=1, checkpoints="full"),
+            Sharding(
+                task,
+                full_shard=False,
+                by_block=True,
+                parameters="fp32",
+                replicas=1,
+                sync="microbatch",
+                checkpoints="full",
+            ),
         ]
     made = Trainer(
         model=ComposerTask(task),

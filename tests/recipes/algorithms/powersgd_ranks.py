@@ -78,7 +78,13 @@ def run(*algorithms, powersgd=None, scaled=False, fsdp=None, duration="8ba", bad
     if scaled:
         algorithms = (ResblockGradScaling(task), *algorithms)
     if fsdp is not None:
-        fsdp = {"full_shard": False, "by_block": True, "parameters": "fp32", "checkpoints": "sharded", **fsdp}
+        fsdp = {
+            "full_shard": False,
+            "by_block": True,
+            "parameters": "fp32",
+            "sync": "microbatch",
+            "checkpoints": "sharded",
+        } | fsdp
         sharding = Sharding(task, **fsdp)
         algorithms = (*algorithms, sharding)
         options["parallelism_config"] = {"fsdp": sharding.composer_config()}

@@ -6,6 +6,7 @@ argv: a folder for checkpoints.
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
@@ -13,6 +14,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
 
 from recipes.algorithms.block_gradients import blocks_of, placements  # noqa: E402
@@ -93,6 +95,28 @@ def check_drivers(plain):
                 assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
 
 
+def check_once_a_batch(plain):
+    """Gradients that are summed over the shards once a batch are the same, and so is what PowerSGD makes of them."""
+    moved = (plain.weights[-1] - plain.weights[0]).abs().max()
+    for full_shard, gathers in ((False, 3), (True, 12)):  # three units; of two microbatches, twice in each
+        fsdp = {"replicas": 1, "sync": "batch", "full_shard": full_shard}
+        with (
+            mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as sums,
+            mock.patch.object(
+                _fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather
+            ) as all_,
+        ):
+            _, once = run(fsdp=fsdp)
+        near(plain, once, 1e-5 * moved)
+        assert sums.call_count == 8 * 3
+        assert all_.call_count <= 8 * gathers, (full_shard, all_.call_count)
+    _, exact = run(powersgd={**EXACT, "overlap": True}, fsdp={**MACHINES, "sync": "batch"})
+    near(plain, exact, 1e-5 * moved)
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8):  # before, FSDP2 averages over no replicas on a CPU
+        _, replicated = run(fsdp={**MACHINES})
+        near(plain, replicated, 1e-5 * moved)
+
+
 def check_formats():
     """Blocks with gradient scales are gathered in fp16, in which they compute: no number changes."""
     low, whole = (
@@ -164,6 +188,7 @@ def main() -> None:
     check_drivers(plain)
     check_refusals()
     check_formats()
+    check_once_a_batch(plain)
     check_resumption(plain, Path(sys.argv[1]))
     print("all as it should be", flush=True)
     dist.barrier()
