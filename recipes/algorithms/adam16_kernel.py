@@ -16,49 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from recipes.algorithms.formats import Format, Format16
+from recipes.algorithms.formats_kernel import decode_tile, encode_tile
 
 PIECE = 8192  # elements of a program
 TILE = 1024  # elements it holds at once
-
-
-@triton.jit
-def _decode(codes, SIGNED: tl.constexpr, SIGNIFICAND: tl.constexpr, BIAS: tl.constexpr, LEAST: tl.constexpr):
-    if SIGNIFICAND == 23:  # 32-bit: the codes are the values
-        values = codes
-    else:
-        MASK: tl.constexpr = 0x7FFF if SIGNED else 0xFFFF
-        magnitude = codes.to(tl.int32) & MASK
-        normal = ((magnitude << (23 - SIGNIFICAND)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-        values = tl.where(magnitude < (1 << SIGNIFICAND), magnitude.to(tl.float32) * LEAST, normal)
-        if SIGNED:
-            values = tl.where(codes < 0, -values, values)
-    return values
-
-
-@triton.jit
-def _encode(values, SIGNED: tl.constexpr, SIGNIFICAND: tl.constexpr, BIAS: tl.constexpr, LEAST: tl.constexpr):
-    if SIGNIFICAND == 23:
-        codes = values
-    else:
-        SHIFT: tl.constexpr = 23 - SIGNIFICAND
-        OFFSET: tl.constexpr = (127 - BIAS) << 23
-        MASK: tl.constexpr = 0x7FFF if SIGNED else 0xFFFF
-        RULER: tl.constexpr = LEAST * 8388608.0
-        RULER_BITS: tl.constexpr = (1 - BIAS - SIGNIFICAND + 23 + 127) << 23
-        bits = values.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        nothing = magnitude > 0x7F800000
-        if not SIGNED:
-            nothing = nothing | (bits < 0)
-        magnitude = tl.where(nothing, 0, tl.minimum(magnitude, (MASK << SHIFT) + OFFSET))
-        half = (1 << (SHIFT - 1)) - 1 + ((magnitude >> SHIFT) & 1)
-        normal = (magnitude - OFFSET + half) >> SHIFT
-        subnormal = (magnitude.to(tl.float32, bitcast=True) + RULER).to(tl.int32, bitcast=True) - RULER_BITS
-        wide = tl.where(magnitude < (1 << 23) + OFFSET, subnormal, normal)
-        if SIGNED:
-            wide = wide | ((bits >> 16) & 0x8000)
-        codes = wide.to(tl.int16)
-    return codes
 
 
 @triton.jit
@@ -100,8 +61,8 @@ def _update(
         inside = at < size
         value = tl.load(values + at, inside, other=0.0)
         gradient = tl.load(gradients + at, inside, other=0.0)
-        mean = _decode(tl.load(means + at, inside, other=0), True, MEAN_SIGNIFICAND, MEAN_BIAS, MEAN_LEAST)
-        variance = _decode(
+        mean = decode_tile(tl.load(means + at, inside, other=0), True, MEAN_SIGNIFICAND, MEAN_BIAS, MEAN_LEAST)
+        variance = decode_tile(
             tl.load(variances + at, inside, other=0), False, VARIANCE_SIGNIFICAND, VARIANCE_BIAS, VARIANCE_LEAST
         )
         mean = mean + (1 - beta1) * (gradient - mean)
@@ -110,10 +71,10 @@ def _update(
         variance = tl.where(variance > clip, clip, variance)
         root = tl.sqrt(variance) / root_correction + eps
         tl.store(values + at, value - (decay * value + step_size * (mean / root)), inside)
-        tl.store(means + at, _encode(mean, True, MEAN_SIGNIFICAND, MEAN_BIAS, MEAN_LEAST), inside)
+        tl.store(means + at, encode_tile(mean, True, MEAN_SIGNIFICAND, MEAN_BIAS, MEAN_LEAST), inside)
         tl.store(
             variances + at,
-            _encode(variance, False, VARIANCE_SIGNIFICAND, VARIANCE_BIAS, VARIANCE_LEAST),
+            encode_tile(variance, False, VARIANCE_SIGNIFICAND, VARIANCE_BIAS, VARIANCE_LEAST),
             inside,
         )
 

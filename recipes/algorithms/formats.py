@@ -19,6 +19,7 @@ not. A value that is a subnormal in 32-bit becomes 0 in every format.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -71,6 +72,11 @@ class Format16:
         """The least value above zero: the distance of subnormals."""
         return 2.0 ** (1 - self.bias - self.significand)
 
+    @property
+    def constants(self) -> tuple[bool, int, int, float]:
+        """As the kernels take them."""
+        return self.signed, self.significand, self.bias, self.least
+
     def encode(self, values: Tensor) -> Tensor:
         """Codes of the nearest values.
 
@@ -80,6 +86,8 @@ class Format16:
         Returns:
             (...) int16; the codes of a format without a sign use all 16 bits, so that the upper half reads as negative.
         """
+        if values.is_cuda:
+            return kernels().encode(values, self.constants)
         shift = FLOAT_SIGNIFICAND - self.significand
         offset = (FLOAT_BIAS - self.bias) << FLOAT_SIGNIFICAND  # a normal number's float: (code << shift) + offset
         bits = values.view(torch.int32)
@@ -107,12 +115,21 @@ class Format16:
         Returns:
             (...) float32.
         """
+        if codes.is_cuda:
+            return kernels().decode(codes, self.constants)
         shift = FLOAT_SIGNIFICAND - self.significand
         magnitude = codes.to(torch.int32) & self.largest_code
         normal = (magnitude << shift) + ((FLOAT_BIAS - self.bias) << FLOAT_SIGNIFICAND)
         subnormal = magnitude.to(torch.float32) * self.least
         values = torch.where(magnitude < 1 << self.significand, subnormal, normal.view(torch.float32))
         return torch.where(codes < 0, -values, values) if self.signed else values
+
+
+def kernels() -> ModuleType:
+    """The Triton kernels, imported on the first use of a GPU."""
+    from recipes.algorithms import formats_kernel
+
+    return formats_kernel
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from recipes.algorithms import adam16_kernel
+from recipes.algorithms import adam16_kernel, formats_kernel
 from recipes.algorithms.adam16 import FORMATS, Adam16, adamw_update
 from recipes.algorithms.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10
 from recipes.build import build
@@ -238,12 +238,13 @@ def test_a_decay_that_a_moment_can_show_lets_it_fall():
     assert (fmt.decode(fmt.encode(variance * 0.9998)) < variance).float().mean() < 0.6
 
 
-def test_the_kernel_in_the_interpreter():
-    """In a process of its own: the variable has to be set before triton is imported."""
-    file = Path(__file__).with_name("adam16_interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+def test_the_kernels_in_the_interpreter():
+    """Adam16's and the formats', in a process of its own: the variable has to be set before triton is imported."""
+    files = [str(Path(__file__).with_name(name)) for name in ("adam16_interpreted.py", "formats_interpreted.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=file.parents[3], env=env, capture_output=True, text=True)
+    root = Path(__file__).parents[3]
+    result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
@@ -263,6 +264,33 @@ def test_the_kernel_compiles_for_hopper(bits, tmp_path, monkeypatch):
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert compiled.asm["ptx"].count("sqrt") > 0 and len(compiled.asm["cubin"]) > 0
+
+
+@pytest.mark.parametrize("name", ["_encode", "_decode"])
+def test_the_kernels_of_the_formats_compile_for_hopper(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(formats_kernel, name)
+    for fmt in FORMATS[16]:
+        constants = [*fmt.constants, formats_kernel.TILE]
+        kinds = ["*fp32", "*i16", "i64", *["constexpr"] * len(constants)]
+        source = ASTSource(
+            kernel,
+            dict(zip(kernel.arg_names, kinds, strict=True)),
+            constexprs=dict(zip(kernel.arg_names[-len(constants) :], constants, strict=True)),
+        )
+        assert len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("number", [0, 1])
+def test_formats_on_a_gpu_are_those_of_the_cpu(number):
+    fmt = FORMATS[16][number]
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    values = fmt.decode(codes.cuda())
+    assert torch.equal(values.cpu().view(torch.int32), fmt.decode(codes).view(torch.int32))
+    wide = torch.randn(2**20) * 2.0 ** torch.randint(-150, 10, (2**20,))
+    assert torch.equal(fmt.encode(wide.cuda()).cpu(), fmt.encode(wide))
 
 
 @pytest.mark.gpu
