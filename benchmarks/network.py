@@ -43,15 +43,18 @@ LOOPBACK = Machine("", "lo", "127.0.0.1")
 
 
 def variants(ranks: list[int]) -> list[Variant]:
-    """Plain averaging by DDP, and PowerSGD at some ranks. Another way of averaging is one more entry."""
-    clip = "training.grad_clip=null"  # PowerSGD's own
-    return [
-        Variant(PLAIN, [], overlaps=True),
-        *(
-            Variant(f"rank {rank}", [f"algorithms.averaging={{name: powersgd, rank: {rank}, clip: 4.0}}", clip], rank)
-            for rank in ranks
-        ),
-    ]
+    """Plain averaging by DDP, and PowerSGD at some ranks, after the backward pass and beside it."""
+    found = [Variant(PLAIN, [], overlaps=True)]
+    for rank in ranks:
+        after = f"{{name: powersgd, rank: {rank}, clip: 4.0}}"
+        beside = f"{{name: powersgd, rank: {rank}, clip: 4.0, overlap: true}}"
+        clip = "training.grad_clip=null"  # PowerSGD's own
+        sharded = "training.fsdp={replicas: 2}"  # of one device each; overlapping is a matter of FSDP's
+        found.append(Variant(f"rank {rank}", [f"algorithms.averaging={after}", clip], rank))
+        found.append(
+            Variant(f"rank {rank}, overlapped", [f"algorithms.averaging={beside}", clip, sharded], rank, overlaps=True)
+        )
+    return found
 
 
 def run(settings: Settings, machines: list[Machine], folder: Path, threads: int) -> dict[str, Any]:

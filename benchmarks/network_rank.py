@@ -32,8 +32,10 @@ from benchmarks import random_tokens
 from benchmarks.namespaces import exchange, limiting, sent_bytes
 from benchmarks.network_settings import Measured, Settings, Variant
 from benchmarks.steady import let_go, run_steady, say
-from recipes.algorithms.blocks import block_matrices
+from recipes.algorithms.block_gradients import layout
+from recipes.algorithms.formats import FLOAT_32
 from recipes.algorithms.low_rank import LowRank
+from recipes.algorithms.wire import bytes_sent
 from recipes.build import build_on_meta
 from recipes.config import Recipe, load
 from recipes.trainer import build_trainer
@@ -94,10 +96,11 @@ def bytes_by_formula(task: nn.Module, rank: int | None, machines: int = 2) -> fl
         rank: of the compression of its blocks' matrices; None: there is none.
         machines: among which is averaged.
     """
-    matrices = [p for block in block_matrices(task, "network") for p in block] if rank else []
-    others = sum(p.numel() for p in task.parameters()) - sum(p.numel() for p in matrices)
-    sent = 2 * (machines - 1) / machines * 4 * others
-    return sent + (LowRank(rank).bytes_sent([p.shape for p in matrices], machines) if rank else 0.0)
+    if rank is None:
+        return bytes_sent(sum(p.numel() for p in task.parameters()), machines, FLOAT_32)
+    shapes, others = layout(task, shards=1)
+    compressed = sum(LowRank(rank).bytes_sent(block, machines) for block in shapes)
+    return compressed + bytes_sent(others, machines, FLOAT_32)
 
 
 def measure(settings: Settings, folder: Path, log: Any) -> list[Measured]:
