@@ -134,6 +134,7 @@ def measure(settings: Settings, folder: Path, log: Any) -> list[Measured]:
 def main() -> None:
     settings = Settings.read(Path(sys.argv[1]))
     warnings.filterwarnings("ignore", message="Specifying `eval_interval")
+    warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute")  # Composer's, of its own
     dist.initialize_dist("cpu", timeout=120.0)
     random_tokens.register()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as log:
