@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -44,8 +45,9 @@ def results(tmp_path, monkeypatch):
 
 
 def leftovers():
+    """Namespaces of this process; others may run the benchmark at the same time."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    return [line for line in listed.splitlines() if line.startswith("pc")]
+    return [line for line in listed.splitlines() if line.startswith(f"pc{os.getpid()}")]
 
 
 # --- without processes -------------------------------------------------------------------------
