@@ -43,20 +43,18 @@ LOOPBACK = Machine("", "lo", "127.0.0.1")
 
 
 def variants(ranks: list[int]) -> list[Variant]:
-    """Plain averaging by DDP, PowerSGD at some ranks, and at the first of them beside the backward pass.
-
-    Another way of averaging is one more entry.
-    """
-    clip = "training.grad_clip=null"  # PowerSGD's own
-    powersgd = "algorithms.averaging={name: powersgd, rank: %d, overlap: %s, clip: 4.0}"
-    after = [Variant(f"rank {rank}", [powersgd % (rank, "false"), clip], rank) for rank in ranks]
-    sharded = "training.fsdp={replicas: 2}"  # by FSDP, over the one device of each machine
-    beside = [powersgd % (ranks[0], "true"), clip, sharded]
-    return [
-        Variant(PLAIN, [], overlaps=True),
-        *after,
-        Variant(f"rank {ranks[0]}, overlapped", beside, ranks[0], overlaps=True),
-    ]
+    """Plain averaging by DDP, and PowerSGD at some ranks, after the backward pass and beside it."""
+    found = [Variant(PLAIN, [], overlaps=True)]
+    for rank in ranks:
+        after = f"{{name: powersgd, rank: {rank}, clip: 4.0}}"
+        beside = f"{{name: powersgd, rank: {rank}, clip: 4.0, overlap: true}}"
+        clip = "training.grad_clip=null"  # PowerSGD's own
+        sharded = "training.fsdp={replicas: 2}"  # of one device each; overlapping is a matter of FSDP's
+        found.append(Variant(f"rank {rank}", [f"algorithms.averaging={after}", clip], rank))
+        found.append(
+            Variant(f"rank {rank}, overlapped", [f"algorithms.averaging={beside}", clip, sharded], rank, overlaps=True)
+        )
+    return found
 
 
 def run(settings: Settings, machines: list[Machine], folder: Path, threads: int) -> dict[str, Any]:

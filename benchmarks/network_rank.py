@@ -98,9 +98,9 @@ def bytes_by_formula(task: nn.Module, rank: int | None, machines: int = 2) -> fl
     """
     if rank is None:
         return bytes_sent(sum(p.numel() for p in task.parameters()), machines, FLOAT_32)
-    blocks, others = layout(task, 1)
-    sent = sum(LowRank(rank).bytes_sent(shapes, machines) for shapes in blocks)
-    return sent + bytes_sent(others, machines, FLOAT_32)
+    shapes, others = layout(task, shards=1)
+    compressed = sum(LowRank(rank).bytes_sent(block, machines) for block in shapes)
+    return compressed + bytes_sent(others, machines, FLOAT_32)
 
 
 def measure(settings: Settings, folder: Path, log: Any) -> list[Measured]:
@@ -134,6 +134,7 @@ def measure(settings: Settings, folder: Path, log: Any) -> list[Measured]:
 def main() -> None:
     settings = Settings.read(Path(sys.argv[1]))
     warnings.filterwarnings("ignore", message="Specifying `eval_interval")
+    warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute")  # Composer's, of its own
     dist.initialize_dist("cpu", timeout=120.0)
     random_tokens.register()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as log:
