@@ -33,8 +33,9 @@ def pictures(
 ) -> Loading:
     """Pictures straight from a source, decoded and cropped by worker processes.
 
-    Training is an endless stream: give durations in batches. A validation set is read once, into memory. Samples that
-    the filter rejects are left out, and counted when the set was read once.
+    Training is an endless stream: give durations in batches. A resumed run goes on behind the last batch; it reads what
+    it has seen of the pass and decodes none of it. A validation set is read once, into memory. Samples that the filter
+    rejects are left out, and counted when the set was read once.
 
     Args:
         source: where pictures and captions come from.
@@ -45,7 +46,7 @@ def pictures(
         flip: share of pictures mirrored (training only).
         tokens: length of the caption's tokens by open_clip's byte-pair tokenizer; null gives no tokens.
         workers: processes that decode; 0 decodes in the training process.
-        shuffle_buffer: samples that the order is mixed over, beside the order of the shards.
+        shuffle_buffer: samples, as stored, that the order is mixed over, beside the order of the shards.
         keep_decoded: hold cropped pictures in memory after the first pass, as 8-bit; needs crop: center.
         limit: most pictures of a validation set, on each device.
     """
