@@ -111,9 +111,9 @@ quickstart-tokens: install  ## OpenMoji: data, dVAE, text encoder, BPE, tokens, 
 	@echo "== 4/7 train the BPE vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
 	@echo "== 5/7 encode pictures to tokens"; $(BIN)/python precompute/encode.py yamls/openmoji_tokens.yaml
 	$(call train,6/7,train the transformer,openmoji_dalle)
-	@echo "== 7/7 draw samples: of 16 candidates a caption the one that fits best"; \
-	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 16 \
-	    --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
+	@echo "== 7/7 draw samples: of 32 candidates a caption the one that fits best"; \
+	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
+	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
 
 # --- upkeep ------------------------------------------------------------------------------------
 

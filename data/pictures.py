@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
 from data.loading import Loading, Placement
-from data.sources.base import DecodedSample, Rejected, Source
+from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
 
@@ -33,8 +33,9 @@ def pictures(
 ) -> Loading:
     """Pictures straight from a source, decoded and cropped by worker processes.
 
-    Training is an endless stream: give durations in batches. A validation set is read once, into memory. Samples that
-    the filter rejects are left out, and counted when the set was read once.
+    Training is an endless stream: give durations in batches. A resumed run goes on behind the last batch; it reads what
+    it has seen of the pass and decodes none of it. A validation set is read once, into memory. Samples that the filter
+    rejects are left out, and counted when the set was read once.
 
     Args:
         source: where pictures and captions come from.
@@ -45,7 +46,7 @@ def pictures(
         flip: share of pictures mirrored (training only).
         tokens: length of the caption's tokens by open_clip's byte-pair tokenizer; null gives no tokens.
         workers: processes that decode; 0 decodes in the training process.
-        shuffle_buffer: samples that the order is mixed over, beside the order of the shards.
+        shuffle_buffer: samples, as stored, that the order is mixed over, beside the order of the shards.
         keep_decoded: hold cropped pictures in memory after the first pass, as 8-bit; needs crop: center.
         limit: most pictures of a validation set, on each device.
     """
@@ -61,12 +62,13 @@ def pictures(
         shuffle_buffer=shuffle_buffer if placement.training else 0,
         keep_decoded=keep_decoded,
         placement=placement,
+        workers=workers,
     )
     if not placement.training:
         held = list(itertools.islice(stream, limit))
         own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
         return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
-    loader = DataLoader(
+    loader = PictureLoader(
         stream,
         batch_size=placement.batch,
         drop_last=True,
@@ -79,11 +81,23 @@ def pictures(
     return Loading(loader)
 
 
+class PictureLoader(DataLoader):
+    """Batches of a `PictureStream` in training; notes in the training process where each came from, for a resume."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in super().__iter__():
+            self.dataset.note(batch.pop("place"))
+            yield batch
+
+
 class PictureStream(IterableDataset):
     """`image` (3, R, R) uint8 and, if asked for, `tokens` (L,) int64; endless in training, once through otherwise.
 
     Shards are dealt to ranks and their workers where there are enough of them, samples otherwise. The order depends on
-    the seed and the pass alone, so that a resumed run which skips what it has seen goes on as if never stopped.
+    the seed and the pass alone, crop and mirroring on the place in it. So a resumed run goes on as if never stopped,
+    and what it skips is read, at most a pass of it, and not decoded (keep_decoded decodes its one pass again).
+
+    In training a sample has its `place` besides, (2,) int64: the pass, and how many samples of it are then drawn.
     """
 
     def __init__(
@@ -97,6 +111,7 @@ class PictureStream(IterableDataset):
         shuffle_buffer: int,
         keep_decoded: bool,
         placement: Placement,
+        workers: int = 0,
     ) -> None:
         self.source = source
         self.filter = filter
@@ -107,28 +122,65 @@ class PictureStream(IterableDataset):
         self.shuffle_buffer = shuffle_buffer
         self.keep_decoded = keep_decoded
         self.placement = placement
+        self.batches = 0  # that the training process took
+        self.places = [(0, 0)] * max(1, workers)  # of each worker, behind the last batch that was taken from it
+
+    def note(self, place: torch.Tensor) -> None:
+        """Takes down the places (B, 2) of a batch's samples; workers give batches in turn."""
+        turn, drawn = place[-1].tolist()
+        self.places[self.batches % len(self.places)] = (turn, drawn)
+        self.batches += 1
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """What Composer keeps in a checkpoint, on every rank alike; the arguments are Composer's, and not needed."""
+        ranks = [self.places]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = [[] for _ in range(self.placement.world)]
+            torch.distributed.all_gather_object(ranks, self.places)
+        return {"batches": self.batches, "places": ranks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind a checkpoint's last batch; for other numbers of ranks or workers, at the start of a new pass."""
+        ranks = state["places"]
+        if len(ranks) == self.placement.world and len(ranks[0]) == len(self.places):
+            self.batches = state["batches"]
+            self.places = [tuple(place) for place in ranks[self.placement.rank]]
+        else:
+            turn = 1 + max(turn for places in ranks for turn, _ in places)
+            self.places = [(turn, 0)] * len(self.places)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
+        worker = (worker + self.batches) % workers  # a new loader asks its first worker first
         part = self.placement.rank * workers + worker, self.placement.world * workers
         tokenizer = None
         if self.tokens is not None:
             from open_clip.tokenizer import SimpleTokenizer
 
             tokenizer = SimpleTokenizer(context_length=self.tokens)
+        turn, drawn = self.places[worker]
         kept: list[tuple[np.ndarray, str]] = []
-        turn = 0
+        if self.keep_decoded and turn:
+            kept = [picture for _, _, picture in self._pass(0, part, kept, 0) if picture is not None]
         while True:
-            rng = np.random.default_rng([self.placement.seed, turn, *part])
-            found = 0
-            for pixels, caption in self._shuffled(self._pass(turn, part, kept, rng), rng):
+            found = drawn
+            for number, rng, picture in self._pass(turn, part, kept, drawn):
+                if picture is None:
+                    continue
+                if self.keep_decoded and not turn:
+                    kept.append(picture)
+                if number < drawn:
+                    continue
                 found += 1
+                pixels, caption = picture
                 if self.flip and rng.random() < self.flip:
                     pixels = pixels[:, ::-1]
                 sample = {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))}
                 if tokenizer is not None:
                     sample["tokens"] = tokenizer([caption])[0]
+                if self.placement.training:
+                    sample["place"] = torch.tensor([turn, number + 1])
                 yield sample
             if not self.placement.training:
                 return
@@ -136,40 +188,55 @@ class PictureStream(IterableDataset):
                 raise ValueError(
                     f"part {part[0] + 1} of {part[1]} of the source has no fit picture: use fewer workers or ranks"
                 )
-            turn += 1
+            turn, drawn = turn + 1, 0
 
     def _pass(
-        self, turn: int, part: tuple[int, int], kept: list, rng: np.random.Generator
-    ) -> Iterator[tuple[np.ndarray, str]]:
-        """One pass over this part: (pixels (R, R, 3) uint8, caption)."""
-        if kept:
-            for index in rng.permutation(len(kept)):
-                yield kept[index]
-            return
+        self, turn: int, part: tuple[int, int], kept: list, drawn: int
+    ) -> Iterator[tuple[int, np.random.Generator, tuple[np.ndarray, str] | None]]:
+        """One pass over this part, in the order that it is trained on.
+
+        Yields:
+            Number of the sample, a generator of its own, (pixels (R, R, 3) uint8, caption) or None if it was rejected.
+            The first `drawn` samples are left out, without a decode, unless all are to be kept.
+        """
+        seed = [self.placement.seed, turn, *part]
+        order = np.random.default_rng(seed)
+        again = bool(turn) and self.keep_decoded
+        samples = (
+            (kept[i] for i in order.permutation(len(kept))) if again else self._mixed(self._read(turn, part), order)
+        )
+        rejected: dict[str, int] = {}
+        number = -1
+        for number, sample in enumerate(samples):
+            if number < drawn and (again or not self.keep_decoded):
+                continue
+            rng = np.random.default_rng([*seed, number])
+            picture = sample if again else self._decode(sample, rng)
+            if isinstance(picture, Rejected):
+                rejected[picture.reason] = rejected.get(picture.reason, 0) + 1
+                picture = None
+            yield number, rng, picture
+        if rejected and turn == 0:
+            counts = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
+            print(f"pictures: left out {sum(rejected.values())} of {number + 1} samples: {counts}", flush=True)
+
+    def _read(self, turn: int, part: tuple[int, int]) -> Iterator[Sample | Rejected]:
+        """Samples of this part as they are stored, shard after shard."""
         shards = list(self.source.shards())
         if self.placement.training:
             np.random.default_rng([self.placement.seed, turn]).shuffle(shards)  # the same on every rank
         mine, of = part
-        by_shard = len(shards) >= of
+        if len(shards) >= of:
+            for shard in shards[mine::of]:
+                yield from self.source.read(shard)
+        else:
+            samples = (sample for shard in shards for sample in self.source.read(shard))
+            yield from itertools.islice(samples, mine, None, of)
+
+    def _decode(self, sample: Sample | Rejected, rng: np.random.Generator) -> tuple[np.ndarray, str] | Rejected:
         needed = round(LARGEST * self.resolution) if self.crop in CROPS else self.resolution
-        rejected: dict[str, int] = {}
-        number = 0
-        for shard in shards[mine::of] if by_shard else shards:
-            for sample in self.source.read(shard):
-                number += 1
-                if not by_shard and number % of != mine:
-                    continue
-                decoded = sample if isinstance(sample, Rejected) else self.filter.decode(sample, needed)
-                if isinstance(decoded, DecodedSample):
-                    pixels = self._cut(decoded, rng)
-                    if self.keep_decoded:
-                        kept.append((pixels, decoded.caption))
-                    yield pixels, decoded.caption
-                else:
-                    rejected[decoded.reason] = rejected.get(decoded.reason, 0) + 1
-        if rejected and turn == 0:
-            counts = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
-            print(f"pictures: left out {sum(rejected.values())} of {number} samples: {counts}", flush=True)
+        decoded = self.filter.decode(sample, needed) if isinstance(sample, Sample) else sample
+        return (self._cut(decoded, rng), decoded.caption) if isinstance(decoded, DecodedSample) else decoded
 
     def _cut(self, picture: DecodedSample, rng: np.random.Generator) -> np.ndarray:
         """The square that is trained on, (R, R, 3) uint8."""
@@ -178,7 +245,8 @@ class PictureStream(IterableDataset):
             return resize(picture.image, box, self.resolution, picture.original_size, area=True)
         return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)[0]
 
-    def _shuffled(self, samples: Iterator, rng: np.random.Generator) -> Iterator:
+    def _mixed(self, samples: Iterator, rng: np.random.Generator) -> Iterator:
+        """Mixed over a buffer of samples as stored, which are smaller than pictures."""
         if not self.shuffle_buffer:
             yield from samples
             return

@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -126,26 +124,34 @@ class Block(nn.Module):
     The identity has a 1x1 convolution where the width changes.
     """
 
-    def __init__(self, inputs: int, outputs: int, sizes: tuple[int, int, int, int], layers: int) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, sizes: tuple[int, int, int, int], layers: int, upsample: bool = False
+    ) -> None:
         """
         Args:
             inputs: channels that come in.
             outputs: channels that go out.
             sizes: kernel sizes of the four convolutions.
             layers: L.
+            upsample: double the grid, as if before the block. ReLU and convolutions of size 1 give the same on either
+                side of copying pixels; done first, they see a quarter of them.
         """
         super().__init__()
+        assert not upsample or sizes[0] == 1
         self.gain = 1 / layers**2
         self.id_path = Conv(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.upsample = nn.Upsample(scale_factor=2, mode="nearest") if upsample else nn.Identity()
         widths = (inputs, *(outputs // 4,) * 3, outputs)
         path: OrderedDict[str, nn.Module] = OrderedDict()
         for number, size in enumerate(sizes):
             path[f"relu_{number + 1}"] = nn.ReLU()
             path[f"conv_{number + 1}"] = Conv(widths[number], widths[number + 1], size)
+            if number == 0:
+                path["upsample"] = self.upsample
         self.res_path = nn.Sequential(path)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.id_path(x) + self.gain * self.res_path(x)
+        return torch.add(self.upsample(self.id_path(x)), self.res_path(x), alpha=self.gain)
 
 
 class Encoder(nn.Module):
@@ -157,7 +163,7 @@ class Encoder(nn.Module):
         self.blocks = nn.Sequential(
             OrderedDict(
                 input=Conv(3, hidden, 7),  # (B, H, R, R)
-                **_groups(hidden, widths, blocks, (3, 3, 3, 1), "pool", partial(nn.MaxPool2d, 2)),  # (B, 8H, G, G)
+                **_groups(hidden, widths, blocks, (3, 3, 3, 1)),  # (B, 8H, G, G)
                 output=nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=Conv(widths[-1], codes, 1, full_precision=True))),
             )
         )
@@ -172,11 +178,10 @@ class Decoder(nn.Module):
     def __init__(self, codes: int, hidden: int, blocks: int, initial: int) -> None:
         super().__init__()
         widths = [hidden * 2**group for group in reversed(range(GROUPS))]
-        upsample = partial(nn.Upsample, scale_factor=2, mode="nearest")
         self.blocks = nn.Sequential(
             OrderedDict(
                 input=CodeConv(codes, initial, 1, full_precision=True),  # (B, I, G, G)
-                **_groups(initial, widths, blocks, (1, 3, 3, 3), "upsample", upsample),  # (B, H, R, R)
+                **_groups(initial, widths, blocks, (1, 3, 3, 3), upsample=True),  # (B, H, R, R)
                 output=nn.Sequential(OrderedDict(relu=nn.ReLU(), conv=Conv(widths[-1], 6, 1))),
             )
         )
@@ -199,22 +204,18 @@ class CodeConv(Conv):
 
 
 def _groups(
-    inputs: int,
-    widths: list[int],
-    blocks: int,
-    sizes: tuple[int, int, int, int],
-    name: str,
-    regrid: Callable[[], nn.Module],
+    inputs: int, widths: list[int], blocks: int, sizes: tuple[int, int, int, int], upsample: bool = False
 ) -> OrderedDict[str, nn.Module]:
-    """group_1 to group_4: `blocks` residual blocks each, and the change of the grid after all but the last."""
+    """group_1 to group_4: `blocks` residual blocks each; between the groups the grid is halved, or doubled."""
     groups: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(widths):
         group: OrderedDict[str, nn.Module] = OrderedDict()
         for block in range(blocks):
-            group[f"block_{block + 1}"] = Block(inputs, width, sizes, GROUPS * blocks)
+            doubled = upsample and number > 0 and block == 0
+            group[f"block_{block + 1}"] = Block(inputs, width, sizes, GROUPS * blocks, upsample=doubled)
             inputs = width
-        if number < GROUPS - 1:
-            group[name] = regrid()
+        if number < GROUPS - 1 and not upsample:
+            group["pool"] = nn.MaxPool2d(2)
         groups[f"group_{number + 1}"] = nn.Sequential(group)
     return groups
 

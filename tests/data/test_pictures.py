@@ -1,6 +1,7 @@
 """Raw pictures from sources: each once a pass, on one worker of one rank, in an order that the seed gives."""
 
 import itertools
+import json
 from collections import Counter
 
 import numpy as np
@@ -164,6 +165,68 @@ class Wide(Numbered):
             yield Sample(f"{number}", Image.fromarray(ramp), "ramp", {})
 
 
+class Counting(Filter):
+    """Counts what it decodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoded = 0
+
+    def decode(self, sample, shrink_to=None):
+        self.decoded += 1
+        return super().decode(sample, shrink_to)
+
+
+def resumed(make, stop, workers=0, **changes):
+    """(batches of a run, those of a run that stops after `stop` of them and goes on, decodes of what went on)."""
+    whole = make(workers=workers)
+    all_of_them = list(itertools.islice(iter(whole), stop + 6))
+    first = make(workers=workers)
+    list(itertools.islice(iter(first), stop))
+    filter = Counting()
+    second = make(workers=workers, filter=filter, **changes)
+    second.dataset.load_state_dict(json.loads(json.dumps(first.dataset.state_dict(0, True))))
+    return all_of_them, list(itertools.islice(iter(second), 6)), filter.decoded
+
+
+def same(batches, others):
+    keys = {"image", "tokens"}
+    pairs = list(zip(batches, others, strict=True))
+    return all(set(a) == set(b) == keys and all((a[k] == b[k]).all() for k in keys) for a, b in pairs)
+
+
+@pytest.mark.parametrize("stop", [1, 5, 6, 14])  # in the first pass, at its end, in the third
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_goes_on_without_decoding_what_was_seen(stop, workers):
+    def make(**arguments):
+        source = Numbered(2, 13, reject=(3, 20))
+        return load(source, batch=4, crop="random", flip=0.5, resolution=6, tokens=10, **arguments)
+
+    whole, rest, decoded = resumed(make, stop, workers)
+    assert same(whole[stop:], rest) and not same(rest, whole[:6])
+    if not workers:  # a worker counts in a process of its own
+        assert decoded == 6 * 4
+
+
+@pytest.mark.parametrize(("stop", "decoded"), [(2, 24), (14, 24)])
+def test_pictures_that_are_kept_are_decoded_once_after_a_resume(stop, decoded):
+    def make(**arguments):
+        return load(Numbered(3, 8), batch=4, flip=0.5, keep_decoded=True, tokens=10, **arguments)
+
+    whole, rest, found = resumed(make, stop)
+    assert same(whole[stop:], rest) and found == decoded
+
+
+def test_with_other_workers_a_resumed_run_begins_a_pass():
+    first = load(Numbered(4, 6), workers=2)
+    seen = take(first, 9)
+    second = load(Numbered(4, 6))
+    second.dataset.load_state_dict(first.dataset.state_dict(0, True))
+    assert second.dataset.places == [(2, 0)]
+    found = take(second, 6)
+    assert sorted(found) == list(range(24)) and found != seen[:24]
+
+
 def test_validation_is_limited_and_not_shuffled():
     loader = load(Numbered(3, 8), training=False, flip=1.0, limit=10)
     batches = list(loader)
@@ -184,5 +247,5 @@ def test_rejected_pictures_are_left_out_and_counted(capsys):
 def test_a_part_without_a_picture_is_an_error():
     with pytest.raises(ValueError, match="part 1 of 1 of the source has no fit picture"):
         next(iter(load(Numbered(1, 3, reject=(0, 1, 2)))))
-    with pytest.raises(ValueError, match="part 1 of 4 of the source has no fit picture: use fewer workers or ranks"):
-        next(iter(load(Numbered(1, 3), rank=0, world=4, batch=1)))
+    with pytest.raises(ValueError, match="part 4 of 4 of the source has no fit picture: use fewer workers or ranks"):
+        next(iter(load(Numbered(1, 3), rank=3, world=4, batch=1)))

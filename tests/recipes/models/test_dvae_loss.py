@@ -111,7 +111,20 @@ def test_the_relaxation_follows_the_seed():
     assert (relax(LOGITS, 0.5) == one).all() and (relax(LOGITS, 0.5) != one).any()
 
 
-def test_a_generator_that_draws_zero(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "exponential_", torch.Tensor.zero_)
+def test_a_generator_that_draws_the_ends(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda tensor: tensor.fill_(1))
     z = relax(LOGITS, 1.0)  # all noise alike: the softmax itself
     torch.testing.assert_close(z, LOGITS.softmax(1), rtol=1e-4, atol=1e-5)
+
+    def zero_at_the_second(tensor):
+        tensor.fill_(0.5)[:, 1] = 0
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", zero_at_the_second)
+    logits = LOGITS.clone().requires_grad_()
+    z = relax(logits, 1.0)
+    others = [k for k in range(LOGITS.shape[1]) if k != 1]
+    assert (z[:, 1] == 0).all()
+    torch.testing.assert_close(z[:, others], LOGITS[:, others].softmax(1), rtol=1e-4, atol=1e-5)
+    z[:, 0].sum().backward()
+    assert logits.grad.isfinite().all()
