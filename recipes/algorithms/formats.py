@@ -122,7 +122,10 @@ class Format16:
         normal = (magnitude << shift) + ((FLOAT_BIAS - self.bias) << FLOAT_SIGNIFICAND)
         subnormal = magnitude.to(torch.float32) * self.least
         values = torch.where(magnitude < 1 << self.significand, subnormal, normal.view(torch.float32))
-        return torch.where(codes < 0, -values, values) if self.signed else values
+        if self.signed:
+            bits = values.view(torch.int32)
+            bits |= codes.to(torch.int32) & -0x80000000  # which the code's sign was extended to
+        return values
 
 
 def kernels() -> ModuleType:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from recipes.algorithms.formats import MEAN_1_6_9, Format
 from recipes.algorithms.orthogonal import orthonormal
-from recipes.algorithms.wire import all_reduce_sum, bytes_sent
+from recipes.algorithms.wire import all_finite, all_reduce_sum, bytes_sent
 
 
 @dataclass
@@ -135,7 +135,7 @@ class LowRank:
         terms, finite = [], []
         for gradient, error in zip(gradients, state.errors, strict=True):  # 1
             matrix = as_matrix(gradient)
-            finite.append(torch.isfinite(matrix).all())
+            finite.append(all_finite(matrix))
             matrix.masked_fill_(~finite[-1], 0.0)  # the error stays alone: this update will be skipped
             terms.append(matrix.div_(scale).add_(self.buffer.decode(error)))
         products = [e @ q for e, q in zip(terms, state.projections, strict=True)]  # 2

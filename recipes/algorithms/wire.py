@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +31,7 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: flo
     Returns:
         (N,) float32, and a bool scalar: whether this rank's values were all finite.
     """
-    finite = torch.isfinite(values).all()
+    finite = all_finite(values)
     ranks = dist.get_world_size(group)
     if isinstance(wire, Float32):
         largest = wire.largest / ranks  # the sum of as many is finite
@@ -44,6 +46,13 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: flo
     own = wire.encode(wire.decode(others).view(ranks, part).sum(0))
     dist.all_gather_into_tensor(_bytes(codes), _bytes(own), group=group)
     return wire.decode(codes[: values.numel()]) / scale, finite
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """Bool scalar. The largest magnitude says it in one pass: a NaN is passed on."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.isfinite(torch.linalg.vector_norm(values, math.inf))
 
 
 def bytes_sent(count: int, ranks: int, wire: Format) -> float:
