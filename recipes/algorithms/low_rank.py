@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from recipes.algorithms.formats import MEAN_1_6_9, Format
 from recipes.algorithms.orthogonal import orthonormal
-from recipes.algorithms.wire import all_finite, all_reduce_sum, bytes_sent
+from recipes.algorithms.wire import all_reduce_sum, bytes_sent, magnitude
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Compressed:
         bases: orthonormal P, (rows, r).
         factors: Q', (columns, r).
         finite: (3,) bool: gradients, P and Q' of this machine, before anything was clamped.
+        largest: (2,) magnitudes of the sums P and Q' on the wire; at the format's largest value they were clamped.
     """
 
     gradients: list[Tensor]
@@ -54,6 +55,7 @@ class Compressed:
     bases: list[Tensor]
     factors: list[Tensor]
     finite: Tensor
+    largest: Tensor
 
 
 @dataclass
@@ -135,24 +137,24 @@ class LowRank:
         terms, finite = [], []
         for gradient, error in zip(gradients, state.errors, strict=True):  # 1
             matrix = as_matrix(gradient)
-            finite.append(all_finite(matrix))
+            finite.append(torch.isfinite(magnitude(matrix)))
             matrix.masked_fill_(~finite[-1], 0.0)  # the error stays alone: this update will be skipped
             terms.append(matrix.div_(scale).add_(self.buffer.decode(error)))
         products = [e @ q for e, q in zip(terms, state.projections, strict=True)]  # 2
-        products, p_finite = self._sum(products, group, self.p_scale)
+        products, p_finite, p_largest = self._sum(products, group, self.p_scale)
         for p in products:  # 3
             p.diagonal().add_(self.identity)
         bases = orthonormal(products)
         factors = [e.T @ p for e, p in zip(terms, bases, strict=True)]  # 4
-        factors, q_finite = self._sum(factors, group, self.q_scale)
+        factors, q_finite, q_largest = self._sum(factors, group, self.q_scale)
         flags = torch.stack([torch.stack(finite).all(), p_finite, q_finite])
-        return Compressed(gradients, terms, bases, factors, flags)
+        return Compressed(gradients, terms, bases, factors, flags, torch.stack([p_largest, q_largest]))
 
-    def _sum(self, matrices: list[Tensor], group: ProcessGroup, scale: float) -> tuple[list[Tensor], Tensor]:
-        """A block's matrices in one message."""
+    def _sum(self, matrices: list[Tensor], group: ProcessGroup, scale: float) -> tuple[list[Tensor], Tensor, Tensor]:
+        """A block's matrices in one message; whether this machine's were finite, and the largest sum on the wire."""
         flat, finite = all_reduce_sum(torch.cat([m.flatten() for m in matrices]), group, self.wire, scale)
         parts = flat.split([m.numel() for m in matrices])
-        return [part.view_as(m) for part, m in zip(parts, matrices, strict=True)], finite
+        return [part.view_as(m) for part, m in zip(parts, matrices, strict=True)], finite, magnitude(flat) * scale
 
     @torch.no_grad()
     def finish(

@@ -213,12 +213,14 @@ class PowerSGD(Algorithm):
                 gradient.mul_(factor)
         for block, sent, block_state in zip(compressed, agreed.sent, self.states, strict=True):
             self.compressor.finish(block, sent, block_state, self.machines, factor)
-        norm = agreed.norm.item()
+        largest = torch.stack([block.largest for block in compressed]).amax(0)
+        norm, p_largest, q_largest = torch.cat([agreed.norm[None], largest]).tolist()
         if norm == float("inf"):  # on every process alike
             self.skipped += 1
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
-        return {"powersgd/norm": norm, "powersgd/skipped": self.skipped}
+        on_wire = {"powersgd/p_largest": p_largest, "powersgd/q_largest": q_largest}  # clamped at the format's largest
+        return {"powersgd/norm": norm, "powersgd/skipped": self.skipped, **on_wire}
 
     # --- checkpoints ---------------------------------------------------------------------------
 

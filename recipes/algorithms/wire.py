@@ -31,7 +31,7 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: flo
     Returns:
         (N,) float32, and a bool scalar: whether this rank's values were all finite.
     """
-    finite = all_finite(values)
+    finite = torch.isfinite(magnitude(values))
     ranks = dist.get_world_size(group)
     if isinstance(wire, Float32):
         largest = wire.largest / ranks  # the sum of as many is finite
@@ -48,11 +48,9 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: flo
     return wire.decode(codes[: values.numel()]) / scale, finite
 
 
-def all_finite(values: Tensor) -> Tensor:
-    """Bool scalar. The largest magnitude says it in one pass: a NaN is passed on."""
-    if not values.numel():
-        return torch.ones((), dtype=torch.bool, device=values.device)
-    return torch.isfinite(torch.linalg.vector_norm(values, math.inf))
+def magnitude(values: Tensor) -> Tensor:
+    """The largest one, scalar; not finite where any value is not (a NaN is passed on), so that one pass says both."""
+    return torch.linalg.vector_norm(values, math.inf) if values.numel() else values.new_zeros(())
 
 
 def bytes_sent(count: int, ranks: int, wire: Format) -> float:

@@ -125,6 +125,19 @@ def check_memory_orders():
     assert turned[3].data_ptr() == place and turned[3].is_contiguous(memory_format=torch.channels_last)
 
 
+def check_what_lay_on_the_wire():
+    """The largest sums are told as they were sent, so that a user sees how far from being clamped they are."""
+    compressor, state = new(3, wire=FLOAT_32, p_scale=0.5, q_scale=4.0)
+    block = compressor.compress(gradients(0), 4, state, dist.group.WORLD)
+    exact = [as_matrix(g).float() for g in mean(0)]
+    p = max((e @ q).abs().max() for e, q in zip(exact, state.projections, strict=True))
+    q = max((e.T @ basis).abs().max() for e, basis in zip(exact, block.bases, strict=True))
+    torch.testing.assert_close(block.largest, torch.stack([0.5 * p, 4.0 * q]), rtol=1e-5, atol=0)
+    compressor, state = new(3, p_scale=1e6)
+    block = compressor.compress(gradients(0), 4, state, dist.group.WORLD)
+    assert block.largest[0] == MEAN_1_6_9.largest > block.largest[1] > 0
+
+
 def check_low_rank_feedback():
     """What has been sent and what is left over are, together, all gradients there were; so nothing is ever lost.
 
@@ -340,6 +353,7 @@ def main() -> None:
     check_memory_orders()
     check_low_rank_feedback()
     check_feedback_closes_the_gap()
+    check_what_lay_on_the_wire()
     check_replicas()
     check_nonfinite_gradient()
     check_nonfinite_p_and_q()
