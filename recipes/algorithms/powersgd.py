@@ -125,7 +125,10 @@ class PowerSGD(Algorithm):
             self.group, devices = dist.group.WORLD, 1
             state.model.register_comm_hook(None, _leave_as_it_is)
         else:
-            self.group, self.shards = self.mesh.get_group("replicate"), self.mesh.get_group("shard")
+            # A mesh of machines of one device may give the group of the whole world. What overlaps needs its own: where
+            # two threads use one at once, their messages are mixed up.
+            self.group, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.T.tolist())
+            self.shards = self.mesh.get_group("shard")
             devices = self.mesh.size(1)
         self.machines = dist.get_world_size(self.group)
         self.blocks = blocks_of(self.task)  # sharding has put others in the parameters' place
