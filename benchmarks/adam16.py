@@ -21,7 +21,7 @@ from torch import nn
 
 from benchmarks.reporting import write_results
 from benchmarks.timing import times
-from recipes.algorithms.adam16 import Adam16
+from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
 ARGUMENTS = {"lr": 4.5e-4, "betas": (0.9, 0.96), "eps": 1e-8, "weight_decay": 4.5e-2}
 

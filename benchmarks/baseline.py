@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
 from data.latents import latents
 from data.loading import Batch, Loading, Placement
-from precompute.encoders.base import ImageEncoder, TextEncoder
-from recipes import components
-from recipes.algorithms.low_precision_norms import lower_norms
+from recipes.algorithms.modules.low_precision_norms import lower_norms
+from recipes.config import components
+from recipes.encoders.base import ImageEncoder, TextEncoder
 
 COMPONENTS = {
     "data": {"encoded_in_loop": "benchmarks.baseline:encoded_in_loop"},

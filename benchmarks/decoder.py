@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.reporting import write_results
-from recipes.models.autoregressive import Autoregressive
-from recipes.models.masks import Kind, Layout, dense_mask, visible, visible_by_columns, visible_pairs
-from recipes.models.sparse_attention import make_attend
-from recipes.models.token_sampler import Choice, sample_tokens, uniforms
-from recipes.models.transformer import forward_flops
+from recipes.models.autoregressive.masks import Kind, Layout, dense_mask, visible, visible_by_columns, visible_pairs
+from recipes.models.autoregressive.sampler import Choice, sample_tokens, uniforms
+from recipes.models.autoregressive.sparse_attention import make_attend
+from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.autoregressive.transformer import forward_flops
 
 GRID = {"text_positions": 256, "side": 32, "kernel": 11}
 SIZES = {

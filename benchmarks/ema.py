@@ -23,8 +23,8 @@ from composer.algorithms.ema.ema import EMAParameters, compute_ema
 
 from benchmarks.reporting import write_results
 from benchmarks.timing import times
-from recipes.algorithms.averaging import Average, HostAverage
-from recipes.models.unet import unet
+from recipes.algorithms.averaging.average import Average, HostAverage
+from recipes.models.latent_diffusion.unet import unet
 
 KEEP = 0.9999
 SIZES = {

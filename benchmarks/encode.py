@@ -25,8 +25,8 @@ from open_clip import CLIP
 from safetensors.torch import save_model
 
 from benchmarks.reporting import write_results
-from precompute.encoders.text import open_clip_text
-from precompute.encoders.vae import kl_vae
+from recipes.encoders.text import open_clip_text
+from recipes.encoders.vae import kl_vae
 
 # The published configurations; the picture tower of the text encoder is cut to nothing, it is never used.
 VAES = {

@@ -37,9 +37,9 @@ from benchmarks import scalings
 from benchmarks.baseline import Losses
 from benchmarks.reporting import write_results
 from callbacks.charts import DPI, write_chart
-from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
-from recipes.config import Recipe, load
-from recipes.trainer import build_trainer
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.config.recipe import Recipe, load
+from recipes.engines.composer.trainer import build_trainer
 
 FULL, ONE, EACH = "32 bits", "fp16, one scale", "fp16, a scale a block"
 COLOURS = {FULL: "black", ONE: "crimson", EACH: "tab:blue"}

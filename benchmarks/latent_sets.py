@@ -42,8 +42,8 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
     from precompute.config import EncodeConfig
     from precompute.job import run
     from precompute.work import EncodedSet, Rank
-    from recipes.build import build
-    from recipes.config import load
+    from recipes.config.build import build
+    from recipes.config.recipe import load
 
     (folder / "encoders").mkdir(parents=True)
     write_encoders(encoders.vae, encoders.text, folder / "encoders")

@@ -36,9 +36,9 @@ from benchmarks.latent_sets import encoder_components, write_set
 from benchmarks.reporting import write_results
 from benchmarks.steady import Steady, let_go, on_first_rank, run_steady, say
 from benchmarks.training import SIZES, flops, recipe_with
-from recipes.algorithms.compile import why_no_compiler
-from recipes.config import Recipe
-from recipes.trainer import build_trainer
+from recipes.algorithms.modules.compile import why_no_compiler
+from recipes.config.recipe import Recipe
+from recipes.engines.composer.trainer import build_trainer
 
 
 @dataclass(frozen=True)

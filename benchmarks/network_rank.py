@@ -32,13 +32,13 @@ from benchmarks import random_tokens
 from benchmarks.namespaces import exchange, limiting, sent_bytes
 from benchmarks.network_settings import Measured, Settings, Variant
 from benchmarks.steady import let_go, run_steady, say
-from recipes.algorithms.block_gradients import layout
-from recipes.algorithms.formats import FLOAT_32
-from recipes.algorithms.low_rank import LowRank
-from recipes.algorithms.wire import bytes_sent
-from recipes.build import build_on_meta
-from recipes.config import Recipe, load
-from recipes.trainer import build_trainer
+from recipes.algorithms.powersgd.block_gradients import layout
+from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.algorithms.powersgd.wire import bytes_sent
+from recipes.algorithms.sixteen_bit.formats import FLOAT_32
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe, load
+from recipes.engines.composer.trainer import build_trainer
 
 
 class Steps(Callback):

@@ -25,8 +25,8 @@ import torch
 
 from benchmarks import baseline
 from benchmarks.reporting import write_results
-from recipes.config import Recipe, load
-from recipes.trainer import build_trainer
+from recipes.config.recipe import Recipe, load
+from recipes.engines.composer.trainer import build_trainer
 
 FULL, LOW = "32-bit norms", "low-precision norms"
 OPENMOJI = ROOT / "runs" / "openmoji" / "latents"

@@ -29,12 +29,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reporting import write_results
-from recipes.algorithms.fused_group_norm import fuse_group_norms
-from recipes.algorithms.low_precision_norms import LowPrecisionGroupNorm
+from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
+from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm
 from recipes.models.kernels import group_norm_silu as fused
 from recipes.models.kernels.fused_norm import FusedGroupNorm, fuse
 from recipes.models.kernels.group_norm_kernels import make_plan
-from recipes.models.unet import unet
+from recipes.models.latent_diffusion.unet import unet
 
 SD2 = {"channels": [320, 640, 1280, 1280], "heads": [5, 10, 20, 20], "text_width": 1024}
 SMALL = {"channels": [32, 64, 64, 64], "heads": [1, 2, 2, 2], "text_width": 16, "norm_groups": 8, "blocks": 1}

@@ -30,9 +30,9 @@ from benchmarks.reporting import write_results
 from benchmarks.steady import Steady, let_go, on_first_rank, run_steady, say
 from benchmarks.training import SIZES, recipe_with
 from data.loading import Placement
-from recipes.build import build
-from recipes.config import Recipe
-from recipes.trainer import build_trainer
+from recipes.config.build import build
+from recipes.config.recipe import Recipe
+from recipes.engines.composer.trainer import build_trainer
 
 OURS, PLAIN = "recipe, latents from MDS shards", "Composer alone, samples in memory"
 CALLBACKS = ("progress", "throughput", "lr")

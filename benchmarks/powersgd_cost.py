@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from benchmarks.reporting import write_results
 from benchmarks.timing import times
-from recipes.algorithms.low_rank import LowRank
-from recipes.algorithms.orthogonal import orthonormal
-from recipes.algorithms.wire import all_reduce_sum
-from recipes.models.masks import Layout
-from recipes.models.sparse_attention import make_attend
-from recipes.models.transformer import MLP, Attention, Residual
+from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.algorithms.powersgd.orthogonal import orthonormal
+from recipes.algorithms.powersgd.wire import all_reduce_sum
+from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.sparse_attention import make_attend
+from recipes.models.autoregressive.transformer import MLP, Attention, Residual
 
 LAYOUT = Layout(256, 32, 11)
 

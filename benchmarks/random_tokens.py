@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from data.loading import Loading, Placement
-from recipes.components import COMPONENTS
+from recipes.config.components import COMPONENTS
 
 
 def register() -> None:

@@ -30,9 +30,9 @@ from benchmarks.network_rank import bytes_by_formula
 from benchmarks.plots import chart, save
 from benchmarks.reporting import write_results
 from benchmarks.steady import let_go, on_first_rank, run_steady, say
-from recipes.build import build_on_meta
-from recipes.config import Recipe, load
-from recipes.trainer import build_trainer
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe, load
+from recipes.engines.composer.trainer import build_trainer
 
 OPENMOJI = ROOT / "runs" / "openmoji"
 PLAIN, OTHER_SEED = "plain averaging", "plain averaging, another seed"

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes import components
-from recipes.algorithms.block_scaling import Scales
-from recipes.algorithms.gradient_order import GradientStage
-from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
+from recipes.algorithms.gradients.order import GradientStage
+from recipes.algorithms.sixteen_bit.block_scaling import Scales
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.config import components
 
 COMPONENTS = {
     "started_scaling": "benchmarks.scalings:StartedScaling",

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.encode import TEXTS, VAES, VISION
 from benchmarks.latent_sets import Encoders
-from precompute.encoders.text import Tower
-from recipes.build import build_on_meta
-from recipes.config import Recipe, load
-from recipes.models.unet import UNet
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe, load
+from recipes.encoders.text import Tower
+from recipes.models.latent_diffusion.unet import UNet
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,7 +70,7 @@ def recipe_with(
         batch: samples a step, over all ranks.
         microbatch: samples that a device takes at once; None: all.
         callbacks: which of the YAML's are kept.
-        missing: as of `recipes.config.load`.
+        missing: as of `recipes.config.recipe.load`.
     """
     recipe = load(
         ROOT / "yamls" / "sd2_base.yaml",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.algorithms.formats import MEAN_1_6_9
+from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9
 
 LEAST, MOST = -149, 127  # exponents of 32-bit floats, subnormals included
 COLUMNS = MOST - LEAST + 3  # of a histogram: zeros, one for each exponent, what is not finite

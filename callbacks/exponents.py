@@ -21,9 +21,9 @@ from callbacks.charts import DPI, write_chart, write_json
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO, Histograms, count_exponents
 from callbacks.interval import at_intervals
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.block_scaling import ScaledBranch
-from recipes.algorithms.blocks import block_matrices
-from recipes.algorithms.formats import MEAN_1_6_9
+from recipes.algorithms.gradients.blocks import block_matrices
+from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
+from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9
 
 FP16 = {"largest": (65504.0, "-"), "least normal": (2.0**-14, "--"), "least": (2.0**-24, ":")}  # and line styles
 LEAST_SHARE = 1e-6  # where the scales of shares begin

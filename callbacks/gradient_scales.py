@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from callbacks.charts import DPI, write_chart, write_json
 from callbacks.interval import at_intervals
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 
 ROWS = 1024  # of a history, at most
 

@@ -12,11 +12,11 @@ from composer.utils import dist, model_eval_mode
 from torch import nn
 
 from callbacks.interval import at_intervals
-from callbacks.pictures import picture_grid, save_png, to_uint8
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.scheduled_ema import averaged
-from recipes.algorithms.sharding import is_sharded
-from recipes.models.autoencoder import to_signed
+from data.image_grid import picture_grid, save_png, to_uint8
+from recipes.algorithms.averaging.scheduled_ema import averaged
+from recipes.algorithms.sharding.shard import is_sharded
+from recipes.models.kl_autoencoder.task import to_signed
 
 
 class Reconstructions(Callback):

@@ -14,13 +14,13 @@ from composer.utils import dist, model_eval_mode
 from torch import nn
 
 from callbacks.interval import at_intervals
-from callbacks.pictures import picture_grid, save_png, to_uint8
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.image_grid import picture_grid, save_png, to_uint8
 from data.loading import Loading
-from recipes.algorithms.scheduled_ema import averaged
-from recipes.algorithms.sharding import is_sharded
-from recipes.models.latent_diffusion import LatentDiffusion
-from recipes.models.samplers import initial_noise, make_scheduler, sample
+from recipes.algorithms.averaging.scheduled_ema import averaged
+from recipes.algorithms.sharding.shard import is_sharded
+from recipes.models.latent_diffusion.samplers import initial_noise, make_scheduler, sample
+from recipes.models.latent_diffusion.task import LatentDiffusion
 
 
 class PromptGrid(Callback, ABC):

@@ -9,7 +9,7 @@ from composer import Callback, Logger, State
 from torch import nn
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.scheduled_ema import measure
+from recipes.algorithms.averaging.scheduled_ema import measure
 
 Shape = Literal["cosine", "linear"]
 

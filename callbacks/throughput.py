@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from callbacks.communication import CommunicationProfile
 from callbacks.interval import at_intervals
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.scheduled_ema import ScheduledEMA
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 
 # What lies between two events of a step. DDP and FSDP communicate inside of the backward pass (FSDP in the forward
 # pass too): what they do not hide there is part of its time.

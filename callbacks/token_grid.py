@@ -12,8 +12,8 @@ from callbacks.sample_grid import PromptGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.bpe import Vocabulary
 from data.loading import Loading
-from recipes.models.autoregressive import Autoregressive
-from recipes.models.token_sampler import Choice, pad_captions, uniforms
+from recipes.models.autoregressive.sampler import Choice, pad_captions, uniforms
+from recipes.models.autoregressive.task import Autoregressive
 
 
 class TokenGrid(PromptGrid):

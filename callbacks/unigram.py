@@ -7,7 +7,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 from torch import Tensor
 
-from recipes.models.autoregressive import Autoregressive
+from recipes.models.autoregressive.task import Autoregressive
 
 
 class Unigram(Callback):

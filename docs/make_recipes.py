@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from precompute.config import EncodeConfig, VocabularyConfig
-from recipes.cli import groups_of, signatures
-from recipes.components import COMPONENTS
-from recipes.config import Recipe
-from recipes.schema import Signature, read_section, subsections
+from recipes.config.command_line import groups_of, signatures
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import Recipe
+from recipes.config.schema import Signature, read_section, subsections
 
 INTRODUCTION = """\
 # Recipes

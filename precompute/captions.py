@@ -17,8 +17,8 @@ from data.sources.base import Rejected, Source
 from data.sources.filters import Filter
 from precompute.config import VocabularyConfig
 from precompute.work import summary
-from recipes.build import build
-from recipes.config import to_yaml
+from recipes.config.build import build
+from recipes.config.recipe import to_yaml
 
 EVERY = 10.0  # seconds between lines of progress
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from recipes.components import COMPONENTS
-from recipes.config import plain
-from recipes.schema import Component, ConfigError
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import plain
+from recipes.config.schema import Component, ConfigError
 
 # Image encoders that make tokens, known without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)

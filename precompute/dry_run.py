@@ -9,9 +9,9 @@ from typing import Any
 
 from precompute.config import EncodeConfig
 from precompute.work import EncodedSet, Rank
-from recipes.build import build
-from recipes.config import to_yaml
-from recipes.schema import Component
+from recipes.config.build import build
+from recipes.config.recipe import to_yaml
+from recipes.config.schema import Component
 
 # Stable Diffusion 2: (channels, pixels per latent pixel) and (tokens, width).
 USUAL_VAE = (4, 8)

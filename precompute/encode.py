@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from precompute.config import EncodeConfig
-from recipes.cli import read_command_line, user_errors
+from recipes.config.command_line import read_command_line, user_errors
 
 
 def main(arguments: list[str]) -> None:
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     with user_errors():
         from precompute.work import EncodedSet, Rank
-        from recipes.build import build
+        from recipes.config.build import build
 
         build(config.filter)  # for its errors, before anything slow
         rank = Rank.from_environment()

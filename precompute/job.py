@@ -16,13 +16,13 @@ import torch
 from data.manifest import NULL_TEXT, Manifest, write_atomically
 from precompute.config import EncodeConfig
 from precompute.decode import Decoder, Job, Preparation, batches
-from precompute.encoders.base import ImageEncoder, TextEncoder
 from precompute.pipeline import Pipeline
 from precompute.progress import Progress, duration
 from precompute.work import EncodedSet, Rank, summary
 from precompute.writer import Columns, ShardWriter, Storage, TokenColumns
-from recipes.build import build
-from recipes.config import plain
+from recipes.config.build import build
+from recipes.config.recipe import plain
+from recipes.encoders.base import ImageEncoder, TextEncoder
 
 NORMALISATION = {
     "latents": "mean = (posterior mean - shift_factor) * scaling_factor, std = posterior deviation * scaling_factor",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from precompute.decode import Batch, Job
-from precompute.encoders.base import ImageEncoder, Stored, TextEncoder
 from precompute.progress import Progress
 from precompute.writer import Encoded, SetAside, ShardWriter, crop_column
+from recipes.encoders.base import ImageEncoder, Stored, TextEncoder
 
 NONFINITE_LATENT = "nonfinite_latent"
 NONFINITE_TEXT = "nonfinite_text"

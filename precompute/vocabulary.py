@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from precompute.config import VocabularyConfig
-from recipes.cli import read_command_line, user_errors
+from recipes.config.command_line import read_command_line, user_errors
 
 
 def main(arguments: list[str]) -> None:

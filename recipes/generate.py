@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from recipes.cli import fail, user_errors
+from recipes.config.command_line import fail, user_errors
 
 # Options that only one kind of model takes, as the keywords of its pipeline's `generate`.
 OWN = {
@@ -92,17 +92,17 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     with user_errors():
         captions = read_captions(options)
-        from recipes.sampling import find_export, find_network, kind_of
+        from recipes.generation.exports import find_export, find_network, kind_of
 
         folder = find_export(options.checkpoint)  # before the slow imports, so that a wrong path answers at once
         own, candidates = own_options(options, kind_of(folder)), candidates_of(options)
         print(f"generate: {find_network(folder, options.weights)}", file=sys.stderr)
-        from recipes.sampling import load_pipeline
+        from recipes.generation.exports import load_pipeline
 
         pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
         reranker = None
         if options.rerank is not None:
-            from recipes.reranking import Reranker, best
+            from recipes.generation.reranking import Reranker, best
 
             reranker = Reranker(options.rerank, pipeline.device)
         captions = [caption for caption in captions for _ in range(candidates)]
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> None:
         if reranker is not None:
             kept = best(reranker.scores(captions, pictures), candidates, options.each)
             pictures, captions = pictures[kept], [captions[i] for i in kept]
-        from callbacks.pictures import picture_grid, save_png
+        from data.image_grid import picture_grid, save_png
 
         save_png(picture_grid(pictures, captions, options.columns), options.out)
         print(options.out)

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
-from recipes.cli import read_command_line, user_errors
-from recipes.config import Recipe
+from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.recipe import Recipe
 
 
 def main() -> None:
@@ -24,13 +24,13 @@ def main() -> None:
     # From here on imports take seconds; everything that the config can get wrong was said above.
     with user_errors():
         if command.dry_run:
-            from recipes.dry_run import report
+            from recipes.planning.dry_run import report
 
             if os.environ.get("RANK", "0") == "0":
                 print(report(command.config, command.missing))
             return
         from callbacks.interval import ended
-        from recipes.trainer import build_trainer
+        from recipes.engines.composer.trainer import build_trainer
 
         trainer = build_trainer(command.config)
         if ended(trainer.state):

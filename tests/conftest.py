@@ -183,7 +183,7 @@ def dvae_folder(tmp_path_factory) -> Path:
     """An exported dVAE of 32 codes, each of which stands for one of 32 places in pictures; all of them are used."""
     import torch
 
-    from recipes.models.dvae import DVAE, map_pixels, save_dvae
+    from recipes.models.dvae.network import DVAE, map_pixels, save_dvae
 
     torch.manual_seed(2)
     network = DVAE(codes=32, hidden=8, blocks=1, initial=8)
@@ -228,7 +228,7 @@ def token_sets(tmp_path_factory, drawings, dvae_folder) -> Path:
 @pytest.fixture(scope="session")
 def small_recipe(latent_sets):
     """(output, overrides) -> yamls/sd2_base.yaml as a recipe of the small model on the small set."""
-    from recipes.config import Recipe, load
+    from recipes.config.recipe import Recipe, load
 
     def make(output: Path, *overrides: str, yaml_name: str = "sd2_base.yaml") -> Recipe:
         paths = [
@@ -244,7 +244,7 @@ def small_recipe(latent_sets):
 @pytest.fixture(scope="session")
 def fit():
     """Trains a recipe as recipes/train.py does, and gives the finished trainer."""
-    from recipes.trainer import build_trainer
+    from recipes.engines.composer.trainer import build_trainer
 
     def run(recipe):
         trainer = build_trainer(recipe)

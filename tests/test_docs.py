@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from precompute.config import EncodeConfig, VocabularyConfig
-from recipes.config import Recipe, load
+from recipes.config.recipe import Recipe, load
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.components import COMPONENTS
+from recipes.config.components import COMPONENTS
 
 
 @pytest.fixture(autouse=True)

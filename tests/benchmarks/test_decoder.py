@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.decoder import block_share
-from recipes.models.masks import Layout, visible_pairs
+from recipes.models.autoregressive.masks import Layout, visible_pairs
 
 LAYOUT = Layout(256, 32)
 

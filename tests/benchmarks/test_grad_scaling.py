@@ -10,7 +10,7 @@ from PIL import Image
 from benchmarks import grad_scaling, reporting
 from benchmarks.grad_scaling import EACH, FULL, ONE
 from benchmarks.scalings import GlobalScales, GlobalScaling, StartedScaling, WideGradients, WideProducts
-from recipes.algorithms.block_scaling import scale_branch, unscale
+from recipes.algorithms.sixteen_bit.block_scaling import scale_branch, unscale
 from tests.recipes.algorithms.residual import Residual, loss_of
 
 

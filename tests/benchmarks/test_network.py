@@ -15,7 +15,7 @@ from benchmarks.namespaces import Unavailable, limiting, two_machines
 from benchmarks.network import PLAIN, break_even, emulated, times_as_fast, variants
 from benchmarks.network_rank import bytes_by_formula
 from benchmarks.network_settings import Measured, Settings
-from recipes.models.autoregressive import Autoregressive
+from recipes.models.autoregressive.task import Autoregressive
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--width", "64", "--layers", "1", "--batch", "2", "--ranks", "4", "--rounds", "1", "--warm-up", "1"]

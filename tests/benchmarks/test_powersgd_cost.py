@@ -5,8 +5,8 @@ import torch
 
 from benchmarks import powersgd_cost, reporting
 from benchmarks.powersgd_cost import shard_shapes
-from recipes.algorithms.low_rank import LowRank
-from recipes.models.masks import Layout
+from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.models.autoregressive.masks import Layout
 
 
 @pytest.mark.parametrize(("width", "rank", "saved"), [(1920, 512, 83), (2688, 640, 85), (3968, 896, 86)])

@@ -1,4 +1,4 @@
-"""Run on two ranks by tests/recipes/algorithms/powersgd_ranks.py: exponents are counted over all ranks."""
+"""Run on two ranks by tests/recipes/algorithms/powersgd/powersgd_ranks.py: exponents are counted over all ranks."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from composer.core import Precision
 from torch.distributed.fsdp import fully_shard
 
 from callbacks.exponents import Exponents
-from recipes.algorithms.powersgd import PowerSGD
-from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
+from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from tests.callbacks.exponent_reference import Task, counts_of, naive, run
 
 

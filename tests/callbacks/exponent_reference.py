@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO
 from callbacks.exponents import Exponents
-from recipes.algorithms.block_scaling import ScaledBranch
-from recipes.algorithms.gradient_order import in_gradient_order
-from recipes.composer_model import ComposerTask
+from recipes.algorithms.gradients.order import in_gradient_order
+from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
+from recipes.engines.composer.model import ComposerTask
 from tests.recipes.algorithms.residual import Residual
 
 

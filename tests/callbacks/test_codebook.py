@@ -9,7 +9,7 @@ from composer import Callback
 
 from callbacks import codebook
 from callbacks.codebook import Codebook, usage
-from recipes.models.discrete_autoencoder import DiscreteAutoencoder
+from recipes.models.dvae.task import DiscreteAutoencoder
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from PIL import Image
 from callbacks.charts import write_chart, write_json
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO, Histograms, count_exponents
 from callbacks.exponents import Exponents, exponent_chart
-from recipes.algorithms.clipping import ClipByNorm
-from recipes.algorithms.resblock_grad_scaling import ResblockGradScaling
+from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from tests.callbacks.exponent_reference import counts_of, naive, run
 
 SUBNORMALS = [2.0**-149, -3 * 2.0**-149, 2.0**-127, 2.0**-126 - 2.0**-149]

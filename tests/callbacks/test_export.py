@@ -12,7 +12,7 @@ from callbacks.export import Export, export, replace_folder
 from data.bpe import Vocabulary
 from data.loading import Loading
 from data.manifest import Manifest
-from recipes.build import encoders_of
+from recipes.config.build import encoders_of
 
 
 class Task(torch.nn.Module):

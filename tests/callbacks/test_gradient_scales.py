@@ -7,7 +7,7 @@ from PIL import Image
 
 from callbacks import gradient_scales
 from callbacks.gradient_scales import GradientScales, History, Row, scale_chart
-from tests.recipes.algorithms.test_resblock_grad_scaling import run
+from tests.recipes.algorithms.sixteen_bit.test_resblock_grad_scaling import run
 
 
 def row(batch):

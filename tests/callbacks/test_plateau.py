@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callbacks.plateau import Plateau, PlateauRule
-from recipes.trainer import build_trainer
+from recipes.engines.composer.trainer import build_trainer
 
 rules = st.builds(
     PlateauRule, window=st.integers(1, 4), patience=st.integers(1, 3), threshold=st.floats(0, 0.1),

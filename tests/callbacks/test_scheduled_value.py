@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callbacks.scheduled_value import ScheduledValue, between
-from recipes.models.discrete_autoencoder import DiscreteAutoencoder
+from recipes.models.dvae.task import DiscreteAutoencoder
 
 numbers = st.floats(-1e3, 1e3)
 shares = st.floats(0, 1)

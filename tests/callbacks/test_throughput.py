@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from callbacks.communication import communication, covered
 from callbacks.throughput import Throughput, flops_of_a_sample
-from recipes.algorithms.scheduled_ema import ScheduledEMA
-from recipes.composer_model import ComposerTask
-from recipes.models.unet import unet
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.engines.composer.model import ComposerTask
+from recipes.models.latent_diffusion.unet import unet
 
 
 class Layers(torch.nn.Module):

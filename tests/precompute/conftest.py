@@ -47,8 +47,8 @@ def tars(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def encoders(vae_folder, clip_folder):
     """The same as `recipe` names, in fp32."""
-    from precompute.encoders.text import open_clip_text
-    from precompute.encoders.vae import kl_vae
+    from recipes.encoders.text import open_clip_text
+    from recipes.encoders.vae import kl_vae
 
     return kl_vae(path=str(vae_folder), precision="fp32"), open_clip_text(path=str(clip_folder), precision="fp32")
 

@@ -11,7 +11,7 @@ import pytest
 from precompute.config import EncodeConfig
 from precompute.dry_run import image_shape, text_shape
 from precompute.writer import Columns
-from recipes.config import load
+from recipes.config.recipe import load
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs the script as a program, and says on the last line whether it had imported torch when it ended.

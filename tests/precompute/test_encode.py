@@ -17,9 +17,9 @@ from data.sources.tars import TarSource
 from data.transforms import resize_and_crop
 from precompute import job as job_module
 from precompute.encode import main
-from precompute.encoders import base
-from precompute.encoders.vae import KLVae
 from precompute.writer import ShardWriter
+from recipes.encoders import base
+from recipes.encoders.vae import KLVae
 
 # One unit in the last place of float16 at 4, the size of these latents' largest values: what another order of
 # additions in fp32 may change by rounding the other way.
@@ -275,8 +275,8 @@ def test_a_weight_beyond_float16_is_rescued_by_fp32(vae_folder, tmp_path, monkey
         vae.quant_conv.bias[0] = 1e5  # infinite in float16; the normalised latent, 5e4, is not
     vae.save_pretrained(tmp_path / "vae")
     monkeypatch.setitem(base.DTYPES, "bf16", torch.float16)  # fp16 proper falls back to fp32 on a CPU
-    from precompute.encoders.vae import kl_vae
     from precompute.pipeline import encode
+    from recipes.encoders.vae import kl_vae
 
     class Texts:
         device = torch.device("cpu")

@@ -14,14 +14,14 @@ from data.sources.tars import TarSource
 from data.transforms import resize
 from precompute.config import TOKEN_ENCODERS, EncodeConfig
 from precompute.encode import main
-from precompute.encoders import base
-from precompute.encoders.dvae import DVAEEncoder, dvae
-from precompute.encoders.vae import KLVae
 from precompute.writer import ShardWriter
-from recipes.build import encoders_of
-from recipes.components import COMPONENTS
-from recipes.config import ConfigError, load
-from recipes.models.dvae import load_dvae, save_dvae
+from recipes.config.build import encoders_of
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import ConfigError, load
+from recipes.encoders import base
+from recipes.encoders.dvae import DVAEEncoder, dvae
+from recipes.encoders.vae import KLVae
+from recipes.models.dvae.network import load_dvae, save_dvae
 
 BAD = {"00001_000", "00001_002", "00002_001"}
 
@@ -278,7 +278,7 @@ def test_a_gpu_gives_nearly_the_same_tokens(dvae_folder, precision):
 def test_too_many_codes(dvae_folder, monkeypatch):
     network = load_dvae(dvae_folder)
     network.codes = 70_000
-    monkeypatch.setattr("precompute.encoders.dvae.load_dvae", lambda folder: network)
+    monkeypatch.setattr("recipes.encoders.dvae.load_dvae", lambda folder: network)
     with pytest.raises(ValueError, match="70000 codes, 65,536 fit"):
         dvae(path=str(dvae_folder))
 
@@ -301,8 +301,8 @@ def test_what_does_not_go_together_is_named(token_recipe, overrides, message):
 
 
 def test_kinds_of_encoders_are_known_before_they_are_imported():
-    from recipes.build import import_builder
-    from recipes.values import Component
+    from recipes.config.build import import_builder
+    from recipes.config.values import Component
 
     kinds = {"kl_vae": KLVae.kind, "dvae": DVAEEncoder.kind}
     assert kinds.keys() == COMPONENTS["image_encoder"].keys()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from recipes.config import Recipe, load
-from recipes.dry_run import report
-from recipes.models.dvae import load_dvae
+from recipes.config.recipe import Recipe, load
+from recipes.models.dvae.network import load_dvae
+from recipes.planning.dry_run import report
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

@@ -1,4 +1,4 @@
-"""Imports go one way: models, data and callbacks know no config, and few files know the trainer."""
+"""Imports go one way between the rooms of the repository, and few files know the trainer."""
 
 import ast
 from pathlib import Path
@@ -9,45 +9,48 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("callbacks", "data", "docs", "precompute", "recipes")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
-# What only the scripts, and what builds from a config, may import.
-CONFIG = {
-    "recipes.build",
-    "recipes.cli",
-    "recipes.components",
-    "recipes.config",
-    "recipes.dry_run",
-    "recipes.schema",
-    "recipes.trainer",
-    "recipes.values",
-    "precompute.captions",
-    "precompute.config",
-    "precompute.job",
+# Which room may import from which, besides itself. Rooms and entry points are named by their paths; the longest name
+# that a file's path begins with is its room.
+SHARED = ("data", "recipes/config", "recipes/models", "recipes/encoders")
+ARROWS = {
+    "data": (),
+    "recipes/config": ("data",),
+    "recipes/models": ("data",),
+    "recipes/encoders": ("data", "recipes/models"),
+    "recipes/algorithms": ("data", "recipes/models"),
+    "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/algorithms"),
+    "recipes/generation": SHARED,
+    "recipes/planning": (*SHARED, "recipes/algorithms"),
+    "recipes/engines": (*SHARED, "recipes/algorithms", "callbacks"),
+    "precompute": ("data", "recipes/config", "recipes/encoders"),
+    # Entry points.
+    "recipes": (
+        *SHARED,
+        "recipes/algorithms",
+        "callbacks",
+        "recipes/generation",
+        "recipes/planning",
+        "recipes/engines",
+    ),
+    "docs": (*SHARED, "precompute"),
 }
-# Folder or file -> what it may not import, as modules or packages.
-FORBIDDEN = {
-    "data": CONFIG | {"recipes", "callbacks", "precompute", "composer"},
-    "callbacks": CONFIG | {"precompute"},
-    "recipes/models": CONFIG | {"callbacks", "data", "precompute", "composer"},
-    "recipes/algorithms": CONFIG | {"callbacks", "data", "precompute"},
-    # Networks that are trained here (recipes.models) are encoders of the next recipe.
-    "precompute/encoders": CONFIG
-    | {"recipes.algorithms", "recipes.builders", "recipes.composer_model", "recipes.sampling", "callbacks", "composer"},
-    "recipes/builders.py": CONFIG | {"callbacks", "precompute"},
-    "recipes/composer_model.py": CONFIG | {"callbacks", "data", "precompute"},
-}
-# Names of types alone, which builders' annotations need wherever they are.
-ALWAYS = ("data.aliases",)
-KNOWS_COMPOSER = (
-    "callbacks",
-    "recipes/algorithms",
-    "recipes/builders.py",
-    "recipes/composer_model.py",
-    "recipes/trainer.py",
-)
+KNOWS_COMPOSER = ("callbacks", "recipes/algorithms", "recipes/engines/composer")
 # What is read before a config is known to be right: everything else on import would cost seconds.
-LIGHT = ("recipes/cli.py", "recipes/config.py", "recipes/schema.py", "recipes/values.py", "recipes/components.py")
-LIGHT += ("recipes/train.py", "precompute/config.py", "precompute/encode.py", "precompute/vocabulary.py")
-LIGHT += ("data/aliases.py", "data/manifest.py")
+LIGHT = (
+    "data/aliases.py",
+    "data/manifest.py",
+    "precompute/config.py",
+    "precompute/encode.py",
+    "precompute/vocabulary.py",
+    "recipes/config/build.py",
+    "recipes/config/command_line.py",
+    "recipes/config/components.py",
+    "recipes/config/recipe.py",
+    "recipes/config/schema.py",
+    "recipes/config/values.py",
+    "recipes/generation/exports.py",
+    "recipes/train.py",
+)
 HEAVY = {"torch", "composer", "diffusers", "streaming", "numpy", "open_clip", "transformers", "PIL"}
 
 
@@ -71,24 +74,71 @@ def under(name, places):
     return any(name == place or name.startswith(place + separator) for place in places)
 
 
-@pytest.mark.parametrize("place", FORBIDDEN)
-def test_imports_go_one_way(place):
-    files = [file for file in FILES if under(file.relative_to(ROOT).as_posix(), [place])]
-    assert files
-    wrong = {
-        f"{file.relative_to(ROOT)} imports {module}"
-        for file in files
-        for module in imports(file)
-        if under(module, FORBIDDEN[place]) and not under(module, ALWAYS)
-    }
-    assert not wrong
+def room_of(path):
+    """The room of a file, by its path from the root."""
+    return max((room for room in ARROWS if under(path, [room])), key=len)
+
+
+def own_imports(file):
+    """Files of this repository that a file imports, by their paths from the root."""
+    found = set()
+    for module in imports(file):
+        path = module.replace(".", "/") + ".py"
+        if under(module, PACKAGES) and (ROOT / path).is_file():
+            found.add(path)
+    return found
+
+
+GRAPH = {file.relative_to(ROOT).as_posix(): own_imports(file) for file in FILES}
+
+
+def test_arrows_between_rooms_run_one_way():
+    wrong = [
+        f"{path} -> {target}: {room_of(path)} may not import from {room_of(target)}"
+        for path, targets in GRAPH.items()
+        for target in sorted(targets)
+        if room_of(target) not in (room_of(path), *ARROWS[room_of(path)])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_make_no_circle():
+    order = list(ARROWS)
+    assert not [(room, other) for room, others in ARROWS.items() for other in others if other not in order]
+    done = set()
+    while len(done) < len(order):
+        free = [room for room in order if room not in done and set(ARROWS[room]) <= done]
+        assert free, f"a circle among {set(order) - done}"
+        done |= set(free)
+
+
+def test_files_make_no_circle():
+    done, path = set(), []
+
+    def follow(file):
+        assert file not in path, "a circle of imports: " + " -> ".join([*path[path.index(file) :], file])
+        if file in done:
+            return
+        path.append(file)
+        for target in sorted(GRAPH[file]):
+            follow(target)
+        done.add(path.pop())
+
+    for file in GRAPH:
+        follow(file)
+
+
+def test_recipes_holds_entry_points_only():
+    files = [path for path in GRAPH if path.count("/") == 1 and path.startswith("recipes/")]
+    scripts = [path for path in files if '__name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")]
+    assert set(files) - set(scripts) == {"recipes/__init__.py"}
 
 
 def test_few_files_know_composer():
     knowing = {
         file.relative_to(ROOT).as_posix() for file in FILES if any(under(m, ["composer"]) for m in imports(file))
     }
-    assert "recipes/composer_model.py" in knowing
+    assert "recipes/engines/composer/model.py" in knowing
     assert {path for path in knowing if not under(path, KNOWS_COMPOSER)} == set()
 
 

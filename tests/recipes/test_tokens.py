@@ -15,13 +15,13 @@ import torch
 from composer import Callback
 from PIL import Image
 
-from recipes.config import Recipe, load, to_yaml
+from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.engines.composer.trainer import build_trainer
 from recipes.generate import main
-from recipes.models.autoregressive import Autoregressive
-from recipes.reranking import Reranker, best
-from recipes.sampling import find_network, kind_of, load_pipeline
-from recipes.token_pipeline import jobs
-from recipes.trainer import build_trainer
+from recipes.generation.exports import find_network, kind_of, load_pipeline
+from recipes.generation.reranking import Reranker, best
+from recipes.models.autoregressive.pipeline import jobs
+from recipes.models.autoregressive.task import Autoregressive
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -240,7 +240,7 @@ def test_the_best_candidates_are_kept(export, clip_folder, tmp_path):
         assert scores[kept[2 * caption : 2 * caption + 2]].tolist() == sorted(own.tolist(), reverse=True)[:2]
     command = ["--candidates", "5", "--each", "2", "--rerank", clip_folder, "--columns", "4"]
     grid = make(tmp_path, export, *command)
-    from callbacks.pictures import picture_grid
+    from data.image_grid import picture_grid
 
     expected = picture_grid(pictures[kept], [captions[i] for i in kept], 4)
     assert (grid == np.asarray(expected)).all()
@@ -280,7 +280,7 @@ def test_an_export_without_its_parts(export, tmp_path, capsys):
 
 
 def test_the_published_sizes():
-    from recipes.build import build_on_meta
+    from recipes.config.build import build_on_meta
 
     counts = {"12b": 12.3e9, "5b": 5.7e9, "2b": 2.9e9, "1b": 1.3e9}
     for name, count in counts.items():

@@ -16,13 +16,13 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-from recipes.algorithms.activation_checkpointing import recompute  # noqa: E402
-from recipes.algorithms.powersgd import PowerSGD  # noqa: E402
-from recipes.algorithms.sharding import shard  # noqa: E402
-from recipes.config import Recipe, load  # noqa: E402
-from recipes.models.autoregressive import Autoregressive  # noqa: E402
-from recipes.models.token_sampler import Choice, uniforms  # noqa: E402
-from recipes.trainer import build_trainer  # noqa: E402
+from recipes.algorithms.modules.activation_checkpointing import recompute  # noqa: E402
+from recipes.algorithms.powersgd.lever import PowerSGD  # noqa: E402
+from recipes.algorithms.sharding.shard import shard  # noqa: E402
+from recipes.config.recipe import Recipe, load  # noqa: E402
+from recipes.engines.composer.trainer import build_trainer  # noqa: E402
+from recipes.models.autoregressive.sampler import Choice, uniforms  # noqa: E402
+from recipes.models.autoregressive.task import Autoregressive  # noqa: E402
 
 BATCH = 4
 

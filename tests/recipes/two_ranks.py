@@ -15,8 +15,8 @@ from composer import Callback  # noqa: E402
 from composer.utils import dist  # noqa: E402
 
 from callbacks.throughput import Throughput  # noqa: E402
-from recipes.config import Recipe, load  # noqa: E402
-from recipes.trainer import build_trainer  # noqa: E402
+from recipes.config.recipe import Recipe, load  # noqa: E402
+from recipes.engines.composer.trainer import build_trainer  # noqa: E402
 
 
 class Watch(Callback):

@@ -10,16 +10,16 @@ from composer.core import Event, Precision, Time, Timestamp
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from recipes.algorithms import fused_group_norm, low_precision_norms
-from recipes.algorithms.fused_group_norm import FusedGroupNorms
-from recipes.algorithms.low_precision_norms import LowPrecisionNorms
-from recipes.algorithms.scheduled_ema import running_average
-from recipes.build import build
-from recipes.components import COMPONENTS
+from recipes.algorithms.averaging.scheduled_ema import running_average
+from recipes.algorithms.modules import fused_group_norm, low_precision_norms
+from recipes.algorithms.modules.fused_group_norm import FusedGroupNorms
+from recipes.algorithms.modules.low_precision_norms import LowPrecisionNorms
+from recipes.config.build import build
+from recipes.config.components import COMPONENTS
+from recipes.config.schema import Checker
+from recipes.engines.composer.trainer import build_trainer
 from recipes.models.kernels.fused_norm import FusedGroupNorm
-from recipes.models.latent_diffusion import LatentDiffusion
-from recipes.schema import Checker
-from recipes.trainer import build_trainer
+from recipes.models.latent_diffusion.task import LatentDiffusion
 
 # Required keys of algorithms, and what they say of a model that has nothing for them.
 REQUIRED = {"scheduled_ema": {"decay": 0.9}, "powersgd": {"rank": 2}}

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.algorithms.fused_group_norm import fuse_group_norms
-from recipes.algorithms.low_precision_norms import LowPrecisionGroupNorm, lower_norms
+from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
+from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm, lower_norms
 from recipes.models.kernels import fused_norm
 from recipes.models.kernels.fused_norm import Case, FusedGroupNorm, Times, fuse
 from recipes.models.kernels.group_norm_kernels import backward_with, forward_with, make_plan
 from recipes.models.kernels.group_norm_silu import INTERPRETED, group_norm_silu, reference
-from recipes.models.unet import unet
+from recipes.models.latent_diffusion.unet import unet
 
 # Largest difference, as a share of the largest number. The interpreter cuts to bfloat16 where a GPU rounds: 2^-7.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-7}

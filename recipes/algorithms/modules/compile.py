@@ -1,0 +1,193 @@
+"""Networks compiled by torch.compile for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from torch import Tensor, nn
+from torch.utils._triton import has_triton
+
+from recipes.algorithms.sharding.shard import is_sharded
+
+# Composer's compile_config is not used: it compiles the whole ComposerModel, random draws included, which the compiler
+# makes in another way; and validation, which calls the model inside of it, would run without.
+
+
+class CompiledForward:
+    """A module's forward, compiled where it trains.
+
+    Validation, sampling and the counting of FLOPs run it as it is: each would be a further compilation, of other
+    shapes, for a small part of the time. Hooks, FSDP's among them, stay outside; names of parameters do not change.
+
+    Attributes:
+        paused: whether training runs it as it is too.
+        called: whether the compiled function has run.
+    """
+
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        """
+        Args:
+            module: its forward is replaced by this object when the caller puts it there.
+            options: of torch.compile.
+        """
+        self.module = module
+        self.plain = module.forward
+        self.options = options
+        self.compiled: Callable[..., Any] | None = None
+        self.paused = False
+        self.called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.paused or not self.module.training or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        if self.compiled is None:
+            self.compiled = torch.compile(self.plain, **self.options)
+        self.called = True
+        return self.compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "compiled": None}  # a copy of the module must not run this one's weights
+
+
+def compile_forwards(modules: Iterable[nn.Module], options: dict[str, Any]) -> list[CompiledForward]:
+    """Replace each module's forward by a compiled one; nothing is compiled before it is called.
+
+    Raises:
+        ValueError: there are none, or one is compiled already.
+    """
+    found = list(modules)
+    if not found:
+        raise ValueError("compile: nothing to compile, the model names no blocks; set whole: true")
+    if any(isinstance(module.forward, CompiledForward) for module in found):
+        raise ValueError("compile: compiled already; a run has one compile algorithm")
+    forwards = [CompiledForward(module, options) for module in found]
+    for module, forward in zip(found, forwards, strict=True):
+        module.forward = forward
+    # A function's compilations are counted over all blocks that share it. Beyond the limit the compiler leaves the
+    # rest as it is, in silence: room for each block in two sizes, as the last microbatch may be smaller.
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, 4 * len(found))
+    return forwards
+
+
+def why_no_compiler(on_gpu: bool) -> str | None:
+    """Why inductor cannot compile here, or None where it can."""
+    if on_gpu:
+        return None if has_triton() else "Triton is missing or does not know this GPU"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # of a kind that depends on the version
+        return f"no C++ compiler ({type(error).__name__}); install g++ or name one in CXX"
+    return None
+
+
+class Compile(Algorithm):
+    """Compiles the network's blocks, or the networks as a whole, for training with batches of one shape.
+
+    mode reduce-overhead captures CUDA graphs: one launch a block instead of one a kernel. That pays where the device
+    waits for the program, as it does for small grids and microbatches (256 x 256 pixels and a few samples); where
+    kernels are long it changes nothing but memory. Graphs write gradients where the next graph will, so they are
+    summed in memory of their own.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        *,
+        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
+        whole: bool = False,
+        backend: Literal["inductor", "aot_eager"] = "inductor",
+    ) -> None:
+        """
+        Args:
+            mode: torch.compile's. default: fused kernels; reduce-overhead: CUDA graphs too; max-autotune: also tries
+                kernels for convolutions and matrices, which takes minutes; its -no-cudagraphs, the same without graphs.
+            whole: compile each network of the task at once, instead of its blocks: more to fuse, longer to compile.
+            backend: inductor makes kernels; aot_eager traces alone, to see whether an error is inductor's.
+        """
+        self.task = task
+        self.mode = mode
+        self.whole = whole
+        self.backend = backend
+        self.graphs = mode in ("reduce-overhead", "max-autotune")
+        self.forwards: list[CompiledForward] = []
+        self.gradients: list[Tensor] | None = None
+        self.to_check = True
+
+    def match(self, event: Event, state: State) -> bool:
+        if event == Event.BEFORE_FORWARD:
+            return self.graphs and state.device.name == "gpu"
+        # The model is loaded after all that changes modules at INIT, in whatever order the recipe names it.
+        return event == Event.BEFORE_LOAD or (event == Event.AFTER_TRAIN_BATCH and self.to_check)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BEFORE_LOAD:
+            self._compile(state, logger)
+        elif event == Event.BEFORE_FORWARD:
+            torch.compiler.cudagraph_mark_step_begin()
+            self._keep_gradients()
+        elif not any(forward.paused for forward in self.forwards):
+            self.check()
+
+    def _compile(self, state: State, logger: Logger) -> None:
+        on_gpu = state.device.name == "gpu"
+        reason = why_no_compiler(on_gpu) if self.backend == "inductor" else None
+        if reason:
+            raise ValueError(f"compile: {reason}; or remove the algorithm")
+        if self.graphs and is_sharded(self.task):
+            raise ValueError(
+                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must stay where they are, and "
+                "FSDP gathers them in new places; use default or max-autotune-no-cudagraphs"
+            )
+        # Names of modes are inductor's.
+        options = {"mode": self.mode} if self.backend == "inductor" else {}
+        options |= {"backend": self.backend, "dynamic": False}
+        self.forwards = compile_forwards(self._parts(), options)
+        kind = "networks" if self.whole else "blocks"
+        print(f"compile: {len(self.forwards)} {kind}, mode {self.mode}, in the first batch", flush=True)
+        logger.log_hyperparameters({"compile": self.mode, "compiled": len(self.forwards)})
+
+    def _parts(self) -> list[nn.Module]:
+        if not self.whole:
+            return list(self.task.blocks()) if hasattr(self.task, "blocks") else []
+        return [child for child in self.task.children() if any(p.requires_grad for p in child.parameters())]
+
+    def check(self) -> None:
+        """In the first batch, after its last backward pass: has all that was to be compiled run?
+
+        Raises:
+            ValueError: a module was not called through its forward.
+        """
+        self.to_check = False
+        idle = [type(f.module).__name__ for f in self.forwards if not f.called]
+        if idle:
+            raise ValueError(
+                f"compile: {', '.join(dict.fromkeys(idle))} ran without being called through its forward, so nothing "
+                f"was compiled; set whole: {'false' if self.whole else 'true'}"
+            )
+
+    def _keep_gradients(self) -> None:
+        """Before a batch's first microbatch: zeros to sum into, instead of a graph's own memory."""
+        if self.gradients is None:
+            modules = [forward.module for forward in self.forwards]
+            parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
+            self.parameters = list(parameters.values())
+            self.gradients = [torch.zeros_like(p) for p in self.parameters]
+        if not self.gradients or self.parameters[0].grad is self.gradients[0]:
+            return  # a further microbatch, or nothing that is trained
+        torch._foreach_zero_(self.gradients)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+
+    # --- for the search of a microbatch --------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        """Train without what is compiled, or with it again: sizes that are tried once are not worth a compilation."""
+        for forward in self.forwards:
+            forward.paused = paused

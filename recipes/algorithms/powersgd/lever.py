@@ -1,0 +1,275 @@
+"""Low-rank averaging of gradients between machines (PowerSGD), after the backward pass or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from composer.core import Algorithm, Event, Precision, State
+from composer.loggers import Logger
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.algorithms.gradients.accumulation import passes_of_batch
+from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.gradients.order import GradientStage
+from recipes.algorithms.powersgd.block_gradients import Matrices, blocks_of, gradient_of, placements
+from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
+from recipes.algorithms.powersgd.overlap import Overlap
+from recipes.algorithms.powersgd.wire import bytes_sent
+from recipes.algorithms.sharding.shard import is_sharded
+from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
+
+FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
+
+
+class PowerSGD(Algorithm):
+    """Averages the gradients of the blocks' matrices as products of two thin matrices (Ramesh et al. 2021, E.2).
+
+    Between the machines of a run, `training.fsdp.replicas` in number: each device compresses its own part of each
+    matrix, and averages it with the devices that have that part on other machines. Without sharding each process is a
+    machine: DistributedDataParallel's own averaging is turned off. Gains, biases, embeddings and unembeddings are
+    averaged in 32-bit.
+    """
+
+    gradient_stage = GradientStage.AVERAGE
+
+    def __init__(
+        self,
+        task: nn.Module,
+        *,
+        rank: int,
+        overlap: bool = False,
+        wire: Literal["1-6-9", "32-bit"] = "1-6-9",
+        buffer: Literal["1-6-9", "32-bit"] = "1-6-9",
+        p_scale: float = 1.0,
+        q_scale: float = 1.0,
+        clip: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            rank: columns of the thin matrices of all devices of a machine together, a multiple of their number (the
+                paper: 512 to 896 over 8 devices, about a quarter of the width).
+            overlap: average a block while the backward pass goes on, for sharded models; else after it. The numbers are
+                the same.
+            wire: format in which they are sent.
+            buffer: format of what has not been sent yet, which is added to the next gradient.
+            p_scale: what P is multiplied by on the wire; 1-6-9 holds magnitudes from 2^-68 to just below 16.
+            q_scale: the same for Q.
+            clip: largest norm of the averaged gradient, computed from Q; null: none. In place of training.grad_clip.
+            seed: of the fixed Gaussian Q.
+
+        Raises:
+            ValueError: values out of range, a model without blocks.
+        """
+        if rank < 1 or p_scale <= 0 or q_scale <= 0 or (clip is not None and clip <= 0):
+            raise ValueError(
+                f"powersgd: rank must be at least 1, scales and clip above 0; got rank {rank}, p_scale {p_scale}, "
+                f"q_scale {q_scale}, clip {clip}"
+            )
+        blocks_of(task)  # it has some
+        self.task = task
+        self.rank = rank
+        self.overlap = overlap
+        self.formats = {"wire": FORMATS[wire], "buffer": FORMATS[buffer], "p_scale": p_scale, "q_scale": q_scale}
+        self.clip = clip
+        self.seed = seed
+        self.mesh: DeviceMesh | None = None
+        self.once = False
+        self.group: ProcessGroup | None = None  # the ranks that have this rank's part on each machine
+        self.shards: ProcessGroup | None = None  # the ranks of this machine
+        self.unscale: Callable[[int], None] | None = None  # set by who scales the gradients of the task's blocks
+        self.blocks: list[list[Matrices]] = []
+        self.others: list[nn.Parameter] = []
+        self.states: list[BlockState] = []
+        self.overlapped: Overlap[Compressed] | None = None
+        self.loaded: dict[str, Tensor] | None = None
+        self.skipped = 0
+
+    def divide(self, mesh: DeviceMesh, *, once: bool = False) -> dict[int, Shard]:
+        """How each of the blocks' matrices is to be divided over a machine's devices, by the parameter's id.
+
+        Args:
+            mesh: (machines, devices of each), by the names "replicate" and "shard".
+            once: gradients are averaged over a machine's devices once a batch, not after each microbatch.
+        """
+        self.mesh = mesh
+        self.once = once
+        return placements(self.task, mesh.size(1))
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.FIT_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.FIT_START:
+            self._begin(state)
+        elif event == Event.AFTER_TRAIN_BATCH:
+            logger.log_metrics(self._average(state))
+        elif self.overlapped is not None:
+            self.overlapped.begin(1 if self.once else passes_of_batch(state))
+
+    # --- the beginning -------------------------------------------------------------------------
+
+    def _begin(self, state: State) -> None:
+        if self.states:  # a second fit of the same trainer
+            return
+        self._check(state)
+        if self.mesh is None:
+            self.group, devices = dist.group.WORLD, 1
+            state.model.register_comm_hook(None, _leave_as_it_is)
+        else:
+            # A mesh of machines of one device may give the group of the whole world. What overlaps needs its own: where
+            # two threads use one at once, their messages are mixed up.
+            self.group, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.T.tolist())
+            self.shards = self.mesh.get_group("shard")
+            devices = self.mesh.size(1)
+        self.machines = dist.get_world_size(self.group)
+        self.blocks = blocks_of(self.task)  # sharding has put others in the parameters' place
+        inside = {id(matrices.parameter) for block in self.blocks for matrices in block}
+        self.others = [p for p in self.task.parameters() if p.requires_grad and id(p) not in inside]
+        self.compressor = LowRank(self.rank // devices, seed=self.seed, **self.formats)
+        for number, block in enumerate(self.blocks):
+            shapes = [shape for matrices in block for shape in matrices.shapes]
+            self.states.append(self.compressor.new_state(shapes, block[0].parameter.device, number))
+        if self.loaded is not None:
+            for block, block_state in zip(self.blocks, self.states, strict=True):
+                parts = [as_matrix(part) for m in block for part in m.parts_of(self.loaded[m.name])]
+                self.compressor.load_errors(block_state, parts, self.machines)
+            self.loaded = None
+        self.overlapped = self._overlapped() if self.overlap else None
+        self._report()
+
+    def _check(self, state: State) -> None:
+        if state.precision == Precision.AMP_FP16:
+            raise ValueError("powersgd: gradients are scaled under training.precision amp_fp16; use amp_bf16 or fp32")
+        if self.clip is not None and any(isinstance(a, ClipByNorm) for a in state.algorithms):
+            raise ValueError("powersgd: clip and training.grad_clip would both clip; set one of them to null")
+        if self.mesh is not None:
+            machines, devices = self.mesh.shape
+            if machines == 1:
+                raise ValueError(
+                    "powersgd: training.fsdp.replicas gives one machine, which has none to average with; remove "
+                    "powersgd (algorithms.powersgd=null), or set replicas to the number of machines"
+                )
+            if self.rank % devices:
+                raise ValueError(f"powersgd: rank {self.rank} is not divisible by the {devices} devices of a machine")
+            return
+        if is_sharded(self.task):
+            raise ValueError("powersgd: the model is sharded without training.fsdp; low-rank averaging cannot follow")
+        if not isinstance(state.model, DistributedDataParallel):
+            raise ValueError("powersgd: there is one process, which has none to average with; remove powersgd")
+        if self.overlap:
+            raise ValueError(
+                "powersgd: overlap needs training.fsdp, as DistributedDataParallel writes gradients at its end; set "
+                "training.fsdp.replicas to the number of processes for machines of one device, or overlap to false"
+            )
+
+    def _overlapped(self) -> Overlap[Compressed]:
+        modules = list(self.task.blocks())
+        owners = {id(p): number for number, module in enumerate(modules) for p in module.parameters()}
+        numbers = [owners[id(block[0].parameter)] for block in self.blocks]  # some modules may have no matrices
+        parameters = [[p for p in modules[number].parameters() if p.requires_grad] for number in numbers]
+        unscale = self.unscale
+        before = None if unscale is None else lambda block: unscale(numbers[block])
+        return Overlap(parameters, self._compress, before)
+
+    def _report(self) -> None:
+        shapes = [shape for block in self.blocks for matrices in block for shape in matrices.shapes]
+        sent = self.compressor.bytes_sent(shapes, self.machines)
+        plain = bytes_sent(sum(shape.numel() for shape in shapes), self.machines, FLOAT_32)
+        if dist.get_rank() == 0:
+            print(
+                f"powersgd: {len(shapes)} matrices in {len(self.blocks)} blocks, {self.machines} machines, {sent:,.0f} "
+                f"bytes sent a step and process in place of {plain:,.0f}",
+                flush=True,
+            )
+
+    # --- a step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _compress(self, number: int) -> Compressed:
+        """Steps 1 to 4 for a block."""
+        gradients = [gradient for matrices in self.blocks[number] for gradient in matrices.gradients()]
+        return self.compressor.compress(gradients, self.machines, self.states[number], self.group)
+
+    @torch.no_grad()
+    def _average(self, state: State) -> dict[str, float]:
+        """Steps 1 to 8, for all blocks."""
+        if self.overlapped is not None:
+            compressed = self.overlapped.finish()
+        else:
+            compressed = [self._compress(number) for number in range(len(self.blocks))]
+        others = [gradient_of(p) for p in self.others]
+        reduce_others(others, self.machines, self.group)
+        agreed = agree(compressed, others, self.group, self.shards)
+        factor = None
+        if self.clip is not None:
+            factor = (self.clip / agreed.norm).clamp(max=1.0)
+            for gradient in others:
+                gradient.mul_(factor)
+        for block, sent, block_state in zip(compressed, agreed.sent, self.states, strict=True):
+            self.compressor.finish(block, sent, block_state, self.machines, factor)
+        largest = torch.stack([block.largest for block in compressed]).amax(0)
+        norm, p_largest, q_largest = torch.cat([agreed.norm[None], largest]).tolist()
+        if norm == float("inf"):  # on every process alike
+            self.skipped += 1
+            for optimizer in state.optimizers:
+                optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
+        on_wire = {"powersgd/p_largest": p_largest, "powersgd/q_largest": q_largest}  # clamped at the format's largest
+        return {"powersgd/norm": norm, "powersgd/skipped": self.skipped, **on_wire}
+
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The sums of all machines' errors, by parameter, whole: they load on another number of machines and devices.
+
+        Composer writes the first rank's state of an algorithm, into sharded checkpoints too: what is sharded is
+        gathered for it, into host memory.
+        """
+        saved = super().state_dict()
+        if not self.states:
+            return saved
+        errors = {}
+        for block, block_state in zip(self.blocks, self.states, strict=True):
+            sums = iter(self.compressor.summed_errors(block_state, self.group))
+            for matrices in block:
+                total = matrices.whole(sums)
+                if dist.get_rank() == 0:
+                    errors[matrices.name] = total.cpu()
+        return saved | {"errors": errors, "skipped": self.skipped, "rank": self.rank, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the sums over; each process gets its share when training starts.
+
+        Raises:
+            ValueError: Q would be another, or the matrices are of another model.
+        """
+        if "errors" not in state:
+            return
+        for key in ("rank", "seed"):
+            if state[key] != getattr(self, key):
+                raise ValueError(
+                    f"powersgd: the checkpoint was written with {key} {state[key]}, the recipe says "
+                    f"{getattr(self, key)}; another Q in the middle of a run hurts it"
+                )
+        wanted = {matrices.name for block in blocks_of(self.task) for matrices in block}
+        wrong = sorted(wanted ^ set(state["errors"]))
+        if wrong:
+            raise ValueError(f"powersgd: the checkpoint's errors are of other matrices: {wrong[0]}")
+        self.loaded = state["errors"]
+        self.skipped = state["skipped"]
+
+
+def _leave_as_it_is(_, bucket):  # untyped: DistributedDataParallel refuses annotations that are strings
+    """A hook for DistributedDataParallel that averages nothing."""
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done

@@ -1,0 +1,123 @@
+"""A Triton kernel that updates all tensors of a group in one launch, moments in any of the formats.
+
+A step of AdamW does little with much memory, and a model has hundreds of small tensors: launched one by one, they would
+cost more than the memory. Here a table holds every tensor's addresses, and each program takes a piece of one of them.
+The arithmetic is that of `adam16.adamw_update` and `formats.Format16`.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from recipes.algorithms.sixteen_bit.formats import Format, Format16
+from recipes.algorithms.sixteen_bit.formats_kernel import decode_tile, encode_tile
+
+PIECE = 8192  # elements of a program
+TILE = 1024  # elements it holds at once
+
+
+@triton.jit
+def _update(
+    addresses,  # (tensors, 4) int64: values, gradient, mean, variance
+    sizes,  # (tensors,) int64
+    owners,  # (programs,) int32: the tensor that a program works on
+    starts,  # (programs,) int64: its first element
+    decay,
+    step_size,
+    root_correction,
+    beta1,
+    beta2,
+    eps,
+    clip,
+    MEAN_SIGNIFICAND: tl.constexpr,
+    MEAN_BIAS: tl.constexpr,
+    MEAN_LEAST: tl.constexpr,
+    VARIANCE_SIGNIFICAND: tl.constexpr,
+    VARIANCE_BIAS: tl.constexpr,
+    VARIANCE_LEAST: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    owner = tl.load(owners + program)
+    start = tl.load(starts + program)
+    size = tl.load(sizes + owner)
+    values = tl.load(addresses + 4 * owner).to(tl.pointer_type(tl.float32))
+    gradients = tl.load(addresses + 4 * owner + 1).to(tl.pointer_type(tl.float32))
+    if MEAN_SIGNIFICAND == 23:
+        means = tl.load(addresses + 4 * owner + 2).to(tl.pointer_type(tl.float32))
+        variances = tl.load(addresses + 4 * owner + 3).to(tl.pointer_type(tl.float32))
+    else:
+        means = tl.load(addresses + 4 * owner + 2).to(tl.pointer_type(tl.int16))
+        variances = tl.load(addresses + 4 * owner + 3).to(tl.pointer_type(tl.int16))
+    for tile in range(0, PIECE, TILE):
+        at = start + tile + tl.arange(0, TILE)
+        inside = at < size
+        value = tl.load(values + at, inside, other=0.0)
+        gradient = tl.load(gradients + at, inside, other=0.0)
+        mean = decode_tile(tl.load(means + at, inside, other=0), True, MEAN_SIGNIFICAND, MEAN_BIAS, MEAN_LEAST)
+        variance = decode_tile(
+            tl.load(variances + at, inside, other=0), False, VARIANCE_SIGNIFICAND, VARIANCE_BIAS, VARIANCE_LEAST
+        )
+        mean = mean + (1 - beta1) * (gradient - mean)
+        variance = variance * beta2 + (1 - beta2) * gradient * gradient
+        # As torch.clamp, it lets NaN through, where a minimum would hide it.
+        variance = tl.where(variance > clip, clip, variance)
+        root = tl.sqrt(variance) / root_correction + eps
+        tl.store(values + at, value - (decay * value + step_size * (mean / root)), inside)
+        tl.store(means + at, encode_tile(mean, True, MEAN_SIGNIFICAND, MEAN_BIAS, MEAN_LEAST), inside)
+        tl.store(
+            variances + at,
+            encode_tile(variance, False, VARIANCE_SIGNIFICAND, VARIANCE_BIAS, VARIANCE_LEAST),
+            inside,
+        )
+
+
+def update_all(
+    tensors: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    scalars: tuple[float, float, float],
+    formats: tuple[Format, Format],
+    betas: tuple[float, float],
+    eps: float,
+    variance_clip: float | None,
+) -> None:
+    """One step of AdamW on many tensors, in place, in one launch.
+
+    Args:
+        tensors: values (N,), gradient (N,), codes of the mean (N,) and of the variance (N,), all dense, of one device.
+        scalars: decay, step size and root correction, as in `adamw_update`.
+        formats: of the two kinds of codes.
+        betas: decays of mean and variance.
+        eps: added to the root.
+        variance_clip: largest variance, or None.
+    """
+    device = tensors[0][0].device
+    sizes = tuple(values.numel() for values, *_ in tensors)
+    size_table, owners, starts = _pieces(sizes, device)
+    addresses = torch.tensor([[t.data_ptr() for t in parts] for parts in tensors], dtype=torch.int64).to(device)
+    clip = float("inf") if variance_clip is None else variance_clip
+    constants = [number for fmt in formats for number in _constants(fmt)]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _update[(len(owners),)](
+            addresses, size_table, owners, starts, *scalars, *betas, eps, clip, *constants, PIECE=PIECE, TILE=TILE
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes of the tensors, and each program's tensor and first element."""
+    counts = torch.tensor([-(-size // PIECE) for size in sizes])
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    first = torch.cumsum(counts, 0) - counts
+    starts = (torch.arange(len(owners)) - first[owners]) * PIECE
+    return torch.tensor(sizes).to(device), owners.to(device, torch.int32), starts.to(device)
+
+
+def _constants(fmt: Format) -> tuple[int, int, float]:
+    return (fmt.significand, fmt.bias, fmt.least) if isinstance(fmt, Format16) else (23, 127, 0.0)

@@ -1,0 +1,161 @@
+"""Numbers of 16 bits with six bits of exponent (Ramesh et al. 2021, appendix D), packed in int16.
+
+| format | bits (sign-exponent-significand) | bias | least subnormal | least normal | largest | made for |
+| --- | --- | --- | --- | --- | --- | --- |
+| `MEAN_1_6_9` | 1-6-9 | 60 | 2^-68 | 2^-59 | 16 - 2^-6 = 15.984375 | Adam's mean, PowerSGD's error, P and Q |
+| `VARIANCE_0_6_10` | 0-6-10 | 61 | 2^-70 | 2^-60 | 8 - 2^-8 = 7.99609375 | Adam's variance |
+
+No code is reserved: there is neither an infinity nor a NaN, and all 65,536 codes are numbers. The biases follow from
+the largest value that must be held: for 1-6-9 the published one, slightly below 16; for 0-6-10 the smallest power of
+two above 5, where the variance is clipped. Its least subnormal has the root 2^-35, far below Adam's eps of 1e-8.
+
+Values are rounded to the nearest, ties to the even code; what lies outside of a format's range becomes its largest
+value (with the sign, or 0 where there is none), infinities too. NaN becomes a zero: who must know of it looks before.
+
+Everything is integer arithmetic and one exact addition of 32-bit floats: the same bits on a CPU and a GPU, compiled or
+not. A value that is a subnormal in 32-bit becomes 0 in every format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+INFINITY = 0x7F800000  # of a 32-bit float; larger magnitudes are NaNs
+FLOAT_BIAS, FLOAT_SIGNIFICAND = 127, 23
+
+
+@dataclass(frozen=True)
+class Format16:
+    """A 16-bit format of this module's kind.
+
+    Attributes:
+        name: sign, exponent and significand bits.
+        signed: whether the first bit is a sign.
+        significand: bits of the significand, the leading one not counted.
+        bias: of the exponent; the exponents of normal numbers are 1 - bias to 2^e - 1 - bias, with e exponent bits.
+    """
+
+    name: str
+    signed: bool
+    significand: int
+    bias: int
+
+    dtype = torch.int16  # of the codes
+    bits = 16
+
+    def __post_init__(self) -> None:
+        # What the arithmetic below rests on: 32-bit floats hold every value, the subnormal trick's constant included.
+        assert 1 - self.bias - self.significand > 1 - FLOAT_BIAS
+        assert (self.largest_code >> self.significand) - self.bias <= FLOAT_BIAS
+
+    @property
+    def largest_code(self) -> int:
+        """The code of the largest value."""
+        return 0x7FFF if self.signed else 0xFFFF
+
+    @property
+    def largest(self) -> float:
+        """The largest value."""
+        return (2.0 - 2.0**-self.significand) * 2.0 ** ((self.largest_code >> self.significand) - self.bias)
+
+    @property
+    def least_normal(self) -> float:
+        """The least value with a full significand."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def least(self) -> float:
+        """The least value above zero: the distance of subnormals."""
+        return 2.0 ** (1 - self.bias - self.significand)
+
+    @property
+    def constants(self) -> tuple[bool, int, int, float]:
+        """As the kernels take them."""
+        return self.signed, self.significand, self.bias, self.least
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Codes of the nearest values.
+
+        Args:
+            values: (...) float32.
+
+        Returns:
+            (...) int16; the codes of a format without a sign use all 16 bits, so that the upper half reads as negative.
+        """
+        if values.is_cuda:
+            return kernels().encode(values, self.constants)
+        shift = FLOAT_SIGNIFICAND - self.significand
+        offset = (FLOAT_BIAS - self.bias) << FLOAT_SIGNIFICAND  # a normal number's float: (code << shift) + offset
+        bits = values.view(torch.int32)
+        magnitude = bits & 0x7FFFFFFF
+        nothing = magnitude > INFINITY if self.signed else (magnitude > INFINITY) | (bits < 0)
+        magnitude = torch.where(nothing, 0, magnitude.clamp(max=(self.largest_code << shift) + offset))
+        # Normal: half of the last place, less one where the kept part is even, is added, and the rest cut off.
+        half = (1 << (shift - 1)) - 1 + ((magnitude >> shift) & 1)
+        normal = (magnitude - offset + half) >> shift
+        # Subnormal: a float whose last place is `least` is added, and the sum's rounding is the one that is wanted.
+        ruler = self.least * 2.0**FLOAT_SIGNIFICAND
+        ruler_bits = (1 - self.bias - self.significand + FLOAT_SIGNIFICAND + FLOAT_BIAS) << FLOAT_SIGNIFICAND
+        subnormal = (magnitude.view(torch.float32) + ruler).view(torch.int32) - ruler_bits
+        codes = torch.where(magnitude < (1 << FLOAT_SIGNIFICAND) + offset, subnormal, normal)
+        if self.signed:
+            codes = codes | ((bits >> 16) & 0x8000)
+        return codes.to(torch.int16)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The values of codes, exactly.
+
+        Args:
+            codes: (...) int16.
+
+        Returns:
+            (...) float32.
+        """
+        if codes.is_cuda:
+            return kernels().decode(codes, self.constants)
+        shift = FLOAT_SIGNIFICAND - self.significand
+        magnitude = codes.to(torch.int32) & self.largest_code
+        normal = (magnitude << shift) + ((FLOAT_BIAS - self.bias) << FLOAT_SIGNIFICAND)
+        subnormal = magnitude.to(torch.float32) * self.least
+        values = torch.where(magnitude < 1 << self.significand, subnormal, normal.view(torch.float32))
+        if self.signed:
+            bits = values.view(torch.int32)
+            bits |= codes.to(torch.int32) & -0x80000000  # which the code's sign was extended to
+        return values
+
+
+def kernels() -> ModuleType:
+    """The Triton kernels, imported on the first use of a GPU."""
+    from recipes.algorithms.sixteen_bit import formats_kernel
+
+    return formats_kernel
+
+
+@dataclass(frozen=True)
+class Float32:
+    """32-bit floats with the same methods, for what must not be rounded: codes are the values."""
+
+    name: str = "32-bit"
+
+    dtype = torch.float32
+    bits = 32
+    largest = torch.finfo(torch.float32).max
+
+    def encode(self, values: Tensor) -> Tensor:
+        """The values themselves, infinities and NaN included."""
+        return values
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The codes themselves."""
+        return codes
+
+
+Format = Format16 | Float32
+
+MEAN_1_6_9 = Format16("1-6-9", signed=True, significand=9, bias=60)
+VARIANCE_0_6_10 = Format16("0-6-10", signed=False, significand=10, bias=61)
+FLOAT_32 = Float32()

@@ -1,0 +1,90 @@
+"""From a checked component to the object it describes, nested components first. Imports only what is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data.manifest import Manifest
+from recipes.config.components import COMPONENTS
+from recipes.config.schema import Checker, Component
+
+
+def build(component: Any, **context: Any) -> Any:
+    """The object that a checked component describes, nested components first.
+
+    Args:
+        component: a Component; lists and dicts of them, and plain values, come back built or as they are.
+        context: what builders may ask for by naming it as a parameter before their `*`.
+    """
+    if isinstance(component, dict):
+        return {key: build(value, **context) for key, value in component.items()}
+    if isinstance(component, list | tuple):
+        return type(component)(build(value, **context) for value in component)
+    if not isinstance(component, Component):
+        return component
+    builder = import_builder(component)
+    wanted = [p.name for p in inspect.signature(builder).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    missing = [name for name in wanted if name not in context]
+    assert not missing, f"{component.target} asks for {missing}, which a {component.group} is not given"
+    arguments = {key: build(value, **context) for key, value in component.args.items()}
+    return builder(*(context[name] for name in wanted), **arguments)
+
+
+def import_builder(component: Component) -> Callable[..., Any]:
+    """The function or class that a component's target names."""
+    module, name = component.target.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def build_on_meta(component: Component, **context: Any) -> Any:
+    """As `build`, without memory for weights."""
+    import torch  # here, so that building a source or a filter does not wait for it
+
+    _import_all(component)  # a module imported under the meta device would keep meta tensors, or fail
+    with torch.device("meta"):
+        return build(component, **context)
+
+
+def _import_all(value: Any) -> None:
+    if isinstance(value, Component):
+        import_builder(value)
+        _import_all(value.args)
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _import_all(item)
+
+
+def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, Any]:
+    """The picture encoder and text encoder (None for a set of tokens) that made an encoded set, by its manifest.
+
+    Args:
+        manifest: of the set.
+        bundle: folder that may hold copies of local encoders, as `image_encoder` and `text_encoder`.
+
+    Raises:
+        ValueError: the manifest names encoders that are not there, or whose weights have changed.
+    """
+    built = []
+    for group, record in (("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)):
+        if record is None:
+            built.append(None)
+            continue
+        values = dict(record["component"])
+        if bundle is not None and (bundle / group).is_dir():
+            values["path"] = str(bundle / group)
+        checker = Checker(COMPONENTS)
+        component = checker.component(group, values, f"manifest.{group}")
+        if checker.errors or checker.missing:
+            raise ValueError("; ".join(checker.errors + checker.missing))
+        encoder = build(component)
+        if encoder.weights_hash != record["weights_hash"]:
+            raise ValueError(
+                f"manifest.{group}: the weights of {encoder.id} are not those that encoded the set "
+                f"(sha256 {encoder.weights_hash[:12]}, expected {record['weights_hash'][:12]}); encode it again"
+            )
+        built.append(encoder)
+    return built[0], built[1]

@@ -1,0 +1,120 @@
+"""What the scripts' command lines have in common: YAML, overrides, --help, --dry-run, and errors in one line each."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import load
+from recipes.config.schema import ROOT, Signature, read_section, read_signature, subsections
+from recipes.config.values import ConfigError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A read command line.
+
+    Attributes:
+        config: checked.
+        dry_run: only say what would be done.
+        missing: input paths that do not exist (only a dry run gets this far with any).
+    """
+
+    config: Any
+    dry_run: bool
+    missing: list[str]
+
+
+def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Command:
+    """YAML, overrides and flags to a checked config; prints help or errors and leaves where that is all to do."""
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text(cls, usage or ""))
+        sys.exit(0)
+    flags = [a for a in arguments if a == "--dry-run"]
+    rest = [a for a in arguments if a != "--dry-run"]
+    if not rest or "=" in rest[0] or rest[0].startswith("-"):
+        got = f", got {rest[0]!r}" if rest else ""
+        print((usage or "").strip(), file=sys.stderr)
+        fail([f"expected a YAML as the first argument{got} (--help lists the keys)"])
+    missing: list[str] = []
+    try:
+        config = load(rest[0], rest[1:], cls, missing if flags else None)
+    except ConfigError as error:
+        fail(error.lines)
+    return Command(config, bool(flags), missing)
+
+
+def fail(lines: list[str]) -> None:
+    """Write one line an error and leave with status 2."""
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Errors that a user can mend (ValueError, FileNotFoundError) end the program in one line, without a traceback."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        fail([str(error)])
+    except ValueError as error:
+        if type(error) is not ValueError or _from_a_library(error):
+            raise
+        fail([str(error)])
+
+
+def _from_a_library(error: ValueError) -> bool:
+    """Whether the error was raised outside this project: then its traceback is what helps."""
+    traceback = error.__traceback__
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    file = traceback.tb_frame.f_code.co_filename
+    return not file.startswith(str(ROOT)) or "site-packages" in file
+
+
+def help_text(cls: type, usage: str) -> str:
+    """Every fixed key with type, default and meaning, and the names of the components that they may hold."""
+    lines = [usage.strip(), "", "keys:"]
+    lines += _section_lines(cls, "")
+    lines += ["", "components ({name: ..., arguments}); docs/recipes.md lists their arguments:"]
+    lines += [f"  {group + ':':16} {', '.join(names)}" for group, names in groups_of(cls).items()]
+    return "\n".join(lines)
+
+
+def groups_of(cls: type) -> dict[str, list[str]]:
+    """Group -> names of its components, of all groups that a config of this class can hold."""
+    found: set[str] = set()
+
+    def follow(signature: Signature) -> None:
+        for parameter in signature.parameters.values():
+            for group in set(re.findall(r"(\w+) component", parameter.type_text)) - found:
+                found.add(group)
+                for target in COMPONENTS[group].values():
+                    follow(read_signature(target))
+
+    for section in (cls, *subsections(cls).values()):
+        follow(read_section(section))
+    return {group: list(names) for group, names in COMPONENTS.items() if group in found}
+
+
+def _section_lines(cls: type, prefix: str) -> list[str]:
+    inner = subsections(cls)
+    lines = []
+    for parameter in read_section(cls).parameters.values():
+        if parameter.name in inner:
+            lines += _section_lines(inner[parameter.name], f"{prefix}{parameter.name}.")
+            continue
+        default = "required" if parameter.required else f"default {parameter.default}"
+        lines.append(f"  {prefix}{parameter.name} ({parameter.type_text}; {default})\n      {parameter.doc}")
+    return lines
+
+
+def signatures() -> dict[str, dict[str, Signature]]:
+    """Every component's signature: group -> name -> signature."""
+    return {g: {name: read_signature(target) for name, target in names.items()} for g, names in COMPONENTS.items()}

@@ -1,0 +1,358 @@
+"""What a YAML may say, read from the source of the code it configures.
+
+A component is `{name: x, argument: value, ...}`. Its builder's keyword-only parameters are the allowed keys. They are
+read with `ast`, never by importing the builder: a misspelled key is reported in a fraction of a second, while importing
+torch and Composer takes many. Fixed sections are dataclasses, checked by the same rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.config.values import Component, ConfigError, plain, short, yaml_line
+
+ROOT = Path(__file__).resolve().parents[2]
+DURATION = re.compile(r"\d+(ba|ep|sp)|(\d+(\.\d*)?|\.\d+)dur")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+# Types that are strings with a promise, as messages and docs name them.
+ALIASES = {"Duration": "duration", "InputPath": "existing path", "ModelPath": "existing path or hub id"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One key of a component or section."""
+
+    name: str
+    annotation: ast.expr
+    required: bool
+    default: str
+    """As YAML on one line; empty where the key is required."""
+    doc: str
+
+    @property
+    def type_text(self) -> str:
+        return type_text(self.annotation)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The keys that a builder takes from YAML, and the first paragraph of its docstring."""
+
+    parameters: dict[str, Parameter]
+    doc: str
+
+
+def nearest(word: Any, allowed: Iterable[str]) -> str:
+    """A hint for an unknown name: the nearest allowed one, or all of them where none is near."""
+    allowed = sorted(allowed)
+    close = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.55)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    return f"allowed: {', '.join(allowed)}" if allowed else "nothing is allowed here"
+
+
+# --- reading signatures --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _module_tree(module: str) -> ast.Module:
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def _argument_docs(doc: str) -> dict[str, str]:
+    """The `Args:` section of a Google-style docstring, as one line an argument."""
+    docs: dict[str, str] = {}
+    inside, current = False, None
+    for line in doc.splitlines():
+        if line.strip() == "Args:":
+            inside = True
+        elif inside and line.strip() and not line.startswith(" "):
+            break
+        elif inside and (match := re.match(r"    (\w+)(?: \([^)]*\))?: (.*)", line)):
+            current = match[1]
+            docs[current] = match[2].strip()
+        elif inside and current and line.strip():
+            docs[current] += " " + line.strip()
+    return docs
+
+
+def _first_paragraph(doc: str) -> str:
+    return " ".join(doc.strip().split("\n\n")[0].split())
+
+
+@functools.cache
+def read_signature(target: str) -> Signature:
+    """The keyword-only parameters of "module:callable" (a function, or a class by its `__init__`), not importing it."""
+    module, _, name = target.partition(":")
+    node = next((n for n in _module_tree(module).body if getattr(n, "name", None) == name), None)
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef), f"{target}: no such function or class"
+    doc = ast.get_docstring(node) or ""
+    function = node
+    if isinstance(node, ast.ClassDef):
+        function = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        assert function is not None, f"{target}: a component class needs its own __init__"
+        doc = doc + "\n\n" + (ast.get_docstring(function) or "")
+    docs = _argument_docs(doc)
+    parameters = {}
+    for arg, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+        assert arg.annotation is not None, f"{target}: {arg.arg} has no type"
+        parameters[arg.arg] = Parameter(
+            name=arg.arg,
+            annotation=arg.annotation,
+            required=default is None,
+            default="" if default is None else yaml_line(plain(ast.literal_eval(default))),
+            doc=docs.get(arg.arg, ""),
+        )
+    return Signature(parameters, _first_paragraph(doc))
+
+
+@functools.cache
+def read_section(section: type) -> Signature:
+    """The fields of a dataclass as parameters; a string literal below a field is its documentation."""
+    tree = _module_tree(section.__module__)
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == section.__name__)
+    docs: dict[str, str] = {}
+    for field, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(following, ast.Expr):
+            docs[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(following.value)).split())
+    parameters = {}
+    for field in dataclasses.fields(section):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        default = "" if required else yaml_line(plain(_default(field)))
+        annotation = ast.parse(str(field.type), mode="eval").body
+        parameters[field.name] = Parameter(field.name, annotation, required, default, docs.get(field.name, ""))
+    return Signature(parameters, _first_paragraph(section.__doc__ or ""))
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default is not dataclasses.MISSING else field.default_factory()
+
+
+def subsections(section: type) -> dict[str, type]:
+    """Key -> dataclass, of the fields that are fixed sections themselves."""
+    namespace = vars(sys.modules[section.__module__])
+    named = {name: namespace.get(ast.unparse(p.annotation)) for name, p in read_section(section).parameters.items()}
+    return {name: inner for name, inner in named.items() if dataclasses.is_dataclass(inner)}
+
+
+# --- types ---------------------------------------------------------------------------------------------------------
+
+
+def type_text(annotation: ast.expr) -> str:
+    """A type as a reader of the docs wants it: a component is named by its group."""
+    if isinstance(annotation, ast.BinOp):
+        return f"{type_text(annotation.left)} | {type_text(annotation.right)}"
+    if isinstance(annotation, ast.Subscript):
+        base, inner = ast.unparse(annotation.value), annotation.slice
+        if base == "Annotated":
+            return f"{ast.literal_eval(inner.elts[1])} component"
+        if base == "Literal":
+            return " | ".join(f'"{v}"' if isinstance(v, str) else yaml_line(v) for v in _literals(inner))
+        return f"{base}[{', '.join(type_text(part) for part in _elements(inner))}]"
+    if isinstance(annotation, ast.Constant):
+        return {None: "null", ...: "..."}[annotation.value]
+    return ALIASES.get(ast.unparse(annotation), ast.unparse(annotation))
+
+
+def _elements(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+def _literals(node: ast.expr) -> list[Any]:
+    value = ast.literal_eval(node)
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def _alternatives(annotation: ast.expr) -> list[ast.expr]:
+    if isinstance(annotation, ast.BinOp):
+        return _alternatives(annotation.left) + _alternatives(annotation.right)
+    return [annotation]
+
+
+def _allows_null(options: list[ast.expr]) -> bool:
+    return any(ast.unparse(option) in ("None", "Any") for option in options)
+
+
+class Checker:
+    """Checks values against annotations, collecting every error instead of stopping at the first.
+
+    Args:
+        components: group -> name -> "module:callable".
+    """
+
+    def __init__(self, components: Mapping[str, Mapping[str, str]]) -> None:
+        self.components = components
+        self.errors: list[str] = []
+        self.missing: list[str] = []  # paths that do not exist: no error for a dry run
+
+    def fail(self, path: str, message: str) -> None:
+        self.errors.append(f"{path}: {message}")
+
+    def section(self, cls: type, values: Any, path: str) -> Any:
+        """An instance of the dataclass `cls`, or None after recording what is wrong."""
+        parameters = read_section(cls).parameters
+        if not isinstance(values, Mapping):
+            self.fail(path or cls.__name__, f"takes keys ({', '.join(parameters)}), got {short(values)}")
+            return None
+        # Whoever writes `global_batch` at the top means `training.global_batch`.
+        below = {f: f"{name}.{f}" for name, inner in subsections(cls).items() for f in read_section(inner).parameters}
+        checked = self._keys(parameters, values, path, "", vars(sys.modules[cls.__module__]), below)
+        if checked is None:
+            return None
+        try:
+            return cls(**checked)
+        except ConfigError as error:
+            self.errors += [f"{path}.{line}" if path else line for line in error.lines]
+            return None
+
+    def component(self, group: str, value: Any, path: str) -> Component | None:
+        """A Component of `group`, its arguments checked against its builder's keywords."""
+        builders = self.components[group]
+        if not isinstance(value, Mapping):
+            hint = nearest(value if isinstance(value, str) else "", builders)
+            self.fail(path, f"got {short(value)}; `{group}` components are {{name: ..., arguments}}; {hint}")
+            return None
+        if "name" not in value:
+            close = difflib.get_close_matches("name", [str(key) for key in value], n=1, cutoff=0.7)
+            if close:
+                self.fail(f"{path}.{close[0]}", f"unknown key of a {group} component; did you mean `name`?")
+            else:
+                self.fail(f"{path}.name", f"missing; which {group} is it? {nearest('', builders)}")
+            return None
+        name = value["name"]
+        if not isinstance(name, str) or name not in builders:
+            self.fail(f"{path}.name", f"unknown {group} {short(name)}; {nearest(name, builders)}")
+            return None
+        args = {key: item for key, item in value.items() if key != "name"}
+        parameters = read_signature(builders[name]).parameters
+        checked = self._keys(parameters, args, path, f" of {group} `{name}`", {}, {})
+        return None if checked is None else Component(group, name, checked, builders[name], path)
+
+    def _keys(
+        self,
+        parameters: Mapping[str, Parameter],
+        values: Mapping,
+        path: str,
+        owner: str,
+        namespace: Mapping[str, Any],
+        below: Mapping[str, str],
+    ) -> dict[str, Any] | None:
+        before = len(self.errors)
+        checked = {}
+        prefix = f"{path}." if path else ""
+        for key, value in values.items():
+            if key in parameters:
+                checked[key] = self.value(parameters[key].annotation, value, f"{prefix}{key}", namespace)
+                continue
+            hint = f"did you mean `{prefix}{below[key]}`?" if key in below else nearest(key, parameters)
+            self.fail(f"{prefix}{key}", f"unknown key{owner}; {hint}")
+        for key, parameter in parameters.items():
+            if parameter.required and key not in values:
+                self.fail(f"{prefix}{key}", f"missing{owner}; expected {parameter.type_text}")
+        return checked if len(self.errors) == before else None
+
+    def value(self, annotation: ast.expr, value: Any, path: str, namespace: Mapping[str, Any]) -> Any:
+        """`value` as the annotated type (1e3 becomes an int where an int is meant), components and sections checked."""
+        options = _alternatives(annotation)
+        if value is None:
+            if not _allows_null(options):
+                self.fail(path, f"expected {type_text(annotation)}, got null")
+            return None
+        attempts = []
+        for option in options:
+            attempt = Checker(self.components)
+            result = attempt._one(option, value, path, namespace)
+            if not attempt.errors:
+                self.missing += attempt.missing
+                return result
+            attempts.append(attempt.errors)
+        # Some know more than "expected A": which key of a component is wrong, which literal is near.
+        inner = [errors for errors in attempts if not errors[0].startswith(f"{path}: expected")]
+        self.errors += inner[0] if inner else [f"{path}: expected {type_text(annotation)}, got {short(value)}"]
+        return None
+
+    def _one(self, option: ast.expr, value: Any, path: str, namespace: Mapping[str, Any]) -> Any:
+        if isinstance(option, ast.Subscript):
+            return self._subscript(option, value, path, namespace)
+        name = ast.unparse(option)
+        if dataclasses.is_dataclass(namespace.get(name)):
+            return self.section(namespace[name], value, path)
+        return self._scalar(name, value, path)
+
+    def _subscript(self, option: ast.Subscript, value: Any, path: str, namespace: Mapping[str, Any]) -> Any:
+        base, inner = ast.unparse(option.value), option.slice
+        if base == "Annotated":
+            return self.component(ast.literal_eval(inner.elts[1]), value, path)
+        if base == "Literal":
+            return self._literal(_literals(inner), value, path)
+        if base == "list" and isinstance(value, list | tuple):
+            return [self.value(inner, item, f"{path}.{i}", namespace) for i, item in enumerate(value)]
+        if base == "tuple" and isinstance(value, list | tuple):
+            kinds = _elements(inner)
+            if type_text(kinds[-1]) == "...":
+                kinds = kinds[:1] * len(value)
+            if len(kinds) == len(value):
+                pairs = zip(kinds, value, strict=True)
+                return tuple(self.value(kind, item, f"{path}.{i}", namespace) for i, (kind, item) in enumerate(pairs))
+        if base == "dict" and isinstance(value, Mapping):
+            kind = inner.elts[1]
+            # A label set to null removes an entry that a base recipe has.
+            kept = {k: v for k, v in value.items() if v is not None or _allows_null(_alternatives(kind))}
+            return {str(k): self.value(kind, v, f"{path}.{k}", namespace) for k, v in kept.items()}
+        self.fail(path, f"expected {type_text(option)}")
+        return None
+
+    def _literal(self, allowed: list[Any], value: Any, path: str) -> Any:
+        if any(type(item) is type(value) and item == value for item in allowed):
+            return value
+        texts = [item for item in allowed if isinstance(item, str)]
+        close = isinstance(value, str) and difflib.get_close_matches(value, texts, n=1, cutoff=0.5)
+        self.fail(path, f"got {value!r}; did you mean `{close[0]}`?" if close else "expected one of its literals")
+        return None
+
+    def _scalar(self, kind: str, value: Any, path: str) -> Any:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind == "Any":
+            return value
+        if kind == "bool" and isinstance(value, bool):
+            return value
+        if kind == "int" and number and float(value).is_integer():
+            return int(value)
+        if kind == "float" and number:
+            return float(value)
+        if kind == "str" and (isinstance(value, str) or number):
+            return str(value)
+        if kind == "dict" and isinstance(value, Mapping):
+            return dict(value)
+        if kind == "Duration" and (isinstance(value, str) or number):
+            if not DURATION.fullmatch(str(value)):
+                self.fail(
+                    path, f"{short(value)} is no duration; write a number and a unit, such as 500ba, 2ep or 0.5dur"
+                )
+            return value
+        if kind in ("InputPath", "ModelPath") and isinstance(value, str):
+            return self._input(kind, value, path)
+        self.fail(path, f"expected {kind}")
+        return None
+
+    def _input(self, kind: str, value: str, path: str) -> str:
+        if "://" in value:
+            return value
+        local = os.path.expanduser(value)
+        if not os.path.exists(local) and not (kind == "ModelPath" and HUB_ID.fullmatch(value)):
+            also = ", and it has not the form owner/name of a hub id" if kind == "ModelPath" else ""
+            self.missing.append(f"{path}: `{value}` does not exist (looked in {os.getcwd()}){also}")
+        return local

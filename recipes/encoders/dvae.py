@@ -1,0 +1,73 @@
+"""DALL-E's discrete autoencoder: pictures to a grid of codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from recipes.encoders.base import Precision, TokenEncoder
+from recipes.models.dvae.network import DOWNSAMPLE, load_dvae
+
+
+def dvae(
+    *,
+    path: InputPath,
+    precision: Literal["fp16", "bf16", "fp32"] = "fp32",
+    channels_last: bool = True,
+) -> DVAEEncoder:
+    """A dVAE: exported by a run of the recipes here, or in the layout of the public release. Nothing is unpickled.
+
+    The token of a place is the likeliest code. Where two are nearly as likely, another precision, device or batch size
+    can round the other way.
+
+    Args:
+        path: a local folder with the dVAE's files (see `recipes.models.dvae.network.load_dvae`).
+        precision: number format of inference (logits and what makes them are 32-bit); on a CPU fp16 becomes fp32.
+        channels_last: memory layout of the convolutions; faster in half precision on GPUs.
+
+    Raises:
+        FileNotFoundError: the folder lacks one of its files.
+        ValueError: files of another model.
+    """
+    folder = Path(path).expanduser()
+
+    def load() -> nn.Module:
+        network = load_dvae(folder)
+        return network.to(memory_format=torch.channels_last) if channels_last else network
+
+    return DVAEEncoder(load, str(path), precision)
+
+
+class DVAEEncoder(TokenEncoder):
+    """See `dvae`."""
+
+    def __init__(self, load, id: str, precision: Precision) -> None:
+        super().__init__(load, id, precision)
+        self.downsample = DOWNSAMPLE
+        self.codes = self.module.codes
+        self._head = {name: tensor.clone() for name, tensor in self._output().state_dict().items()}
+        if self.codes > 1 << 16:
+            raise ValueError(f"image_encoder.path: {id} has {self.codes} codes, 65,536 fit into the stored format")
+
+    def to(self, device: str | torch.device) -> Self:
+        """As `Encoder.to`, but the convolution that makes the logits keeps its weights in 32-bit, as in training."""
+        super().to(device)
+        self._output().float().load_state_dict(self._head)
+        return self
+
+    def _output(self) -> nn.Module:
+        return self.module.encoder.blocks.output.conv
+
+    @torch.no_grad()
+    def logits(self, images: Tensor, exact: bool = False) -> Tensor:
+        """See `TokenEncoder.logits`."""
+        return self._network(exact)[0].logits(images.float().div(255.0))
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """See `TokenEncoder.decode`."""
+        return self._network(exact=False)[0].decode(tokens)

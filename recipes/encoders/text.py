@@ -1,0 +1,248 @@
+"""CLIP text encoders: OpenCLIP's (as Stable Diffusion 2 uses it, or trained here) and Hugging Face's."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from data.aliases import InputPath
+from recipes.encoders.base import ModelPath, Precision, TextEncoder, cannot_load
+
+LOCAL = "local-dir:"
+
+
+def open_clip_text(
+    *,
+    path: InputPath | None = None,
+    model: str = "ViT-H-14",
+    pretrained: str | None = None,
+    layer: Literal["penultimate", "last"] = "penultimate",
+    precision: Literal["fp16", "bf16", "fp32"] = "fp16",
+) -> OpenClipText:
+    """The text tower of an OpenCLIP model, without its projection. The default layer is Stable Diffusion 2's.
+
+    Args:
+        path: a local folder with open_clip_config.json and open_clip_model.safetensors, instead of the next two keys.
+        model: a model of open_clip, or local-dir:FOLDER, which is the same as `path`.
+        pretrained: a tag of open_clip's weights (laion2b_s32b_b79k), or a local .safetensors file.
+        layer: the block whose output is normalised by the final layer norm and kept.
+        precision: number format of inference; on a CPU fp16 becomes fp32.
+
+    Raises:
+        FileNotFoundError: a local folder or file is missing.
+        ValueError: an unknown model or tag, or a text tower of another kind than CLIP's.
+    """
+    import open_clip
+
+    if path is not None:
+        model = LOCAL + str(Path(path).expanduser())
+    _check_names(open_clip, model, pretrained, "text_encoder")
+    id = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
+
+    def load() -> nn.Module:
+        return Tower(load_open_clip(model, pretrained, "text_encoder"), id)
+
+    return OpenClipText(load, id, precision, layer, open_clip.get_tokenizer(model))
+
+
+def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
+    """A model of open_clip with its weights, on the CPU.
+
+    Args:
+        model: local-dir:FOLDER, or a name that open_clip lists.
+        pretrained: a tag of its weights or a local .safetensors file; None for a folder.
+        key: who asks, for messages.
+
+    Raises:
+        FileNotFoundError: a local folder or file is missing.
+        ValueError: an unknown model or tag, or one that cannot be loaded.
+    """
+    import open_clip
+
+    _check_names(open_clip, model, pretrained, key)
+    try:
+        # No towers' own weights: a config from somewhere must not make open_clip fetch other models.
+        return open_clip.create_model(model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False)
+    except (OSError, RuntimeError) as error:  # no network; weights of other shapes than the config
+        name = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
+        raise cannot_load(key, name, error) from error
+
+
+def _check_names(open_clip: Any, model: str, pretrained: str | None, key: str) -> None:
+    if model.startswith(LOCAL):
+        if pretrained is not None:
+            raise ValueError(f"{key}.pretrained: a local folder has its own weights; remove the key")
+        for name in ("open_clip_config.json", "open_clip_model.safetensors"):
+            file = Path(model.removeprefix(LOCAL)) / name
+            if not file.is_file():
+                raise FileNotFoundError(f"{key}.path: no file {file}: name a folder in open_clip's format")
+        return
+    models = open_clip.list_models()
+    if model not in models:
+        close = difflib.get_close_matches(model, models, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else "open_clip.list_models() lists them"
+        raise ValueError(f"{key}.model: open_clip knows no {model}; {hint}")
+    if pretrained is None:
+        raise ValueError(f"{key}.pretrained: missing; {model} alone has random weights")
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    if pretrained in tags:
+        return
+    if Path(pretrained).suffix != ".safetensors":
+        raise ValueError(
+            f"{key}.pretrained: {pretrained} is neither a .safetensors file nor a tag of {model}; "
+            f"tags: {', '.join(tags) or 'none'}"
+        )
+    if not Path(pretrained).is_file():
+        raise FileNotFoundError(f"{key}.pretrained: no file {pretrained}")
+
+
+class Tower(nn.Module):
+    """The parts of an OpenCLIP model that make token vectors; the visual tower stays behind."""
+
+    def __init__(self, clip: nn.Module, id: str) -> None:
+        super().__init__()
+        text = getattr(clip, "text", clip)  # CustomTextCLIP keeps the tower apart, CLIP has its parts itself
+        positions = getattr(text, "positional_embedding", None)
+        if not isinstance(positions, Tensor) or getattr(text, "cls_emb", None) is not None:
+            raise ValueError(f"text_encoder.model: {id} has no text tower of CLIP's kind; use another, or hf_clip_text")
+        self.token_embedding = text.token_embedding
+        self.positional_embedding = positions  # LD
+        self.blocks = text.transformer.resblocks
+        self.batch_first = text.transformer.batch_first
+        self.ln_final = text.ln_final
+        self.register_buffer("attn_mask", text.attn_mask, persistent=False)  # LL, or None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token vectors (B, L, D) of tokens int64 (B, L), after every block and the final layer norm."""
+        x = self.token_embedding(tokens) + self.positional_embedding  # BLD
+        x = x if self.batch_first else x.transpose(0, 1)
+        for block in self.blocks:
+            x = block(x, attn_mask=self.attn_mask)
+        return self.ln_final(x if self.batch_first else x.transpose(0, 1))
+
+
+class OpenClipText(TextEncoder):
+    """See `open_clip_text`."""
+
+    def __init__(self, load, id: str, precision: Precision, layer: str, tokenize: Any) -> None:
+        self.layer = layer
+        super().__init__(load, f"{id} ({layer} layer)", precision)
+        self.length, self.width = self.module.positional_embedding.shape
+        self.tokenize = tokenize
+        self.tokenizer_id = f"open_clip {type(tokenize).__name__}, vocabulary {_size(tokenize)}"
+        if tokenize.context_length != self.length:
+            raise ValueError(
+                f"text_encoder.model: {id} has {self.length} positions, its tokenizer gives {tokenize.context_length}; "
+                "correct context_length in its config"
+            )
+        _check_vocabulary(id, tokenize, self.module.token_embedding.num_embeddings)
+
+    @torch.no_grad()
+    def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:
+        """See `TextEncoder.encode_tokens`."""
+        return self._network(exact)[0](tokens).float()
+
+    def _prepare(self, module: nn.Module) -> nn.Module:
+        if self.layer == "penultimate":
+            module.blocks = module.blocks[:-1]
+        return module
+
+
+def hf_clip_text(
+    *,
+    path: ModelPath,
+    subfolder: str | None = None,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    layer: Literal["penultimate", "last"] = "last",
+    precision: Literal["fp16", "bf16", "fp32"] = "fp16",
+) -> HFClipText:
+    """A `CLIPTextModel` of transformers. Only safetensors are read.
+
+    Stable Diffusion 2's own pipeline stores ViT-H/14 without its last block: there "last" is already the penultimate
+    layer of the original.
+
+    Args:
+        path: hub id (owner/name), or a local folder with config.json, model.safetensors and the tokenizer's files.
+        subfolder: folder of the model inside of `path`, such as "text_encoder" in a whole pipeline.
+        tokenizer: folder of the tokenizer inside of `path`, such as "tokenizer"; None for the model's.
+        revision: branch, tag or commit of a hub id.
+        layer: the block whose output is normalised by the final layer norm and kept.
+        precision: number format of inference; on a CPU fp16 becomes fp32.
+
+    Raises:
+        FileNotFoundError: a local folder lacks one of its files.
+    """
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+    local = Path(path).expanduser().is_dir()
+    root = str(Path(path).expanduser()) if local else path
+    words = subfolder if tokenizer is None else tokenizer
+    if local:
+        for file in (Path(subfolder or "") / "config.json", Path(words or "") / "vocab.json"):
+            if not (Path(root) / file).is_file():
+                raise FileNotFoundError(f"text_encoder.path: no file {Path(root) / file}: name a CLIP text model")
+    source = {"revision": revision or "main", "local_files_only": local}
+
+    def load() -> nn.Module:
+        return CLIPTextModel.from_pretrained(
+            root, subfolder=subfolder or "", use_safetensors=True, torch_dtype=torch.float32, **source
+        )
+
+    id = path if subfolder is None else f"{path}/{subfolder}"
+    try:
+        return HFClipText(
+            load, id, precision, layer, CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source)
+        )
+    except OSError as error:  # what the hub's client makes of a missing network, repository or file
+        raise cannot_load("text_encoder.path", path, error) from error
+
+
+class HFClipText(TextEncoder):
+    """See `hf_clip_text`."""
+
+    def __init__(self, load, id: str, precision: Precision, layer: str, tokenizer: Any) -> None:
+        self.layer = layer
+        super().__init__(load, f"{id} ({layer} layer)", precision)
+        self.length = min(self.module.config.max_position_embeddings, tokenizer.model_max_length)
+        self.width = self.module.config.hidden_size
+        self.tokenize = _Padded(tokenizer, self.length)
+        self.tokenizer_id = f"transformers {type(tokenizer).__name__}, vocabulary {len(tokenizer)}"
+        _check_vocabulary(id, tokenizer, self.module.config.vocab_size)
+
+    @torch.no_grad()
+    def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:
+        """See `TextEncoder.encode_tokens`."""
+        return self._network(exact)[0](input_ids=tokens).last_hidden_state.float()
+
+    def _prepare(self, module: nn.Module) -> nn.Module:
+        if self.layer == "penultimate":
+            module.text_model.encoder.layers = module.text_model.encoder.layers[:-1]
+        return module
+
+
+class _Padded:
+    """A transformers tokenizer that gives rows of one length."""
+
+    def __init__(self, tokenizer: Any, length: int) -> None:
+        self.tokenizer, self.length = tokenizer, length
+
+    def __call__(self, captions: list[str]) -> Tensor:
+        """int64 (B, length)."""
+        rows = self.tokenizer(captions, padding="max_length", max_length=self.length, truncation=True)
+        return torch.tensor(rows["input_ids"], dtype=torch.int64)
+
+
+def _size(tokenizer: Any) -> int:
+    size = getattr(tokenizer, "vocab_size", None)
+    return size if size is not None else len(tokenizer.tokenizer)
+
+
+def _check_vocabulary(id: str, tokenizer: Any, rows: int) -> None:
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else _size(tokenizer)
+    if size > rows:
+        raise ValueError(f"text_encoder: {id} embeds {rows} tokens, its tokenizer has {size}; they do not fit together")

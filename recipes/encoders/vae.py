@@ -1,0 +1,93 @@
+"""KL autoencoders of diffusers: Stable Diffusion's, or one trained here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from recipes.encoders.base import LatentEncoder, ModelPath, Precision, cannot_load
+
+
+def kl_vae(
+    *,
+    path: ModelPath,
+    subfolder: str | None = None,
+    revision: str | None = None,
+    precision: Literal["fp16", "bf16", "fp32"] = "fp16",
+    channels_last: bool = True,
+    slicing: bool = False,
+) -> KLVae:
+    """A diffusers `AutoencoderKL`. Only safetensors are read.
+
+    Args:
+        path: hub id (owner/name), or a local folder with config.json and diffusion_pytorch_model.safetensors.
+        subfolder: folder inside of `path`, such as "vae" in a whole pipeline.
+        revision: branch, tag or commit of a hub id.
+        precision: number format of inference; on a CPU fp16 becomes fp32.
+        channels_last: memory layout of the convolutions; faster in half precision on GPUs.
+        slicing: encode one picture at a time, for less memory at high resolutions.
+
+    Raises:
+        FileNotFoundError: a local folder lacks one of its files.
+        ValueError: a kind of VAE whose normalisation is not known here.
+    """
+    from diffusers import AutoencoderKL
+
+    folder = Path(path).expanduser() / (subfolder or "")
+    local = Path(path).expanduser().is_dir()
+    if local:
+        for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"image_encoder.path: no file {folder / name}: name a diffusers VAE folder")
+
+    def load() -> nn.Module:
+        source = {"local_files_only": True} if local else {"subfolder": subfolder, "revision": revision}
+        try:
+            vae = AutoencoderKL.from_pretrained(
+                str(folder) if local else path, use_safetensors=True, low_cpu_mem_usage=False, **source
+            )
+        except OSError as error:  # what the hub's client makes of a missing network, repository or file
+            raise cannot_load("image_encoder.path", path, error) from error
+        vae.use_slicing = slicing
+        return vae.to(memory_format=torch.channels_last) if channels_last else vae
+
+    return KLVae(load, path if subfolder is None else f"{path}/{subfolder}", precision)
+
+
+class KLVae(LatentEncoder):
+    """See `kl_vae`."""
+
+    def __init__(self, load, id: str, precision: Precision) -> None:
+        super().__init__(load, id, precision)
+        config = self.module.config
+        if config.get("latents_mean") is not None or config.get("latents_std") is not None:
+            raise ValueError(
+                f"image_encoder.path: {id} normalises its latents per channel (latents_mean, latents_std), which is "
+                "not supported; use a VAE with scaling_factor"
+            )
+        self.channels = int(config.latent_channels)
+        self.downsample = 2 ** (len(config.block_out_channels) - 1)
+        self.scaling_factor = float(config.scaling_factor)
+        self.shift_factor = float(config.shift_factor or 0.0)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
+        """See `LatentEncoder.encode`."""
+        vae, dtype = self._network(exact)
+        pixels = images.float().div_(127.5).sub_(1.0).to(dtype)  # B3HW in [-1, 1]
+        moments = vae.encode(pixels).latent_dist.parameters.float()  # B(2C)hw
+        mean, log_variance = moments.chunk(2, dim=1)
+        # The bounds are those of diffusers' DiagonalGaussianDistribution; fp16 would round the exponential.
+        std = log_variance.clamp(-30.0, 20.0).mul(0.5).exp()
+        return (mean - self.shift_factor) * self.scaling_factor, std * self.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """See `LatentEncoder.decode`."""
+        vae, dtype = self._network(exact=False)
+        raw = latents.float() / self.scaling_factor + self.shift_factor
+        pixels = vae.decode(raw.to(dtype)).sample  # B3HW in about [-1, 1]
+        return pixels.float().add(1.0).div(2.0).clamp(0.0, 1.0)

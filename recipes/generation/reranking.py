@@ -1,0 +1,82 @@
+"""The best of several pictures of a caption, by a contrastive model (DALL-E, Ramesh et al. 2021, section 2.6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recipes.encoders.text import LOCAL, load_open_clip
+
+
+class Reranker:
+    """An open_clip model that says how well a picture fits a caption.
+
+    Args:
+        name: folder in open_clip's format, such as the export of a `contrastive_text` run, or MODEL/TAG of open_clip's
+            own lists.
+        device: where it runs.
+
+    Raises:
+        FileNotFoundError: the folder is not there, or lacks a file.
+        ValueError: open_clip knows no such model or tag, or it cannot be loaded.
+    """
+
+    def __init__(self, name: str, device: str) -> None:
+        import open_clip
+
+        folder = Path(name).expanduser()
+        model, _, tag = name.partition("/")
+        known = model in open_clip.list_models() and tag and not folder.exists()
+        model, tag = (model, tag) if known else (f"{LOCAL}{folder}", None)
+        self.network: Any = load_open_clip(model, tag, "rerank").to(device).eval()
+        self.tokenize = open_clip.get_tokenizer(model)
+        self.device = device
+        visual = self.network.visual
+        size = visual.image_size
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        mean, std = (torch.tensor(visual.preprocess_cfg[key], device=device) for key in ("mean", "std"))
+        self.mean, self.std = mean[:, None, None], std[:, None, None]
+
+    @torch.no_grad()
+    def scores(self, captions: list[str], pictures: np.ndarray, batch: int = 64) -> np.ndarray:
+        """The cosine between the embeddings of each picture and its caption, (N,) 32-bit.
+
+        Args:
+            captions: N.
+            pictures: (N, H, W, 3) uint8.
+            batch: pictures embedded at once.
+        """
+        found = []
+        for start in range(0, len(captions), batch):
+            pixels = torch.from_numpy(pictures[start : start + batch]).to(self.device)
+            texts = self.tokenize(captions[start : start + batch]).to(self.device)
+            image = self.network.encode_image(self._prepare(pixels), normalize=True)  # (B, E)
+            text = self.network.encode_text(texts, normalize=True)  # (B, E)
+            found.append((image.float() * text.float()).sum(1).cpu().numpy())
+        return np.concatenate(found)
+
+    def _prepare(self, pixels: Tensor) -> Tensor:
+        """uint8 (B, H, W, 3) to what the picture tower takes, (B, 3, h, w)."""
+        images = pixels.permute(0, 3, 1, 2).float() / 255
+        if images.shape[2:] != self.size:
+            images = nn.functional.interpolate(images, self.size, mode="bicubic", antialias=True).clamp(0, 1)
+        return (images - self.mean) / self.std
+
+
+def best(scores: np.ndarray, candidates: int, keep: int) -> np.ndarray:
+    """Which of the pictures to keep of each caption, the best first.
+
+    Args:
+        scores: (captions * candidates,), the candidates of a caption one after the other.
+        candidates: pictures of a caption.
+        keep: how many of them.
+
+    Returns:
+        (captions * keep,) indices into `scores`.
+    """
+    order = np.argsort(-scores.reshape(-1, candidates), axis=1, kind="stable")[:, :keep]
+    return (order + candidates * np.arange(len(order))[:, None]).reshape(-1)

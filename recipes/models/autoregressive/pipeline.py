@@ -1,0 +1,151 @@
+"""An exported run on tokens put together for sampling: transformer, vocabulary and dVAE."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from data.bpe import Vocabulary
+from data.image_grid import to_uint8
+from data.manifest import Manifest
+from data.transforms import resize_and_crop
+from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_tokens, uniforms
+from recipes.models.autoregressive.task import load_transformer
+from recipes.models.autoregressive.transformer import TokenTransformer
+from recipes.models.sampling import Precision, SamplingProgress, autocast
+
+
+@dataclass
+class Pipeline:
+    """Captions, and the upper rows of a picture where one is given, to pictures.
+
+    Attributes:
+        network: on `device`.
+        image_encoder: the dVAE, to tokens and back.
+        vocabulary: of the captions.
+        resolution: of training, in pixels.
+    """
+
+    network: TokenTransformer
+    image_encoder: Any
+    vocabulary: Vocabulary
+    resolution: int
+    device: str
+    precision: Precision
+
+    def generate(
+        self,
+        captions: list[str],
+        *,
+        seeds: list[int],
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        guidance: float = 1.0,
+        batch: int = 16,
+        picture: Path | None = None,
+        rows: int | None = None,
+    ) -> np.ndarray:
+        """One picture a caption: (N, H, W, 3) uint8. A picture depends on its caption and seed, not on its batch.
+
+        Args:
+            captions: equal ones that follow each other are cheaper than different ones.
+            seeds: of each picture.
+            temperature, top_k, top_p, guidance: see `Choice`.
+            batch: pictures drawn at once.
+            picture: a file whose upper rows are kept; its middle square is taken.
+            rows: how many rows of the grid of tokens are kept; None: 15 of 32, as in the paper, or that share.
+
+        Raises:
+            ValueError: numbers out of range, rows without a picture, a file that is no picture.
+        """
+        if batch < 1:
+            raise ValueError(f"--batch must be at least 1, got {batch}")
+        choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, guidance=guidance)
+        given = self._given(picture, rows)
+        layout = self.network.layout
+        grids, progress, done = [], SamplingProgress(len(captions)), 0
+        for texts, each in jobs(captions, batch):
+            part = seeds[done : done + len(texts) * each]
+            done += len(part)
+            text = pad_captions([self.vocabulary.encode(caption) for caption in texts], layout.text).to(self.device)
+            uniform = uniforms(part, layout.image).unflatten(0, (len(texts), each)).to(self.device)
+            with autocast(self.device, self.precision):
+                tokens = sample_tokens(self.network, text, uniform, choice, given.expand(len(texts), -1))
+            grid = tokens.flatten(0, 1).unflatten(1, (layout.side, layout.side))  # (B, R, R)
+            grids.append(to_uint8(self.image_encoder.decode(grid)))
+            progress.say(done)
+        return np.concatenate(grids)
+
+    def _given(self, picture: Path | None, rows: int | None) -> Tensor:
+        """(1, m) int64, the first m image tokens: those of the picture's upper rows."""
+        side = self.network.layout.side
+        if picture is None:
+            if rows is not None:
+                raise ValueError("--rows: give the picture whose rows are kept: --picture FILE")
+            return torch.zeros(1, 0, dtype=torch.int64, device=self.device)
+        rows = max(1, 15 * side // 32) if rows is None else rows
+        if not 0 <= rows <= side:
+            raise ValueError(f"--rows: {rows}; the grid of tokens has {side} rows")
+        try:
+            with Image.open(picture) as image:
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+        except OSError as error:  # also what Pillow calls a file that is no picture
+            raise ValueError(f"--picture: {picture} is not readable as a picture ({error})") from None
+        pixels, _ = resize_and_crop(upright, self.resolution)
+        pixels = torch.from_numpy(pixels.copy())[None, None].to(self.device)  # (1, 1, R, R, 3)
+        tokens = self.image_encoder.store(pixels).arrays["tokens"][:, 0].long()  # (1, N)
+        return tokens[:, : rows * side]
+
+
+def jobs(captions: list[str], batch: int) -> Iterator[tuple[list[str], int]]:
+    """Captions in their order as (different captions, pictures of each), at most `batch` pictures a job.
+
+    Runs of one caption are cut into parts of at most `batch`; neighbouring parts of one length go together.
+    """
+    runs = [(caption, len(list(same))) for caption, same in itertools.groupby(captions)]
+    parts = [(caption, min(batch, count - at)) for caption, count in runs for at in range(0, count, batch)]
+    for each, group in itertools.groupby(parts, key=lambda part: part[1]):
+        texts = [caption for caption, _ in group]
+        together = batch // each
+        for start in range(0, len(texts), together):
+            yield texts[start : start + together], each
+
+
+def load(
+    folder: Path,
+    network: Path,
+    manifest: Manifest,
+    encoders: tuple[Any, Any],
+    place: str,
+    precision: Precision,
+) -> Pipeline:
+    """Everything of an export folder; see `recipes.generation.exports.load_pipeline`.
+
+    Args:
+        folder: the export.
+        network: folder of the network's weights in it.
+        manifest: of the data that it was trained on.
+        encoders: the picture encoder and the text encoder (None for tokens) that the manifest names.
+        place: device.
+        precision: of the network.
+    """
+    image_encoder, _ = encoders
+    record = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+    return Pipeline(
+        network=load_transformer(network).to(place).eval(),
+        image_encoder=image_encoder.to(place),
+        vocabulary=Vocabulary.read(folder / "vocabulary.json"),
+        resolution=record["resolution"],
+        device=place,
+        precision=precision,
+    )

@@ -1,0 +1,197 @@
+"""Text and image tokens as one stream, predicted token by token: DALL-E's second stage as a training task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from recipes.models.autoregressive.loss import token_losses
+from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.sampler import Choice, sample_tokens
+from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops
+from recipes.models.weights import load_safetensors
+
+# Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
+
+
+class Autoregressive(nn.Module):
+    """A transformer over text tokens, then image tokens (Ramesh et al. 2021, section 2.2), on precomputed tokens."""
+
+    entry_points = ("sample",)
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        text_positions: int = 256,
+        text_vocabulary: int = 16384,
+        side: int = 32,
+        codes: int = 8192,
+        kernel: int = 11,
+        image_weight: float = 0.875,
+        attention: Literal["auto", "flex", "local", "masked"] = "auto",
+    ) -> None:
+        """Build it with new weights.
+
+        Args:
+            layers: attention layers, each followed by an MLP.
+            width: of the residual stream, a multiple of the heads.
+            heads: attention heads.
+            text_positions: text tokens of a sequence, padding included.
+            text_vocabulary: entries of the BPE vocabulary.
+            side: of the grid of image tokens.
+            codes: image tokens that there are.
+            kernel: side of the neighbourhood that the last layer's convolutional attention sees, odd.
+            image_weight: share of the image tokens' mean loss in the whole; the rest is that of the text tokens.
+            attention: flex: block-sparse kernels, for a GPU; local: matrix products over what a layer can see, for a
+                CPU; masked: over all keys; auto: flex on a GPU, else local from a side of 16 on, masked below.
+
+        Raises:
+            ValueError: sizes that do not divide, a weight that is no share.
+        """
+        super().__init__()
+        if not 0 <= image_weight <= 1:
+            raise ValueError(f"autoregressive: image_weight is a share from 0 to 1, got {image_weight}")
+        self.sizes: dict[str, Any] = {
+            "layers": layers,
+            "width": width,
+            "heads": heads,
+            "text_positions": text_positions,
+            "text_vocabulary": text_vocabulary,
+            "side": side,
+            "codes": codes,
+            "kernel": kernel,
+        }
+        self.network = transformer_of(**self.sizes, attention=attention)
+        self.image_weight = image_weight
+        self.eval_names = ["loss", "text_loss", "image_loss"]
+
+    def requirements(self) -> dict[str, int]:
+        """What the data must hold."""
+        names = ("text_positions", "text_vocabulary", "codes", "side")
+        return {name: self.sizes[name] for name in names}
+
+    def blocks(self) -> list[nn.Module]:
+        """The residual blocks, attention and MLP in turn: sharded, checkpointed and scaled one by one."""
+        return list(self.network.blocks)
+
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of a sample, of attention those that its masks show.
+
+        PyTorch's counter cannot follow FlexAttention.
+        """
+        return forward_flops(self.network)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The training loss: 1/8 of the text tokens' mean and 7/8 of the image tokens', each over its own count.
+
+        The counts are those of the (micro)batch. The first text token is not predicted, as there is nothing before it;
+        the last text position, a token or padding, predicts the first image token.
+
+        Args:
+            batch: `text` (B, T) int64 in [0, V), -1 (at the end) where there is no token; `image` (B, N) int64.
+
+        Returns:
+            `total`, and `text` and `image`, in nats a token: scalars.
+        """
+        text, image, there = self._losses(batch)
+        text_mean = text.sum() / there.sum().clamp(min=1)
+        image_mean = image.mean()
+        return {
+            "total": self._weighted(text_mean, image_mean),
+            "text": text_mean.detach(),
+            "image": image_mean.detach(),
+        }
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`text_loss`, `image_loss`, in nats a token, and `loss`, their weighted sum: (B,) each."""
+        text, image, there = self._losses(batch)
+        text_mean = text.sum(1) / there.sum(1).clamp(min=1)
+        image_mean = image.mean(1)
+        return {"loss": self._weighted(text_mean, image_mean), "text_loss": text_mean, "image_loss": image_mean}
+
+    def sample(self, text: Tensor, uniform: Tensor, choice: Choice, given: Tensor | None = None) -> Tensor:
+        """Image tokens for captions, also while the model is sharded: see `sample_tokens`."""
+        return sample_tokens(self.network, text, uniform, choice, given)
+
+    def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses of text (B, T - 1) and image (B, N) tokens, and where there is text to predict, (B, T - 1) bool."""
+        text, image = batch["text"], batch["image"]
+        hidden = self.network(text, image)[:, :-1]  # (B, S - 1, d): nothing follows the last token
+        targets = torch.cat([text, image + self.network.text_vocabulary], dim=1)[:, 1:]  # (B, S - 1)
+        losses = token_losses(hidden.flatten(0, 1), self.network.unembedding.weight, targets.flatten())
+        of_text, of_image = losses.view_as(targets).split([text.shape[1] - 1, image.shape[1]], dim=1)
+        return of_text, of_image, text[:, 1:] >= 0
+
+    def _weighted(self, text: Tensor, image: Tensor) -> Tensor:
+        return (1 - self.image_weight) * text + self.image_weight * image
+
+    def export(self, folder: Path) -> None:
+        """Write transformer/config.json and safetensors, which `load_transformer` opens."""
+        self._save(folder / FOLDER)
+
+    def export_average(self, folder: Path) -> None:
+        """Write transformer_ema/ beside transformer/; to be called while the averaged weights are in place."""
+        self._save(folder / FOLDER_AVERAGE)
+
+    def _save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / CONFIG).write_text(json.dumps(self.sizes, indent=2) + "\n", encoding="utf-8")
+        save_file(self.network.state_dict(), folder / WEIGHTS)
+
+    def load_export(self, folder: Path) -> None:
+        """Take the weights of an exported folder, strictly.
+
+        Raises:
+            ValueError: the folder has other tensors than this model.
+        """
+        load_safetensors(self.network, folder / FOLDER / WEIGHTS)
+
+
+def transformer_of(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    text_positions: int,
+    text_vocabulary: int,
+    side: int,
+    codes: int,
+    kernel: int,
+    attention: Literal["auto", "flex", "local", "masked"] = "auto",
+) -> TokenTransformer:
+    """The network of the sizes that `Autoregressive` takes and config.json holds."""
+    return TokenTransformer(
+        layout=Layout(text_positions, side, kernel),
+        layers=layers,
+        width=width,
+        heads=heads,
+        text_vocabulary=text_vocabulary,
+        codes=codes,
+        implementation=attention,
+    )
+
+
+def load_transformer(folder: Path) -> TokenTransformer:
+    """The network of a folder that `Autoregressive.export` wrote; reads JSON and safetensors only.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: tensors and sizes do not fit.
+    """
+    sizes = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    network = transformer_of(**sizes)
+    load_safetensors(network, folder / WEIGHTS)
+    return network

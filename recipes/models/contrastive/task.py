@@ -1,0 +1,120 @@
+"""A text encoder trained beside a picture encoder by contrast (CLIP), with open_clip's modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from open_clip import CLIP
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from recipes.models.kl_autoencoder.task import to_signed
+from recipes.models.weights import load_safetensors
+
+
+class ContrastiveText(nn.Module):
+    """CLIP (Radford et al. 2021, section 2.3): each caption picks its picture out of the batch, and the reverse."""
+
+    compares_samples = True  # with each other: the size of a microbatch is part of the loss
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        context_length: int = 77,
+        vocabulary: int = 49408,
+        picture_size: int = 224,
+        patch_size: int = 16,
+        picture_width: int = 768,
+        picture_layers: int = 12,
+        embedding: int = 512,
+    ) -> None:
+        """Build both towers with new weights.
+
+        Args:
+            width: width of the text transformer, which becomes the U-Net's text_width.
+            layers: blocks of the text transformer.
+            heads: attention heads of the text transformer.
+            context_length: tokens of a caption, the start and end marks included.
+            vocabulary: size of the vocabulary; 49,408 is that of open_clip's byte-pair tokenizer.
+            picture_size: side of the pictures in pixels.
+            patch_size: side of a patch in pixels.
+            picture_width: width of the picture transformer, a multiple of its head width 32.
+            picture_layers: blocks of the picture transformer.
+            embedding: width of the space that both are compared in.
+        """
+        super().__init__()
+        self.config: dict[str, Any] = {
+            "embed_dim": embedding,
+            "vision_cfg": {
+                "image_size": picture_size,
+                "patch_size": patch_size,
+                "width": picture_width,
+                "layers": picture_layers,
+                "head_width": 32,
+            },
+            "text_cfg": {
+                "context_length": context_length,
+                "vocab_size": vocabulary,
+                "width": width,
+                "heads": heads,
+                "layers": layers,
+            },
+        }
+        self.network = CLIP(**self.config)
+        self.eval_names = ["loss", "accuracy"]
+
+    def requirements(self) -> dict[str, int]:
+        """Pictures are its data: there is no manifest to fit."""
+        return {}
+
+    def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
+        pictures = self.network.encode_image(to_signed(batch["image"]), normalize=True)  # (B, E)
+        captions = self.network.encode_text(batch["tokens"], normalize=True)  # (B, E)
+        return self.network.logit_scale.exp().clamp(max=100) * pictures.float() @ captions.float().T  # (B, B)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The symmetric contrastive loss over the pairs of this (micro)batch.
+
+        Args:
+            batch: `image` (B, 3, H, W) uint8, `tokens` (B, L) int64.
+
+        Returns:
+            `total` in nats: scalar.
+        """
+        similarities = self._similarities(batch)
+        return {"total": _contrast(similarities).mean()}
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`loss` in nats and `accuracy` (share of pictures whose own caption is nearest in the batch): (B,) each."""
+        similarities = self._similarities(batch)
+        own = torch.arange(len(similarities), device=similarities.device)
+        return {"loss": _contrast(similarities), "accuracy": (similarities.argmax(1) == own).float()}
+
+    def export(self, folder: Path) -> None:
+        """Write an open_clip folder: `open_clip.create_model("local-dir:<folder>")` opens it."""
+        config = {"model_cfg": self.config, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        save_model(self.network, str(folder / "open_clip_model.safetensors"))
+
+    def load_export(self, folder: Path) -> None:
+        """Take the weights of an exported folder, strictly.
+
+        Raises:
+            ValueError: the folder has other tensors than this model.
+        """
+        load_safetensors(self.network, folder / "open_clip_model.safetensors")
+
+
+def _contrast(similarities: Tensor) -> Tensor:
+    own = torch.arange(len(similarities), device=similarities.device)
+    picture_to_caption = nn.functional.cross_entropy(similarities, own, reduction="none")
+    caption_to_picture = nn.functional.cross_entropy(similarities.T, own, reduction="none")
+    return (picture_to_caption + caption_to_picture) / 2  # (B,)

@@ -1,0 +1,136 @@
+"""The discrete autoencoder of DALL-E as a training task."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from recipes.models.dvae.loss import kl_to_uniform, logit_laplace, relax
+from recipes.models.dvae.network import DVAE, load_dvae_into, map_pixels, save_dvae, unmap_pixels
+
+
+class DiscreteAutoencoder(nn.Module):
+    """DALL-E's dVAE (Ramesh et al. 2021, section 2.1): logit-Laplace likelihood, Gumbel-softmax, KL to uniform codes.
+
+    The loss is (negative log-likelihood + beta * KL) / (3 R^2), both summed over a picture of R x R pixels, so that
+    beta / 192 weighs the KL of a place of the grid beside the likelihood of a pixel's colour.
+
+    Attributes:
+        scheduled: names of the values that a schedule may set in the course of a run, scalar buffers.
+    """
+
+    scheduled = ("beta", "temperature")
+    entry_points = ("reconstruct",)
+
+    def __init__(
+        self,
+        *,
+        codes: int = 8192,
+        hidden: int = 256,
+        blocks: int = 2,
+        initial: int = 128,
+        beta: float = 6.6,
+        temperature: float = 1.0,
+        least_scale: float = 0.0,
+    ) -> None:
+        """Build it with new weights. The default sizes are the published ones.
+
+        Args:
+            codes: size of the codebook.
+            hidden: width of the encoder's first group, which doubles in each of the four; the decoder's are the
+                reverse.
+            blocks: residual blocks a group.
+            initial: width that the decoder starts from.
+            beta: weight of the KL divergence, where no scheduled_value callback sets it.
+            temperature: of the relaxation, where no scheduled_value callback sets it.
+            least_scale: added to the scale b of the likelihood, in units of pixels' logits; 0 as published. Drawings
+                have flat areas whose b goes to 0 for ever, and whose gradient (1 / b) then drowns all others.
+
+        Raises:
+            ValueError: a size that makes no network, a number out of range.
+        """
+        super().__init__()
+        if beta < 0 or temperature <= 0 or least_scale < 0:
+            raise ValueError(
+                f"dvae: beta {beta}, temperature {temperature}, least_scale {least_scale}: give 0 or more, and a "
+                "temperature above 0"
+            )
+        self.network = DVAE(codes=codes, hidden=hidden, blocks=blocks, initial=initial)
+        # Functions of the batch's number, which a schedule sets again after a resume: no part of a checkpoint.
+        self.register_buffer("beta", torch.tensor(float(beta)), persistent=False)
+        self.register_buffer("temperature", torch.tensor(float(temperature)), persistent=False)
+        self.least_scale = least_scale
+        self.codes = codes
+        self.eval_names = ["loss", "nll", "kl", "psnr"]
+
+    def requirements(self) -> dict[str, int]:
+        """Pictures are its data: there is no manifest to fit."""
+        return {}
+
+    def blocks(self) -> list[nn.Module]:
+        """What FSDP gathers, and activation checkpointing computes again, one by one."""
+        return self.network.blocks()
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The training loss, with codes relaxed by noise of the device's generator.
+
+        Args:
+            batch: `image` (B, 3, R, R) uint8.
+
+        Returns:
+            `total`, `nll` (nats a colour of a pixel), `kl` (nats a place of the grid): scalars.
+        """
+        pixels = batch["image"].float() / 255  # (B, 3, R, R)
+        logits = self.network.logits(pixels)  # (B, K, G, G)
+        nll = self._likelihood(pixels, relax(logits, self.temperature))[0].mean()
+        kl = kl_to_uniform(logits).mean()
+        return {"total": nll + self.beta * kl * _places(logits, pixels), "nll": nll.detach(), "kl": kl.detach()}
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parts of the evidence lower bound with the likeliest codes: no noise, the same at every beta.
+
+        Returns:
+            (B,) each: `nll` (nats a colour of a pixel), `kl` (nats a place of the grid), `loss` (their sum at beta 1,
+            nats a colour of a pixel), `psnr` (dB, of range 1). Besides, for callbacks, `codes` (B, G, G) int64.
+        """
+        pixels = batch["image"].float() / 255  # (B, 3, R, R)
+        logits = self.network.logits(pixels)  # (B, K, G, G)
+        codes = logits.argmax(dim=1)  # (B, G, G)
+        nll, mean = self._likelihood(pixels, codes)  # (B, 3, R, R) each
+        nll = nll.mean(dim=(1, 2, 3))
+        kl = kl_to_uniform(logits).mean(dim=(1, 2))
+        error = unmap_pixels(torch.sigmoid(mean)) - pixels
+        psnr = -10 * error.square().mean(dim=(1, 2, 3)).clamp(min=1e-10).log10()
+        return {"loss": nll + kl * _places(logits, pixels), "nll": nll, "kl": kl, "psnr": psnr, "codes": codes}
+
+    def _likelihood(self, pixels: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Negative log-likelihood in nats, and mu, of each colour of each pixel: (B, 3, R, R) each."""
+        mean, log_scale = self.network.statistics(codes)
+        if self.least_scale > 0:
+            log_scale = torch.logaddexp(log_scale, torch.full_like(log_scale, math.log(self.least_scale)))
+        return -logit_laplace(map_pixels(pixels), mean, log_scale), mean
+
+    def reconstruct(self, images: Tensor) -> Tensor:
+        """(B, 3, R, R) in [-1, 1] through the likeliest codes and back."""
+        return self.network.decode(self.network.tokens((images + 1) / 2)) * 2 - 1
+
+    def export(self, folder: Path) -> None:
+        """Write config.json and two safetensors, in the public release's layout, as `dvae.load_dvae` opens them."""
+        save_dvae(self.network, folder)
+
+    def load_export(self, folder: Path) -> None:
+        """Take the weights of an exported folder, or of the public release's layout, strictly.
+
+        Raises:
+            ValueError: the folder has other tensors than this model.
+        """
+        load_dvae_into(self.network, folder)
+
+
+def _places(logits: Tensor, pixels: Tensor) -> float:
+    """Places of the grid for each colour of a pixel: 1 / 192."""
+    return logits[0, 0].numel() / pixels[0].numel()

@@ -1,0 +1,74 @@
+"""Averaged weights in exports, and from there in pictures."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from callbacks.export import export
+from recipes.algorithms.averaging.scheduled_ema import averaged
+from recipes.generation.exports import find_export, find_network, load_pipeline
+from recipes.models.kl_autoencoder.task import KLAutoencoder
+from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.models.latent_diffusion.unet import unet
+
+
+def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
+    def export_of(task, folder, first):
+        raw = first(task).clone()
+
+        @contextmanager
+        def average():
+            with torch.no_grad():
+                first(task).add_(1)
+            yield
+            with torch.no_grad():
+                first(task).copy_(raw)
+
+        export(task, SimpleNamespace(manifest=None), folder, {}, complete=True, average=average)
+        return raw
+
+    net = unet(channels=[8, 8], attention=[False, True], heads=[1, 1], text_width=8, blocks=1, norm_groups=4)
+    folder = tmp_path / "diffusion"
+    raw = export_of(LatentDiffusion(denoiser=net), folder, lambda task: task.denoiser.network.conv_in.bias)
+    for subfolder, shift in (("unet", 0), ("unet_ema", 1)):
+        read = UNet2DConditionModel.from_pretrained(str(folder), subfolder=subfolder, low_cpu_mem_usage=False)
+        assert torch.equal(read.conv_in.bias, raw + shift)
+    assert find_network(folder, None) == find_network(folder, "ema") == folder / "unet_ema"
+    assert find_network(folder, "raw") == folder / "unet"
+
+    vae = KLAutoencoder(channels=[8, 8], blocks=1, norm_groups=4)
+    raw = export_of(vae, tmp_path / "vae", lambda task: task.network.decoder.conv_in.bias)
+    vae.load_export(tmp_path / "vae")
+    assert torch.equal(vae.network.decoder.conv_in.bias, raw + 1)
+
+    export(LatentDiffusion(denoiser=net), SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
+    assert find_network(tmp_path / "plain", None) == tmp_path / "plain" / "unet"
+    with pytest.raises(FileNotFoundError, match="--weights ema"):
+        find_network(tmp_path / "plain", "ema")
+
+
+def test_the_512_recipe_exports_and_samples_its_average(tmp_path, small_recipe, fit):
+    recipe = small_recipe(
+        tmp_path / "run",
+        "checkpoints.load_weights=null",
+        "training.duration=6ba",
+        "algorithms.scheduled_ema.last=4ba",
+        "algorithms.scheduled_ema.decay=0.5",
+        "callbacks.export={name: export}",
+        "callbacks.sample_grid={name: sample_grid, prompts: [a dot], steps: 1}",
+        yaml_name="sd2_base_512.yaml",
+    )
+    made = fit(recipe)
+    folder = find_export(tmp_path / "run")
+    record = json.loads((folder / "export.json").read_text())
+    assert record["average"] == {"decay": 0.5, "every": 1, "begun": 2}
+    ema, raw = (load_pipeline(folder, "cpu", "fp32", kind).denoiser for kind in (None, "raw"))
+    own = made.state.model.task.denoiser
+    assert all(torch.equal(a, b) for a, b in zip(raw.parameters(), own.parameters(), strict=True))
+    with averaged(made.state):
+        assert all(torch.equal(a, b) for a, b in zip(ema.parameters(), own.parameters(), strict=True))
+    assert not torch.equal(ema.network.conv_in.weight, raw.network.conv_in.weight)

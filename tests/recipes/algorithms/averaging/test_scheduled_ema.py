@@ -1,0 +1,345 @@
+"""The scheduled average: when it begins, what it is, who uses it, and that resuming changes nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from composer import Callback, ComposerModel, Trainer
+from composer.utils import dist as composer_dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from recipes.algorithms.averaging.average import Average, HostAverage
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA, averaged
+
+RANKS = Path(__file__).with_name("ema_ranks.py")
+DEVICES = ["same", "cpu"]
+
+
+class Small(ComposerModel):
+    """Weights, a frozen weight, and a buffer that changes in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, batch):
+        return self.net(batch[0])
+
+    def loss(self, outputs, batch):
+        return (outputs - batch[1]).square().mean()
+
+    def eval_forward(self, batch, outputs=None):
+        return self.forward(batch)
+
+    def get_metrics(self, is_train=False):
+        return {} if is_train else {"mean": MeanMetric()}
+
+    def update_metric(self, batch, outputs, metric):
+        metric.update(outputs)
+
+
+class Recorder(Callback):
+    """The trained weights after every step, and those that validation saw."""
+
+    def __init__(self):
+        self.steps, self.seen = [], []
+
+    def batch_end(self, state, logger):
+        self.steps.append(weights(state.model))
+
+    def eval_before_forward(self, state, logger):
+        self.seen.append((state.timestamp.batch.value, weights(state.model)))
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def flat(average):
+    average.settle()
+    return torch.cat([t.flatten() for t in average.shadow])
+
+
+def loader():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 4, generator=generator)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    return DataLoader(data, batch_size=4, sampler=composer_dist.get_sampler(data))  # 6 batches an epoch
+
+
+def trainer(ema, duration="12ba", **options):
+    model = Small()
+    recorder = Recorder()
+    made = Trainer(
+        model=model,
+        train_dataloader=loader(),
+        max_duration=duration,
+        optimizers=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9),
+        algorithms=ema,
+        callbacks=[recorder],
+        device="cpu",
+        progress_bar=False,
+        seed=3,
+        **options,
+    )
+    made.recorder = recorder
+    return made
+
+
+def fit(ema, duration="12ba", **options):
+    made = trainer(ema, duration, **options)
+    made.fit()
+    made.close()
+    return made
+
+
+def closed_form(steps, start, every, keep):
+    """The sum over the sampled weights, in 64-bit: keep^n of the first, (1 - keep) keep^(n - i) of the i-th."""
+    taken = [
+        step.double() for step in steps[start - 1 :: every]
+    ]  # after batch number `start`, the weights are [start - 1]
+    n = len(taken) - 1
+    return keep**n * taken[0] + sum((1 - keep) * keep ** (n - i) * taken[i] for i in range(1, n + 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("arguments", "start", "every", "keep"),
+    [
+        ({"decay": 0.9, "start": "4ba"}, 4, 1, 0.9),
+        ({"decay": 0.9999, "last": "5ba"}, 7, 1, 0.9999),
+        ({"half_life": "3ba", "start": "0.25dur", "every": 2}, 3, 2, 0.5 ** (2 / 3)),
+        ({"decay": 0.5, "last": "1ep", "every": 3}, 6, 3, 0.5),
+    ],
+)
+def test_it_is_the_closed_form(device, arguments, start, every, keep):
+    ema = ScheduledEMA(device=device, **arguments)
+    made = fit(ema)
+    assert ema.begun == start
+    want = closed_form(made.recorder.steps, start, every, keep)
+    assert (flat(ema.average) - want).abs().max() <= 1e-6 * want.abs().max()
+    assert (flat(ema.average) - made.recorder.steps[-1]).abs().max() > 0
+
+
+def test_from_the_first_batch_it_starts_at_the_initial_weights():
+    ema = ScheduledEMA(decay=0.5)
+    made = fit(ema, "2ba")
+    initial = weights(Small())
+    want = closed_form([initial, *made.recorder.steps], 1, 1, 0.5)
+    assert ema.begun == 0
+    assert (flat(ema.average) - want).abs().max() <= 1e-6
+
+
+def test_nothing_is_held_before_the_start():
+    ema = ScheduledEMA(decay=0.9, start="5ba")
+    held = []
+
+    class Watch(Callback):
+        def batch_end(self, state, logger):
+            held.append((state.timestamp.batch.value, ema.average is None, "average" in ema.state_dict()))
+
+    made = trainer(ema, "6ba")
+    made.state.callbacks.append(Watch())
+    made.fit()
+    assert held == [(n, n < 5, n >= 5) for n in range(1, 7)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_validation_has_the_averaged_weights_and_training_its_own(device):
+    plain = fit([])
+    ema = ScheduledEMA(decay=0.9, start="4ba", device=device)
+    made = fit(ema, eval_dataloader=loader(), eval_interval="3ba")
+    assert torch.equal(made.recorder.steps[-1], plain.recorder.steps[-1])  # the training is untouched
+    assert torch.equal(weights(made.state.model), made.recorder.steps[-1])
+    for batch, seen in made.recorder.seen:
+        steps = made.recorder.steps[:batch]
+        want = closed_form(steps, 4, 1, 0.9) if batch >= 4 else steps[-1].double()
+        assert (seen - want).abs().max() <= 1e-6, batch
+    assert {batch for batch, _ in made.recorder.seen} == {3, 6, 9, 12}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_and_out_is_exact_whatever_happens_inside(device):
+    ema = ScheduledEMA(decay=0.9, start="4ba", device=device)
+    made = fit(ema)
+    model, state = made.state.model, made.state
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    average, places = flat(ema.average).clone(), [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(KeyError), averaged(state) as there:
+        assert there
+        with averaged(state):  # a sampler inside of a validation
+            pass
+        assert torch.equal(weights(model), average)
+        # Buffers and frozen parameters are those of the model.
+        assert torch.equal(model.net[1].running_mean, before["net.1.running_mean"])
+        assert torch.equal(model.frozen, before["frozen"])
+        with pytest.raises(RuntimeError, match="checkpoint"):
+            ema.state_dict()
+        raise KeyError
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert torch.equal(flat(ema.average), average)
+    assert places == [p.data_ptr() for p in model.parameters()]
+
+
+def test_a_run_without_average_keeps_its_weights():
+    made = fit(ScheduledEMA(decay=0.9, start="11ba"), "12ba")
+    made.state.algorithms.clear()
+    with averaged(made.state) as there:
+        assert not there
+        assert torch.equal(weights(made.state.model), made.recorder.steps[-1])
+
+
+def test_a_broken_validation_does_not_leave_the_average_in_the_model():
+    ema = ScheduledEMA(decay=0.9, start="2ba")
+    made = trainer(ema, "3ba", eval_dataloader=loader(), eval_interval="3ba")
+
+    class Fails(Callback):
+        def eval_batch_start(self, state, logger):
+            raise KeyError
+
+    made.state.callbacks.append(Fails())
+    with pytest.raises(KeyError):
+        made.fit()
+    assert ema.average.inside
+    made.state.callbacks.pop()
+    assert made.recorder.steps[-1].ne(weights(made.state.model)).any()
+    made.state.max_duration = "4ba"
+    for evaluator in made.state.evaluators:
+        evaluator.eval_interval = lambda state, event: False
+    made.fit()
+    plain = fit([], "4ba")
+    assert torch.equal(weights(made.state.model), plain.recorder.steps[-1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_resuming_before_at_and_after_the_start_changes_nothing(tmp_path, device):
+    arguments = {"half_life": "2ba", "start": "5ba", "every": 2, "device": device}
+    whole = ScheduledEMA(**arguments)
+    made = fit(whole, save_folder=str(tmp_path / "whole"), save_interval="1ba")
+    for batch in (3, 5, 6, 7):
+        ema = ScheduledEMA(**arguments)
+        saved = next((tmp_path / "whole").glob(f"*-ba{batch}-rank0.pt"))
+        resumed = trainer(ema, load_path=str(saved))
+        assert (ema.average is None) == (batch < 5)
+        resumed.fit()
+        resumed.close()
+        assert len(resumed.recorder.steps) == 12 - batch
+        assert torch.equal(weights(resumed.state.model), weights(made.state.model))
+        assert ema.begun == whole.begun == 5
+        assert (flat(ema.average) - flat(whole.average)).abs().max() == 0.0, batch
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    average = Average(Small())
+    tensors = average.whole()
+    with pytest.raises(ValueError, match=r"other parameters: net.0.bias"):
+        average.load({name: t for name, t in tensors.items() if name != "net.0.bias"})
+    with pytest.raises(ValueError, match=r"net.0.bias has shape \(2,\), the model \(8,\)"):
+        average.load(tensors | {"net.0.bias": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("kind", [Average, HostAverage])
+def test_parameters_of_16_bits_have_a_32_bit_average(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    model.extra = nn.Parameter(torch.randn(5))  # and a 32-bit one beside them
+    average = kind(model)
+    first = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    for _ in range(10):
+        average.update(0.999)
+    average.settle()
+    keep = 0.999**10
+    want = keep * first.double() + (1 - keep) * model.weight.double()
+    assert average.shadow[0].dtype == torch.float32
+    assert (average.shadow[0] - want).abs().max() < 1e-5
+    raw, kept = model.weight.detach().clone(), average.shadow[0].clone()
+    average.put_in()
+    assert torch.equal(model.weight, kept.bfloat16())
+    average.take_out()
+    assert torch.equal(model.weight, raw) and torch.equal(average.shadow[0], kept)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either decay or half_life"),
+        ({"decay": 0.9, "half_life": "5ba"}, "give either decay or half_life"),
+        ({"decay": 1.0}, "decay must lie between 0 and 1, got 1.0"),
+        ({"decay": 0.9, "start": "1ba", "last": "1ba"}, "contradict each other"),
+        ({"decay": 0.9, "every": 0}, "every must be at least 1"),
+    ],
+)
+def test_contradictions_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ScheduledEMA(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"decay": 0.9, "start": "12ba"}, "start: 12ba leaves nothing to average in a run of 12ba"),
+        ({"decay": 0.9, "start": "2ep"}, "start: 2ep leaves nothing"),
+        ({"decay": 0.9, "start": "1dur"}, "start: 1dur leaves nothing"),
+        ({"decay": 0.9, "last": "13ba"}, "last: 13ba is longer than the run of 12ba"),
+        ({"decay": 0.9, "last": "20sp"}, "last: 20sp cannot be taken from a run of 12ba"),
+        ({"decay": 0.9, "start": "10ba", "every": 5}, "every: 5 none of its updates"),
+        ({"half_life": "20sp"}, "half_life must be a number of batches"),
+    ],
+)
+def test_a_start_that_the_run_does_not_have_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(ScheduledEMA(**arguments)).fit()
+
+
+def test_a_model_without_trained_parameters_and_a_second_average_are_refused():
+    with pytest.raises(ValueError, match="no trained parameters"):
+        Average(Small().requires_grad_(False))
+    with pytest.raises(ValueError, match="one average"):
+        trainer([ScheduledEMA(decay=0.9), ScheduledEMA(decay=0.9)])
+
+
+def test_sharded_models_on_two_ranks(tmp_path):
+    """Each rank averages its own shards: FSDP2 and FSDP1 by themselves, then Composer with checkpoints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(RANKS)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parents[4])}
+    result = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    assert result.stdout.count("all as it should be") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("kind", [Average, HostAverage])
+def test_on_a_gpu_it_is_the_average_of_the_cpu(kind):
+    torch.manual_seed(0)
+    # Enough to copy that the optimizer would overtake the copy if it did not wait.
+    plain = nn.Sequential(nn.Conv2d(256, 512, 3), nn.Conv2d(512, 512, 3)).to(memory_format=torch.channels_last)
+    with torch.device("cuda"):
+        model = nn.Sequential(nn.Conv2d(256, 512, 3), nn.Conv2d(512, 512, 3)).to(memory_format=torch.channels_last)
+    model.load_state_dict(plain.state_dict())
+    averages = Average(plain), kind(model)
+    for step in range(20):
+        averages[1].before_step()
+        with torch.no_grad():
+            for parameter in [*plain.parameters(), *model.parameters()]:
+                parameter.mul_(1.5 if step % 2 else 0.5).add_(step)
+        for average in averages:
+            average.update(0.9)
+    averages[1].settle()
+    for name, want, shadow in zip(averages[0].names, averages[0].shadow, averages[1].shadow, strict=True):
+        torch.testing.assert_close(shadow.cpu(), want, rtol=1e-5, atol=1e-5, msg=name)
+    raw = [p.detach().clone() for p in model.parameters()]
+    averages[1].put_in()
+    for parameter, want in zip(model.parameters(), averages[0].shadow, strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), want, rtol=1e-5, atol=1e-5)
+    averages[1].take_out()
+    assert all(torch.equal(p, r) for p, r in zip(model.parameters(), raw, strict=True))

@@ -1,0 +1,450 @@
+"""The search for the largest microbatch: what it proposes, that it never runs out, and that training is as without."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from composer import Callback, DataSpec, Evaluator, Trainer
+from composer.utils import dist as composer_dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+from recipes.algorithms.averaging.average import Average
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading
+from recipes.algorithms.microbatch.search import HEADROOM, MicrobatchSearch, Plan, bytes_to_come, even
+from recipes.algorithms.modules.compile import Compile
+from recipes.engines.composer.model import ComposerTask
+
+# Imported where they are used, as the two ranks' script, which needs neither, imports this file.
+TRAINER, CONTRASTIVE = "recipes.engines.composer.trainer", "recipes.models.contrastive.task"
+
+RANKS = Path(__file__).with_name("microbatch_ranks.py")
+MB = 10**6
+
+
+class FakeMemory:
+    """A device on which a microbatch of m takes the larger of `floor` and `fixed` + m `each` bytes."""
+
+    def __init__(self, usable=10_000 * MB, held=1_000 * MB, fixed=500 * MB, each=1_000 * MB, floor=0, total=None):
+        self.held, self.fixed, self.each, self.floor, self.usable = held, fixed, each, floor, usable
+        self.total = usable if total is None else total
+        self.state, self.sizes = None, []
+
+    def start(self):
+        self.sizes.append(self.state.device_train_microbatch_size)
+
+    def growth(self, size):
+        return max(self.floor, self.fixed + size * self.each)
+
+    def read(self, size=None):
+        return Reading(self.held, self.growth(self.sizes[-1] if size is None else size), self.usable)
+
+
+class Line(nn.Module):
+    """A task without noise: its gradient of a batch depends on the batch alone."""
+
+    eval_names = ["loss"]
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def blocks(self):
+        return [self.net]
+
+    def forward(self, batch):
+        return {"total": (self.net(batch["x"]) - batch["y"]).square().mean()}
+
+    def evaluate(self, batch):
+        return {"loss": (self.net(batch["x"]) - batch["y"]).square().mean(1)}
+
+
+class Seen(Callback):
+    """Microbatch, loss and weights of every batch."""
+
+    def __init__(self):
+        self.sizes, self.losses, self.weights, self.eval_sizes = [], [], [], []
+
+    def before_forward(self, state, logger):
+        self.sizes.append((state.timestamp.batch.value, len(state.batch["x"])))
+
+    def eval_before_forward(self, state, logger):
+        self.eval_sizes.append(len(state.batch["x"]))
+
+    def batch_end(self, state, logger):
+        self.losses.append(state.total_loss_dict["loss/train/total"])
+        self.weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
+
+
+def split(batch, size):
+    return [{name: t[i : i + size] for name, t in batch.items()} for i in range(0, len(batch["x"]), size)]
+
+
+def data(batch=24):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(48, 3, generator=generator, dtype=torch.float64)
+    samples = [{"x": row, "y": row.sum().square()[None]} for row in x]
+    loader = DataLoader(samples, batch_size=batch, sampler=composer_dist.get_sampler(samples))
+    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda parts: len(parts["x"]))
+
+
+def run(
+    memory=None,
+    microbatch=1,
+    duration="10ba",
+    batch=24,
+    algorithms=(),
+    optimizer=torch.optim.AdamW,
+    task=None,
+    **options,
+):
+    """A finished run, its search and what was seen of it; memory: a fake one, "gpu" for the real one, or no search."""
+    task, seen = task or Line(), Seen()
+    search = [] if memory is None else [MicrobatchSearch(task, batch, None if memory == "gpu" else memory)]
+    for algorithm in algorithms:
+        algorithm.task = task
+    made = Trainer(
+        model=ComposerTask(task),
+        train_dataloader=data(batch),
+        max_duration=duration,
+        optimizers=optimizer(task.parameters(), lr=0.05),
+        algorithms=[*algorithms, *search],
+        callbacks=[seen],
+        device_train_microbatch_size=microbatch,
+        progress_bar=False,
+        **{"device": "cpu", **options},
+    )
+    if isinstance(memory, FakeMemory):
+        memory.state = made.state
+    made.fit()
+    made.close()
+    return made, (search or [None])[0], seen
+
+
+# --- what is proposed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "largest, batch, size",
+    [(300, 256, 256), (100, 256, 64), (128, 256, 128), (50, 96, 48), (50, 97, 49), (40, 100, 25), (2, 7, 2), (1, 5, 1)],
+)
+def test_even_parts(largest, batch, size):
+    assert even(largest, batch) == size
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_even_parts_fit_and_are_no_more_than_twice_as_many(largest, batch):
+    size = even(largest, batch)
+    assert 1 <= size <= min(largest, batch)
+    assert 2 * size >= min(largest, batch) or -(-batch // size) == -(-batch // largest)
+
+
+def search_alone(memory, batch, to_come=0):
+    """The sizes that a single rank tries, the last one twice where it is kept."""
+    plan, size, sizes = Plan(batch), 1, []
+    while len(sizes) < 100:
+        sizes.append(size)
+        reading = memory.read(size)
+        plan.record(size, reading)
+        following = plan.next(size, reading, to_come)
+        if following == size:
+            return sizes
+        if following < size:
+            plan.lower(following)
+        size = following
+    raise AssertionError(f"no end: {sizes}")
+
+
+def test_sizes_that_are_tried():
+    # 0.9 * 80 GB less 14 GB held leaves 58 GB, of which 4 do not grow: 108 samples of 0.5 GB, a divisor of 64.
+    memory = FakeMemory(80_000 * MB, held=14_000 * MB, fixed=4_000 * MB, each=500 * MB)
+    assert search_alone(memory, 256) == [1, 2, 8, 32, 64]
+    assert search_alone(memory, 48) == [1, 2, 8, 32, 48]
+    assert search_alone(memory, 1) == [1]
+    assert search_alone(memory, 256, to_come=30_000 * MB) == [1, 2, 8, 32]
+
+
+def test_what_does_not_grow_hides_what_does():
+    """The optimizer's step needs more than small microbatches: a flat start, then 1 GB a sample."""
+    memory = FakeMemory(80_000 * MB, held=14_000 * MB, fixed=0, each=1_000 * MB, floor=20_000 * MB)
+    assert search_alone(memory, 256)[-1] == 32
+    assert max(search_alone(memory, 256)) <= 64
+
+
+def test_too_little_for_headroom_stays_at_one():
+    assert search_alone(FakeMemory(10_000 * MB, held=9_000 * MB, fixed=100 * MB, each=100 * MB), 64) == [1]
+
+
+@given(
+    batch=st.integers(1, 2048),
+    usable=st.integers(1_000, 200_000),
+    held=st.floats(0.0, 0.8),
+    first=st.floats(0.01, 0.99),
+    share=st.floats(0.0, 1.0),
+    floor=st.floats(0.0, 0.99),
+    to_come=st.floats(0.0, 0.1),
+)
+def test_no_trial_runs_out_and_the_end_is_the_largest_that_fits(batch, usable, held, first, share, floor, to_come):
+    """Over devices of all sizes: growth is constant, linear, or constant and then linear."""
+    usable = usable * MB
+    free = usable * (1 - held)
+    each = max(int(first * share * free), 1)
+    memory = FakeMemory(usable, int(held * usable), int(first * (1 - share) * free), each, int(floor * free))
+    later = int(to_come * free)
+    sizes = search_alone(memory, batch, later)
+    assert len(sizes) <= 20
+    fits = [size for size in sizes if memory.held + memory.growth(size) + later <= usable]
+    assert fits == [size for size in sizes if size > 1 or size in fits]  # nothing but a first trial can run out
+    room = HEADROOM * usable - memory.held - later
+    last = sizes[-1]
+    if memory.growth(1) <= room:
+        assert memory.growth(last) <= room
+        largest = batch
+        if memory.growth(batch) > room:
+            largest = min(batch, max(1, int((room - memory.fixed) / memory.each)))
+        # The largest, or where growth that may be proportional keeps the search from one sample more.
+        wall = usable - memory.held - later
+        assert last == even(largest, batch) or int(last * wall / memory.growth(last)) == last or last == sizes[-2] // 2
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_training_is_that_of_any_other_microbatch():
+    memory = FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB)  # 0.9 * 10 - 1.5 GB: 15 samples
+    _, search, seen = run(memory)
+    assert memory.sizes == [1, 1, 2, 8, 12] and search.settled
+    assert [size for batch, size in seen.sizes if batch >= 4] == [12] * 12
+    _, _, whole = run(microbatch=24)
+    for one, other in zip(seen.weights, whole.weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert seen.losses == pytest.approx(whole.losses, rel=1e-6)  # summed in 32 bits
+
+
+def test_what_a_run_says_and_logs(capsys):
+    run(FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("microbatch")]
+    assert lines == ["microbatch: 12 of 24 samples a device take 7.5 of 10.0 GB; tried 1, 2, 8, 12"]
+
+
+def test_validation_takes_the_same():
+    _, _, seen = run(
+        FakeMemory(each=500 * MB),
+        eval_dataloader=Evaluator(label="val", dataloader=data(), device_eval_microbatch_size=1),
+    )
+    assert seen.eval_sizes == [2] * 24 + [12] * 16  # a pass over 48 samples every second batch
+
+
+def test_too_large_goes_down_and_stays():
+    """More than proportional growth, which no line foresees: the search comes back."""
+
+    class Steep(FakeMemory):
+        def growth(self, size):
+            return 10 * MB * size**2
+
+    memory = Steep(usable=1_000 * MB, held=0)
+    _, search, _ = run(memory, duration="14ba")
+    assert search.settled and memory.growth(search.size) <= 900 * MB
+    peak = memory.sizes.index(max(memory.sizes))
+    assert memory.sizes[peak:] == sorted(memory.sizes[peak:], reverse=True)
+
+
+def test_without_optimizer_state_nothing_is_measured():
+    """A gradient scaler may skip the first steps."""
+
+    class Late(torch.optim.AdamW):
+        def step(self, closure=None):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().step(closure) if self.calls > 3 else None
+
+    memory = FakeMemory()
+    run(memory, optimizer=Late)
+    assert memory.sizes[:5] == [1, 1, 1, 1, 2]
+
+
+def test_room_is_left_for_an_average_that_comes_later():
+    def later(**options):
+        return ScheduledEMA(decay=0.9, **options)
+
+    made, _, _ = run()
+    size = Average(made.state.model).bytes
+    assert size == sum(p.numel() * p.element_size() for p in made.state.model.parameters())
+    assert size > 100
+    memory = {"usable": int(12_100 / HEADROOM), "held": 0, "fixed": 0, "each": 1_000}  # 12 samples and 100 bytes
+    assert run(FakeMemory(**memory))[1].size == 12
+    for ema, largest in ((later(start="9ba"), 8), (later(start="9ba", device="cpu"), 12), (later(), 12)):
+        made, search, _ = run(FakeMemory(**memory), algorithms=[ema])
+        assert search.size == largest, ema.device
+        assert bytes_to_come(made.state) == 0
+
+
+def test_what_is_compiled_is_compiled_for_the_size_that_was_found(monkeypatch):
+    """And measured with it: here it takes more, and the size goes down again."""
+    seen = []
+
+    def compile_(function, **options):
+        def compiled(x):
+            seen.append(len(x))
+            return function(x)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_)
+
+    class Compiled(FakeMemory):
+        def growth(self, size):
+            return super().growth(size) * (3 if seen else 1)
+
+    compile_it = Compile(None, backend="aot_eager")
+    memory = Compiled(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
+    _, search, _ = run(memory, algorithms=[compile_it], duration="14ba")
+    assert memory.sizes == [1, 1, 2, 8, 12, 12, 12, 8, 8, 4, 4] and search.size == 4
+    assert seen == [12] * 2 * 2 + [8] * 3 * 2 + [4] * 6 * 5
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("microbatch")
+    memory = FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
+    _, _, seen = run(memory, save_folder=str(folder), save_interval="1ba", save_filename="ba{batch}.pt")
+    return folder, seen
+
+
+def test_a_resumed_run_does_not_search(saved, capsys):
+    folder, whole = saved
+    memory = FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
+    _, search, seen = run(memory, load_path=str(folder / "ba6.pt"))
+    assert memory.sizes == [] and search.size == 12
+    assert {size for _, size in seen.sizes} == {12}
+    assert torch.equal(seen.weights[-1], whole.weights[-1])
+    assert "microbatch: 12 of 24 samples a device, as the checkpoint has it" in capsys.readouterr().out
+
+
+def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
+    folder, _ = saved
+    memory = FakeMemory(5_000 * MB, held=1_000 * MB, fixed=500 * MB, each=500 * MB)
+    _, search, _ = run(memory, load_path=str(folder / "ba5.pt"))
+    assert memory.sizes[:3] == [1, 1, 2] and search.size < 12
+    assert "searched anew, the checkpoint's is for other memory" in capsys.readouterr().out
+    memory = FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
+    run(memory, load_path=str(folder / "ba3.pt"), duration="9ba")  # the search had not ended
+    assert memory.sizes[:3] == [1, 1, 2]
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_on_a_cpu_takes_the_whole_batch(small_recipe, fit, tmp_path, capsys):
+    trainer = fit(small_recipe(tmp_path, "training.microbatch=auto", "training.duration=1ba"))
+    assert trainer.state.device_train_microbatch_size == 8
+    assert "microbatch: all 8 samples of a device; auto measures a GPU's memory" in capsys.readouterr().out
+
+
+def test_a_recipe_on_a_gpu_searches(small_recipe):
+    recipes_trainer = importlib.import_module(TRAINER)
+    recipe = small_recipe("unused", "training.microbatch=auto")
+    size, (search,) = recipes_trainer.microbatches(recipe, Line(), 8, use_gpu=True)
+    assert size == 1 and isinstance(search, MicrobatchSearch) and search.batch == 8
+    assert recipes_trainer.microbatches(small_recipe("unused"), Line(), 8, use_gpu=True) == (None, [])
+
+
+def test_a_recipe_searches_with_noise_and_resumes_exactly(small_recipe, tmp_path):
+    """A run that went on with the result of its first part ends as the one without a stop."""
+
+    recipes_trainer = importlib.import_module(TRAINER)
+    ends = []
+    for name, durations in (("whole", ["12ba"]), ("parts", ["8ba", "12ba"])):
+        for duration in durations:
+            with pytest.MonkeyPatch.context() as patch:
+                memory = FakeMemory(each=2_000 * MB)
+                found = lambda recipe, task, batch, use_gpu: (1, [MicrobatchSearch(task, batch, memory)])  # noqa: E731, B023
+                patch.setattr(recipes_trainer, "microbatches", found)
+                changes = [f"training.duration={duration}", "checkpoints.autoresume=true"]
+                made = recipes_trainer.build_trainer(small_recipe(tmp_path / name, *changes))
+                memory.state = made.state
+                made.fit()
+                made.close()
+        ends.append(torch.cat([p.detach().flatten() for p in made.state.model.parameters()]))
+        assert made.state.device_train_microbatch_size == 2
+    assert torch.equal(*ends)
+
+
+def test_a_loss_over_pairs_is_refused():
+    task = importlib.import_module(CONTRASTIVE).ContrastiveText(
+        width=8, layers=1, heads=1, context_length=8, picture_size=16, picture_width=32, picture_layers=1, embedding=8
+    )
+    with pytest.raises(ValueError, match="microbatch: auto would change what is learned"):
+        MicrobatchSearch(task, 8, FakeMemory())
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ranks_with_different_memory_agree(tmp_path):
+    """DDP and FSDP2 on two ranks, each with a memory of its own: one size, no deadlock, the gradients of one rank."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(RANKS)],
+        cwd=Path(__file__).parents[4],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stdout.count("agreed") == 2, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+# --- a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_memory_of_a_gpu():
+    memory = DeviceMemory()
+    held = torch.empty(64 * MB, dtype=torch.uint8, device="cuda")
+    memory.start()
+    torch.empty(256 * MB, dtype=torch.uint8, device="cuda")
+    reading = memory.read()
+    assert reading.held >= 64 * MB and 256 * MB <= reading.growth < 300 * MB
+    assert 256 * MB < reading.usable <= memory.total
+    del held
+    memory.start()
+    assert memory.read().growth == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_search_on_a_gpu():
+    """4 GB allowed, 64 MB a sample in each tensor that is kept: less than the batch of 48, and never more than 4 GB."""
+
+    class Wide(Line):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Parameter(torch.ones(16 * MB))
+
+        def forward(self, batch):
+            wide = (batch["x"][:, :1].float() * self.wide).tanh()
+            return {"total": super().forward(batch)["total"] + wide.square().mean()}
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(4_000 * MB / total)
+    try:
+        made, search, _ = run("gpu", task=Wide(), batch=48, duration="14ba", device="gpu", precision="fp32")
+        assert search.settled and 4 <= search.size < 48
+        assert made.state.device_train_microbatch_size == search.size
+        assert torch.cuda.max_memory_reserved() <= 4_000 * MB
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,262 @@
+"""Compiled networks train as others do, are used for training alone, and leave checkpoints as they are."""
+
+import copy
+
+import pytest
+import torch
+from composer import DataSpec, Trainer
+from composer.core import Event
+from torch import nn
+from torch.utils.data import DataLoader
+
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.modules import compile as compile_module
+from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
+from recipes.algorithms.modules.compile import Compile, CompiledForward, compile_forwards, why_no_compiler
+from recipes.engines.composer.model import ComposerTask
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.two(nn.functional.gelu(self.one(x)))
+
+
+class Deep(nn.Module):
+    """A task of three blocks."""
+
+    eval_names = ["loss"]
+
+    def __init__(self, width=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(Block(width) for _ in range(3)))
+
+    def blocks(self):
+        return list(self.net)
+
+    def forward(self, batch):
+        return {"total": (self.net(batch["x"]) - batch["y"]).square().mean()}
+
+    def evaluate(self, batch):
+        return {"loss": (self.net(batch["x"]) - batch["y"]).square().mean(1)}
+
+
+def split(batch, size):
+    return [{name: t[i : i + size] for name, t in batch.items()} for i in range(0, len(batch["x"]), size)]
+
+
+def train(*algorithms, task=None, device="cpu", microbatch=4, **options):
+    """A finished run of the first algorithms on the same batches: trainer and task."""
+    task = task or Deep()
+    for algorithm in algorithms:
+        algorithm.task = task
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader([{"x": row, "y": row.roll(1)} for row in x], batch_size=8)
+    data = DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch["x"]))
+    made = Trainer(
+        model=ComposerTask(task),
+        train_dataloader=data,
+        eval_dataloader=loader,
+        max_duration="8ba",
+        optimizers=torch.optim.AdamW(task.parameters(), lr=0.01),
+        algorithms=algorithms,
+        device=device,
+        device_train_microbatch_size=microbatch,
+        progress_bar=False,
+        **options,
+    )
+    made.fit()
+    made.close()
+    return made, task
+
+
+def weights(task):
+    return torch.cat([p.detach().flatten() for p in task.parameters()]).cpu()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_training_is_the_same(whole, capsys):
+    compiled = Compile(None, backend="aot_eager", whole=whole)
+    made, task = train(compiled)
+    assert [f.called for f in compiled.forwards] == [True] * (1 if whole else 3)
+    _, plain = train()
+    torch.testing.assert_close(weights(task), weights(plain), rtol=1e-5, atol=1e-6)
+    kind = "1 networks" if whole else "3 blocks"
+    assert f"compile: {kind}, mode default, in the first batch" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_no_compiler(on_gpu=False) is not None, reason="no C++ compiler")
+def test_inductor_trains_the_same():
+    task, plain = Deep(), Deep()
+    (forward, *_) = compile_forwards(task.blocks()[:1], {"backend": "inductor", "mode": "default", "dynamic": False})
+    batch = {"x": torch.randn(8, 6), "y": torch.randn(8, 6)}
+    for model in (task, plain):
+        model(batch)["total"].backward()
+    assert forward.called
+    for one, other in zip(task.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)  # fused sums in another order
+
+
+def test_validation_and_sampling_run_without():
+    task = Deep()
+    forwards = compile_forwards(task.blocks(), {"backend": "aot_eager"})
+    x = {"x": torch.randn(5, 6), "y": torch.randn(5, 6)}
+    with torch.no_grad():
+        task(x)
+    task.eval()
+    task(x)
+    task.train()
+    forwards[0].paused = True
+    task(x)
+    assert [forward.called for forward in forwards] == [False, True, True]
+
+
+def test_names_and_copies():
+    task, plain = Deep(), Deep()
+    compile_forwards(task.blocks(), {"backend": "aot_eager"})
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
+    task(batch)["total"].backward()
+    assert list(task.state_dict()) == list(plain.state_dict())
+    other = copy.deepcopy(task)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert other.blocks()[0].forward.module is other.blocks()[0]
+    assert torch.equal(other(batch)["total"], (batch["x"] - batch["y"]).square().mean())
+
+
+def test_checkpoints_resume_with_and_without(tmp_path):
+    options = {"save_interval": "1ba", "save_filename": "ba{batch}.pt"}
+    _, whole = train(Compile(None, backend="aot_eager"), save_folder=str(tmp_path), **options)
+    state = torch.load(tmp_path / "ba4.pt", weights_only=False)["state"]["model"]
+    assert not [name for name in state if "_orig_mod" in name or "compile" in name]
+    for algorithms in ([Compile(None, backend="aot_eager")], []):
+        _, task = train(*algorithms, load_path=str(tmp_path / "ba4.pt"))
+        torch.testing.assert_close(weights(task), weights(whole), rtol=1e-5, atol=1e-6)
+
+
+def test_with_a_scheduled_average():
+    runs = []
+    for algorithms in ([Compile(None, backend="aot_eager")], []):
+        ema = ScheduledEMA(decay=0.5, start="2ba")
+        made, _ = train(*algorithms, ema)
+        average = torch.cat([t.flatten() for t in ema.average.shadow])
+        runs.append((average, float(made.state.eval_metric_values["loss"])))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-5, atol=1e-6)
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-5)
+
+
+def test_with_activations_that_are_computed_again():
+    _, both = train(ActivationCheckpointing(None), Compile(None, backend="aot_eager"))
+    _, plain = train()
+    torch.testing.assert_close(weights(both), weights(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_room_for_each_block_in_two_sizes():
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_forwards([nn.Linear(2, 2) for _ in range(20)], {})
+        assert torch._dynamo.config.recompile_limit == 80
+        compile_forwards([nn.Linear(2, 2)], {})
+        assert torch._dynamo.config.recompile_limit == 80
+
+
+def test_errors(monkeypatch):
+    with pytest.raises(ValueError, match="compile: nothing to compile, the model names no blocks; set whole: true"):
+        compile_forwards([], {})
+    task = Deep()
+    compile_forwards(task.blocks(), {})
+    with pytest.raises(ValueError, match="compiled already"):
+        compile_forwards(task.blocks(), {})
+
+    class Elsewhere(Deep):
+        """Calls a part of its network, as autoencoders call encode and decode."""
+
+        def forward(self, batch):
+            return {"total": (self.net[0](batch["x"]) - batch["y"]).square().mean()}
+
+    with pytest.raises(ValueError, match="Sequential ran without being called through its forward.* whole: false"):
+        train(Compile(None, backend="aot_eager", whole=True), task=Elsewhere())
+    monkeypatch.setattr(compile_module, "has_triton", lambda: False)
+    assert "Triton" in why_no_compiler(on_gpu=True)
+    monkeypatch.setattr(compile_module, "why_no_compiler", lambda on_gpu: "no C++ compiler")
+    with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler; or remove the algorithm"):
+        train(Compile(None))
+
+
+def test_graphs_of_shards_are_refused(monkeypatch):
+    monkeypatch.setattr(compile_module, "is_sharded", lambda task: True)
+    with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must stay"):
+        train(Compile(None, mode="reduce-overhead", backend="aot_eager"))
+
+
+def test_gradients_of_graphs_are_summed_in_memory_of_their_own():
+    """What CUDA graphs need, without them: the same memory for each batch, zeroed before it."""
+    algorithm = Compile(None, backend="aot_eager", mode="reduce-overhead")
+    task = Deep()
+    algorithm.forwards = compile_forwards(task.blocks(), {"backend": "aot_eager"})
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
+    first = None
+    for _ in range(2):
+        for parameter in task.parameters():
+            parameter.grad = None  # as optimizers do
+        for _ in range(2):
+            algorithm._keep_gradients()
+            task(batch)["total"].backward()
+        addresses = [p.grad.data_ptr() for p in task.parameters()]
+        assert first in (None, addresses)
+        first = addresses
+    other = Deep()
+    other(batch)["total"].backward()
+    for one, two in zip(task.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, 2 * two.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_recipe_compiles_its_unet(small_recipe, fit, tmp_path):
+    changes = ["training.duration=1ba", "checkpoints.save=false", "training.global_batch=2"]
+    changes += ["model.denoiser." + key for key in ("channels=[32,64]", "attention=[true,false]", "heads=[1,2]")]
+    trainer = fit(small_recipe(tmp_path, *changes, "algorithms.compile={name: compile, backend: aot_eager}"))
+    (algorithm,) = [a for a in trainer.state.algorithms if isinstance(a, Compile)]
+    assert len(algorithm.forwards) == 5 and all(f.called for f in algorithm.forwards)
+    assert all(isinstance(block.forward, CompiledForward) for block in trainer.state.model.task.blocks())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("microbatch", [8, 4, 3])
+def test_on_a_gpu(mode, microbatch):
+    """Fused kernels and CUDA graphs, with gradients summed over microbatches and an average put in for validation."""
+    runs = []
+    for algorithms in ([Compile(None, mode=mode)], []):
+        torch._dynamo.reset()
+        ema = ScheduledEMA(decay=0.5, start="2ba")
+        made, task = train(*algorithms, ema, device="gpu", microbatch=microbatch, precision="fp32", eval_interval="2ba")
+        runs.append((weights(task), made.state.eval_metric_values["loss"]))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-4, atol=1e-5)
+    assert float(runs[0][1]) == pytest.approx(float(runs[1][1]), rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_recipe_on_a_gpu(small_recipe, fit, tmp_path, mode):
+    changes = ["training.device=gpu", "training.duration=6ba", "training.microbatch=4", "checkpoints.save=false"]
+    trainer = fit(small_recipe(tmp_path, *changes, f"algorithms.compile={{name: compile, mode: {mode}}}"))
+    assert trainer.state.timestamp.batch.value == 6
+
+
+def test_events():
+    graphs, plain = Compile(None, mode="reduce-overhead"), Compile(None)
+    gpu = type("State", (), {"device": type("Device", (), {"name": "gpu"})})
+    assert graphs.match(Event.BEFORE_FORWARD, gpu) and not plain.match(Event.BEFORE_FORWARD, gpu)
+    assert plain.match(Event.BEFORE_LOAD, gpu) and not plain.match(Event.INIT, gpu)

@@ -1,0 +1,226 @@
+"""Run on two ranks by test_powersgd.py: Composer runs with PowerSGD against plain ones; Adam16 on FSDP2's shards."""
+
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from composer import Callback, Trainer
+from composer.utils import dist as composer_dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from recipes.algorithms.averaging.average import own
+from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.gradients.order import in_gradient_order
+from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.sharding.fsdp import Sharding
+from recipes.algorithms.sixteen_bit.block_scaling import scale_branch, unscale
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.engines.composer.model import ComposerTask
+from tests.callbacks.exponent_ranks import check_exponents
+from tests.recipes.algorithms.averaging.ema_ranks import right_mean_on_cpu
+from tests.recipes.algorithms.residual import Residual, network
+from tests.recipes.algorithms.sixteen_bit.adam16_ranks import check_shards
+
+EXACT = {"rank": 100, "wire": "32-bit", "buffer": "32-bit"}
+
+
+class Task(Residual):
+    eval_names: list[str] = []
+
+    def forward(self, batch):
+        logits = super().forward(batch["words"])
+        wanted = (batch["words"] * 3 + 1) % 11
+        return {"total": torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
+
+    def evaluate(self, batch):
+        return self(batch)
+
+
+class Watch(Callback):
+    """The weights after every batch; breaks one gradient on one rank where it is told to."""
+
+    def __init__(self, bad_batch=None):
+        self.bad_batch = bad_batch
+        self.weights, self.losses = [], []
+        self.errors = None  # PowerSGD's, before the first batch
+
+    def batch_start(self, state, logger):
+        averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
+        if self.errors is None and averaging is not None:
+            self.errors = averaging.state_dict()["errors"]
+
+    def after_loss(self, state, logger):
+        self.losses.append(state.loss["total"].item())
+
+    def after_backward(self, state, logger):
+        # Of the first microbatch: after the last one, what overlaps has taken the gradients.
+        if state.timestamp.batch.value == self.bad_batch and dist.get_rank() == 1 and len(self.losses) % 2 == 1:
+            own(list(state.model.parameters())[3].grad)[0, 0] = float("inf")
+
+    def batch_end(self, state, logger):
+        self.weights.append(torch.cat([whole(p).flatten() for p in state.model.parameters()]))
+
+
+def whole(parameter):
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+def run(*algorithms, powersgd=None, scaled=False, fsdp=None, duration="8ba", bad_batch=None, **options):
+    """A run of 8 batches of 16 samples, each process two microbatches; `fsdp`: arguments of Sharding."""
+    task = Task()
+    each = 16 // dist.get_world_size()
+    if powersgd is not None:
+        algorithms = (PowerSGD(task, **powersgd), *algorithms)
+    if scaled:
+        algorithms = (ResblockGradScaling(task), *algorithms)
+    if fsdp is not None:
+        fsdp = {
+            "full_shard": False,
+            "by_block": True,
+            "parameters": "fp32",
+            "sync": "microbatch",
+            "checkpoints": "sharded",
+        } | fsdp
+        sharding = Sharding(task, **fsdp)
+        algorithms = (*algorithms, sharding)
+        options["parallelism_config"] = {"fsdp": sharding.composer_config()}
+    words = torch.randint(11, (64, 6), generator=torch.Generator().manual_seed(5))
+    data = [{"words": row} for row in words]
+    watch = Watch(bad_batch)
+    trainer = Trainer(
+        model=ComposerTask(task),
+        train_dataloader=DataLoader(data, batch_size=each, sampler=composer_dist.get_sampler(data)),
+        max_duration=duration,
+        optimizers=torch.optim.SGD(task.parameters(), lr=0.3, momentum=0.5),
+        algorithms=list(algorithms),
+        algorithm_passes=[in_gradient_order],
+        callbacks=[watch],
+        device="cpu",
+        device_train_microbatch_size=each // 2,
+        progress_bar=False,
+        seed=3,
+        **options,
+    )
+    trainer.fit()
+    for weights in watch.weights:
+        first = weights.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, weights), "replicas differ"
+    return trainer, watch
+
+
+def near(a, b, tolerance):
+    assert len(a.weights) == len(b.weights)
+    for one, other in zip(a.weights, b.weights, strict=True):
+        assert (one - other).abs().max() < tolerance, (one - other).abs().max()
+
+
+def check_runs(folder: Path) -> None:
+    _, plain = run()
+    moved = (plain.weights[-1] - plain.weights[0]).abs().max()
+    _, exact = run(powersgd=EXACT)
+    near(plain, exact, 1e-5 * moved)  # 8 steps' rounding
+    assert moved > 0.05
+
+    _, clipped = run(ClipByNorm(0.3))
+    _, ours = run(powersgd={**EXACT, "clip": 0.3})
+    near(clipped, ours, 1e-5 * moved)
+    assert (clipped.weights[-1] - plain.weights[-1]).abs().max() > 0.01
+
+    trainer, low = run(powersgd={"rank": 2}, duration="30ba")
+    assert low.losses[-1] < 0.7 * low.losses[0]
+    assert (low.weights[7] - plain.weights[7]).abs().max() > 1e-3  # it is not plain averaging
+    assert trainer.state.algorithms[0].skipped == 0
+
+    # An infinite gradient of one process: no process changes its weights at that batch, and all go on.
+    trainer, broken = run(powersgd={"rank": 2}, bad_batch=3)
+    same = [torch.equal(a, b) for a, b in zip(broken.weights, broken.weights[1:], strict=False)]
+    assert same == [number == 2 for number in range(7)]
+    assert trainer.state.algorithms[0].skipped == 1
+    assert torch.isfinite(broken.weights[-1]).all()
+
+    # Resuming: the errors' sum is shared evenly, so the same product is sent, up to rounding.
+    low_rank = {**EXACT, "rank": 2}
+    _, whole = run(powersgd=low_rank, save_folder=str(folder), save_interval="4ba")
+    saved = str(next(folder.glob("*-ba4-rank0.pt")))
+    _, resumed = run(powersgd=low_rank, load_path=saved)
+    assert len(resumed.weights) == 4
+    resumed.weights[:0] = whole.weights[:4]
+    near(whole, resumed, 1e-4 * moved)
+    with mock.patch.object(PowerSGD, "load_state_dict"):  # without the errors it is another run
+        _, forgot = run(powersgd=low_rank, load_path=saved)
+    assert (forgot.weights[-1] - whole.weights[-1]).abs().max() > 1e-2 * moved
+    for change, message in (({"rank": 3}, "written with rank 2"), ({"seed": 1}, "written with seed 0")):
+        try:
+            run(powersgd={**low_rank, **change}, load_path=saved)
+        except ValueError as error:
+            assert message in str(error)
+        else:
+            raise AssertionError("another Q was taken")
+    try:
+        run(ClipByNorm(1.0), powersgd={"rank": 2, "clip": 1.0})
+    except ValueError as error:
+        assert "would both clip" in str(error)
+    else:
+        raise AssertionError("gradients were clipped twice")
+
+
+def check_scaled_runs() -> None:
+    """Gradient scales and PowerSGD together: 32-bit averaging up to fp16's rounding, and skipped together."""
+    _, plain = run()
+    for powersgd in (None, EXACT):
+        trainer, scaled = run(powersgd=powersgd, scaled=True)
+        moved = (plain.weights[-1] - plain.weights[0]).abs().max()
+        near(plain, scaled, 0.05 * moved)
+        assert trainer.state.algorithms[0].skipped == 0
+        trainer, broken = run(powersgd=powersgd, scaled=True, bad_batch=3)
+        same = [torch.equal(a, b) for a, b in zip(broken.weights, broken.weights[1:], strict=False)]
+        assert same == [number == 2 for number in range(7)]
+        assert {algorithm.skipped for algorithm in trainer.state.algorithms} == {1}
+        exponents = trainer.state.algorithms[0].scales.exponents
+        assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
+
+
+def check_scaled_shards() -> None:
+    """Scaled branches inside of FSDP2's blocks have the gradients of the whole model's."""
+    models = network(), fully_shard_blocks(network())
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    scales = torch.tensor([2.0 ** (8 + i) for i in range(6)])
+    for model in models:
+        for block, scale, filtered in zip(model, scales, torch.zeros(6, dtype=torch.int64), strict=True):
+            scale_branch(block.branch, scale, filtered)
+        model(x).square().mean().backward()
+        for block, scale in zip(model, scales, strict=True):
+            assert unscale([own(p.grad) for p in block.parameters()], scale)
+    for whole, part in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-8)
+
+
+def fully_shard_blocks(model):
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def main() -> None:
+    os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    check_shards()
+    right_mean_on_cpu()
+    check_scaled_shards()
+    check_scaled_runs()
+    check_runs(Path(sys.argv[1]))
+    check_exponents(Path(sys.argv[1]))
+    print("all as it should be", flush=True)
+    dist.barrier()
+    os._exit(0)  # Composer's threads
+
+
+if __name__ == "__main__":
+    main()

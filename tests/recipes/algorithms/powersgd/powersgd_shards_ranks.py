@@ -1,0 +1,199 @@
+"""Run on four ranks by test_powersgd.py: two machines of two devices, PowerSGD between them, FSDP2 within.
+
+argv: a folder for checkpoints.
+"""
+
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[4]
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # noqa: E402
+from torch.distributed.tensor import Shard  # noqa: E402
+
+from recipes.algorithms.powersgd.block_gradients import blocks_of, placements  # noqa: E402
+from recipes.algorithms.sharding.shard import shard  # noqa: E402
+from recipes.models.autoregressive.task import Autoregressive  # noqa: E402
+from tests.recipes.algorithms.powersgd.powersgd_ranks import EXACT, near, run  # noqa: E402
+
+MACHINES = {"replicas": 2}
+
+
+def equal(a, b):
+    """Two runs' weights after each batch, to the last bit."""
+    assert len(a.weights) == len(b.weights)
+    assert all(torch.equal(one, other) for one, other in zip(a.weights, b.weights, strict=True))
+
+
+def check_parts():
+    """The transformer's matrices are cut so that pieces are squarest, and queries, keys and values stay apart."""
+    torch.manual_seed(0)
+    task = Autoregressive(layers=1, width=16, heads=2, text_positions=5, text_vocabulary=10, side=4, codes=8, kernel=3)
+    names = {id(p): name for name, p in task.named_parameters()}
+    cuts = {names[key].split("branch.")[1]: value for key, value in placements(task, 2).items()}
+    assert cuts == {"qkv.weight": Shard(1), "out.weight": Shard(0), "up.weight": Shard(0), "down.weight": Shard(1)}
+    weights = {name: p.detach().clone() for name, p in task.named_parameters()}
+    for p in task.parameters():
+        p.grad = torch.randn_like(p)
+        dist.broadcast(p.grad, 0)
+    gradients = {name: p.grad for name, p in task.named_parameters()}
+    of_machine = placements(task, 2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard(task, mesh["shard"], placement=lambda p: of_machine.get(id(p)))
+    assert [[m.stacked for m in block] for block in blocks_of(task)] == [[3, 1], [1, 1]]
+    part = mesh.get_local_rank("shard")
+    for matrices in (m for block in blocks_of(task) for m in block):
+        whole = gradients[matrices.name]
+        pieces = matrices.parts_of(whole)
+        dimension = 0 if matrices.name.endswith(("out.weight", "up.weight")) else 1
+        expected = [third.chunk(2, dim=dimension)[part] for third in whole.chunk(matrices.stacked)]
+        assert all(torch.equal(a, b) for a, b in zip(pieces, expected, strict=True))
+        assert [piece.shape for piece in pieces] == matrices.shapes
+        lesser_first = [piece.T if piece.shape[0] > piece.shape[1] else piece for piece in pieces]
+        assert torch.equal(matrices.whole(iter(lesser_first)), whole)
+        assert torch.equal(matrices.parameter.full_tensor(), weights[matrices.name])
+
+
+def check_full_rank(plain):
+    """Full rank on a 32-bit wire is plain averaging, with shards, clipped or not, beside the backward pass or after."""
+    moved = (plain.weights[-1] - plain.weights[0]).abs().max()
+    for overlap in (False, True):
+        _, exact = run(powersgd={**EXACT, "overlap": overlap}, fsdp=MACHINES)
+        near(plain, exact, 1e-5 * moved)  # 8 steps' rounding
+    assert moved > 0.05
+    _, ddp = run(powersgd={**EXACT, "clip": 0.3})
+    _, clipped = run(powersgd={**EXACT, "clip": 0.3, "overlap": True}, fsdp={**MACHINES, "full_shard": True})
+    near(ddp, clipped, 1e-5 * moved)
+    assert (clipped.weights[-1] - plain.weights[-1]).abs().max() > 0.01
+
+
+def check_drivers(plain):
+    """Overlapped and simple: the same numbers, where blocks overflow too; and not those of plain averaging."""
+    runs = [run(powersgd={"rank": 4, "overlap": o}, fsdp=MACHINES, duration="20ba")[1] for o in (False, True)]
+    equal(*runs)
+    assert runs[0].losses[-1] < 0.2 * runs[0].losses[0]
+    assert (runs[0].weights[7] - plain.weights[7]).abs().max() > 1e-3
+
+    for scaled in (False, True):
+        made = [
+            run(powersgd={"rank": 4, "overlap": o}, fsdp=MACHINES, scaled=scaled, bad_batch=3) for o in (False, True)
+        ]
+        equal(*(watch for _, watch in made))
+        for trainer, watch in made:
+            same = [torch.equal(a, b) for a, b in zip(watch.weights, watch.weights[1:], strict=False)]
+            assert same == [number == 2 for number in range(7)]
+            # The sharding algorithm, without a count, comes last.
+            assert {a.skipped for a in trainer.state.algorithms[:-1]} == {1}
+            if scaled:
+                exponents = trainer.state.algorithms[0].scales.exponents
+                assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
+
+
+def check_once_a_batch(plain):
+    """Gradients that are summed over the shards once a batch are the same, and so is what PowerSGD makes of them."""
+    moved = (plain.weights[-1] - plain.weights[0]).abs().max()
+    for full_shard, gathers in ((False, 3), (True, 12)):  # three units; of two microbatches, twice in each
+        fsdp = {"replicas": 1, "sync": "batch", "full_shard": full_shard}
+        with (
+            mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as sums,
+            mock.patch.object(
+                _fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather
+            ) as all_,
+        ):
+            _, once = run(fsdp=fsdp)
+        near(plain, once, 1e-5 * moved)
+        assert sums.call_count == 8 * 3
+        assert all_.call_count <= 8 * gathers, (full_shard, all_.call_count)
+    _, exact = run(powersgd={**EXACT, "overlap": True}, fsdp={**MACHINES, "sync": "batch"})
+    near(plain, exact, 1e-5 * moved)
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8):  # before, FSDP2 averages over no replicas on a CPU
+        _, replicated = run(fsdp={**MACHINES})
+        near(plain, replicated, 1e-5 * moved)
+
+
+def check_formats():
+    """Blocks with gradient scales are gathered in fp16, in which they compute: no number changes."""
+    low, whole = (
+        run(scaled=True, fsdp={"replicas": 1, "parameters": parameters, "full_shard": True})
+        for parameters in ("auto", "fp32")
+    )
+    equal(low[1], whole[1])
+    seen = {}
+    for trainer, name in ((low[0], "low"), (whole[0], "whole")):
+        task = trainer.state.model.task
+        for part in ("layers.0.branch.1", "layers.0.branch.0", "head"):
+            module = task.get_submodule(part)
+            module.register_forward_pre_hook(lambda m, _, k=(name, part): seen.__setitem__(k, m.weight.dtype))
+        task(next(iter(trainer.state.train_dataloader)))
+    assert seen == {
+        (name, part): torch.float32 for name in ("low", "whole") for part in ("layers.0.branch.0", "head")
+    } | {
+        ("low", "layers.0.branch.1"): torch.float16,
+        ("whole", "layers.0.branch.1"): torch.float32,
+    }
+    refused("resblock_grad_scaling computes in fp16", scaled=True, fsdp={"replicas": 1, "parameters": "bf16"})
+
+
+def check_resumption(plain, folder: Path):
+    """Errors go on, from both kinds of checkpoint, also on as many machines of one device, or without sharding."""
+    moved = (plain.weights[-1] - plain.weights[0]).abs().max()
+    low_rank = {**EXACT, "rank": 4}
+    for kind, name in (("sharded", "ep0-ba4"), ("full", "ep0-ba4-rank0.pt")):
+        fsdp = {**MACHINES, "checkpoints": kind}
+        saves = {"save_folder": str(folder / kind), "save_interval": "4ba"}
+        _, whole = run(powersgd={**low_rank, "overlap": True}, fsdp=fsdp, **saves)
+        saved = str(folder / kind / name)
+        _, resumed = run(powersgd=low_rank, fsdp=fsdp, load_path=saved)
+        assert len(resumed.weights) == 4
+        resumed.weights[:0] = whole.weights[:4]
+        near(whole, resumed, 1e-4 * moved)  # the errors' sum is shared evenly, so the same is sent, up to rounding
+        # Machines of one device, and no sharding, which needs all in one file, take the same errors over.
+        for other in ({**fsdp, "replicas": 4}, None)[: 1 if kind == "sharded" else 2]:
+            _, moved_on = run(powersgd=low_rank, fsdp=other, load_path=saved)
+            assert moved_on.errors.keys() == resumed.errors.keys()
+            for key, total in resumed.errors.items():  # on the first rank
+                assert total.abs().max() > 1e-4
+                torch.testing.assert_close(moved_on.errors[key], total, rtol=1e-5, atol=1e-7)
+            assert len(resumed.errors) == (4 if dist.get_rank() == 0 else 0)
+
+
+def refused(message, **arguments):
+    try:
+        run(**arguments)
+    except ValueError as error:
+        assert message in str(error), error
+        return
+    raise AssertionError(f"not refused: {message}")
+
+
+def check_refusals():
+    refused("gives one machine", powersgd={"rank": 4}, fsdp={"replicas": 1})
+    refused("rank 3 is not divisible by the 2 devices", powersgd={"rank": 3}, fsdp=MACHINES)
+    refused("overlap needs training.fsdp", powersgd={"rank": 4, "overlap": True})
+
+
+def main() -> None:
+    os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    check_parts()
+    _, plain = run()
+    check_full_rank(plain)
+    check_drivers(plain)
+    check_refusals()
+    check_formats()
+    check_once_a_batch(plain)
+    check_resumption(plain, Path(sys.argv[1]))
+    print("all as it should be", flush=True)
+    dist.barrier()
+    os._exit(0)  # Composer's threads
+
+
+if __name__ == "__main__":
+    main()

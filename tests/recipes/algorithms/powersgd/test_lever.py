@@ -1,0 +1,76 @@
+"""PowerSGD in a run: refused where it has nothing to do; real runs, and Adam16 on shards, in one launch of two."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from composer import Trainer
+from torch.utils.data import DataLoader
+
+from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.engines.composer.model import ComposerTask
+from tests.recipes.algorithms.residual import Residual
+
+HERE = Path(__file__).parent
+
+
+def launch(ranks, script, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[3])}
+    result = subprocess.run(
+        [*command, str(HERE / script), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    assert result.stdout.count("all as it should be") == ranks
+
+
+def test_runs_and_shards_on_two_ranks(tmp_path):
+    """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; FSDP2's Adam16;
+    exponents are counted over ranks."""
+    launch(2, "powersgd_ranks.py", tmp_path)
+
+
+def test_two_machines_of_two_devices(tmp_path):
+    """The same between machines that shard, beside the backward pass and after it; errors move to other machines."""
+    launch(4, "powersgd_shards_ranks.py", tmp_path)
+
+
+def test_one_process_has_nothing_to_average():
+    task = Residual()
+    trainer = Trainer(
+        model=ComposerTask(task),
+        train_dataloader=DataLoader([{"words": torch.zeros(3, dtype=torch.int64)}]),
+        max_duration="1ba",
+        optimizers=torch.optim.SGD(task.parameters(), lr=0.1),
+        algorithms=PowerSGD(task, rank=2),
+        device="cpu",
+        progress_bar=False,
+    )
+    with pytest.raises(ValueError, match="there is one process, which has none to average with"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"rank": 0}, {"rank": 2, "p_scale": 0.0}, {"rank": 2, "q_scale": -1.0}, {"rank": 2, "clip": 0.0}]
+)
+def test_values_out_of_range_are_refused(arguments):
+    with pytest.raises(ValueError, match="rank must be at least 1, scales and clip above 0"):
+        PowerSGD(Residual(), **arguments)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="Linear does not say which of its modules are blocks"):
+        PowerSGD(torch.nn.Linear(2, 2), rank=1)
+    empty = Residual()
+    empty.layers = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
+    with pytest.raises(ValueError, match="the 1 blocks of Residual have no trained matrices"):
+        PowerSGD(empty, rank=1)
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    algorithm = PowerSGD(Residual(), rank=2)
+    with pytest.raises(ValueError, match=r"errors are of other matrices: layers.0.branch.1.weight"):
+        algorithm.load_state_dict({"errors": {}, "skipped": 0, "rank": 2, "seed": 0})

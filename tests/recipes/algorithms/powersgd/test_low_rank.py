@@ -1,0 +1,60 @@
+"""PowerSGD's compressor: what needs several processes in one launch of four; shapes, seeds and bytes here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
+
+RANKS = Path(__file__).with_name("low_rank_ranks.py")
+CPU = torch.device("cpu")
+
+
+def test_steps_on_four_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(RANKS)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parents[4])}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    assert result.stdout.count("all as it should be") == 4
+
+
+def test_q_depends_on_seed_and_block_and_on_nothing_else():
+    shapes = [torch.Size((6, 20)), torch.Size((20, 6))]
+    first = LowRank(3).new_state(shapes, CPU, 0)
+    torch.manual_seed(9)
+    again = LowRank(3, wire=FLOAT_32).new_state(shapes, CPU, 0)
+    assert all(torch.equal(a, b) for a, b in zip(first.projections, again.projections, strict=True))
+    assert not torch.equal(first.projections[0], first.projections[1])
+    for other in (LowRank(3).new_state(shapes, CPU, 1), LowRank(3, seed=1).new_state(shapes, CPU, 0)):
+        assert not torch.equal(first.projections[0], other.projections[0])
+
+
+def test_a_state_lies_with_the_lesser_side_first():
+    state = LowRank(4).new_state([torch.Size((6, 20)), torch.Size((20, 6)), torch.Size((3, 5, 2, 2))], CPU, 0)
+    assert [tuple(q.shape) for q in state.projections] == [(20, 4), (20, 4), (20, 3)]
+    assert [tuple(e.shape) for e in state.errors] == [(6, 20), (6, 20), (3, 20)]
+    assert {e.dtype for e in state.errors} == {torch.int16}
+
+
+@pytest.mark.parametrize(("width", "rank", "saved"), [(1920, 512, 0.83), (2688, 640, 0.85), (3968, 896, 0.86)])
+def test_bytes_are_those_of_the_published_table(width, rank, saved):
+    """A layer's shards on each of m = 8 GPUs: all but the second MLP matrix are cut along the second axis."""
+    m = 8
+    shards = [(width, width // m)] * 4 + [(width, 4 * width // m), (4 * width // m, width)]
+    shapes = [torch.Size(shape) for shape in shards]
+    # As (rows, columns) the first MLP matrix is width x width / 2; rank r / m.
+    sent = LowRank(rank // m).bytes_sent(shapes, machines=2)
+    plain = sum(2 * (1 / 2) * 2 * shape.numel() for shape in shapes)  # two bytes a value, two machines
+    assert abs(1 - sent / plain - (1 - 5 * rank / (8 * width))) < 1e-9
+    assert round(1 - sent / plain, 2) == saved
+    assert LowRank(rank // m, wire=FLOAT_32).bytes_sent(shapes, machines=2) == 2 * sent
+
+
+def test_16_bit_errors_take_two_bytes():
+    (error,) = LowRank(2, buffer=MEAN_1_6_9).new_state([torch.Size((10, 10))], CPU, 0).errors
+    assert error.nbytes == 200

@@ -1,0 +1,137 @@
+"""Sharded training against whole training; blocks that are computed again."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.sharding.shard import is_sharded, shard
+from recipes.config.build import build
+from recipes.config.recipe import to_yaml
+from recipes.engines.composer.trainer import build_trainer
+
+ROOT = Path(__file__).resolve().parents[4]
+RUN = [
+    "training.duration=6ba",
+    "checkpoints.every=3ba",
+    "checkpoints.keep=-1",
+    "training.eval_every=3ba",
+    "training.grad_clip=0.1",
+    "algorithms.ema={name: scheduled_ema, decay: 0.5, start: 2ba}",
+    "callbacks.export={name: export}",
+    "callbacks.sample_grid={name: sample_grid, prompts: [dots, stars], steps: 2, every: 4ba}",
+    "data.caption_dropout=0.0",
+]
+
+
+@pytest.mark.slow
+def test_two_ranks(small_recipe, tmp_path):
+    """One launch for all that two processes show; what they wrote is opened here by one."""
+    recipe = small_recipe(tmp_path / "run", *RUN)
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)  # a Trainer in this process has set them
+    command = [sys.executable, str(Path(sys.executable).with_name("composer")), "-n", "2"]
+    script = Path(__file__).with_name("fsdp_ranks.py")
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "recipe.yaml"), str(tmp_path)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "all as it should be" in done.stdout
+
+    from diffusers import UNet2DConditionModel
+
+    for part in ("unet", "unet_ema"):
+        models = [
+            UNet2DConditionModel.from_pretrained(str(tmp_path / run / "export" / part), low_cpu_mem_usage=False)
+            for run in ("ddp", "sharded", "full")
+        ]
+        for model in models[1:]:
+            for name, tensor in model.state_dict().items():
+                torch.testing.assert_close(tensor, models[0].state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
+    for run in ("sharded", "full"):
+        grids = sorted(path.name for path in (tmp_path / run / "samples").iterdir())
+        assert grids == ["ba0000004.png", "ba0000006.png"]
+    # One process goes on from what two have saved, sharded or not.
+    for run, name, fsdp in (("full", "ep0-ba3-rank0.pt", "null"), ("sharded", "ep0-ba3", "{}")):
+        path = tmp_path / run / "checkpoints" / name
+        overrides = [*RUN, f"checkpoints.load_path={path}", f"training.fsdp={fsdp}", "training.global_batch=8"]
+        trainer = build_trainer(small_recipe(tmp_path / f"{run}-alone", *overrides))
+        assert trainer.state.timestamp.batch.value == 3
+        assert is_sharded(trainer.state.model) == (run == "sharded")
+        trainer.fit()
+        assert trainer.state.timestamp.batch.value == 6
+        trainer.close()
+
+
+def kept_values(task, batch):
+    """The loss, and how many values the forward pass keeps for the backward one."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        return task(batch)["total"], sum(kept)
+
+
+def test_recomputed_blocks_give_the_same_gradients_and_keep_less(small_recipe, tmp_path):
+    results = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        task = build(small_recipe(tmp_path, "model.denoiser.dropout=0.1").model)
+        if again:
+            names = list(task.state_dict())
+            recompute(task.recomputed_blocks())
+            assert list(task.state_dict()) == names
+        batch = {"latents": torch.randn(2, 4, 8, 8), "text": torch.randn(2, 12, 16)}
+        torch.manual_seed(1)  # of timesteps, noise and dropout
+        loss, kept = kept_values(task, batch)
+        loss.backward()
+        results.append((loss, [p.grad for p in task.parameters()], kept))
+    plain, recomputed = results
+    assert torch.equal(plain[0], recomputed[0])
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], recomputed[1], strict=True))
+    assert recomputed[2] < 0.5 * plain[2]
+
+
+def test_recomputing_in_a_recipe(small_recipe, tmp_path, capsys):
+    overrides = ["algorithms.again={name: activation_checkpointing, every: 2}", "training.duration=2ba"]
+    trainer = build_trainer(small_recipe(tmp_path, *overrides))
+    blocks = trainer.state.model.task.recomputed_blocks()
+    assert sum("forward" in vars(block) for block in blocks) == -(-len(blocks) // 2)
+    trainer.fit()
+    trainer.close()
+    assert f"activation_checkpointing: {-(-len(blocks) // 2)} blocks" in capsys.readouterr().out
+
+
+class Blockless(nn.Module):
+    eval_names = []
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def test_a_model_without_blocks_is_told():
+    with pytest.raises(ValueError, match="names no blocks to shard one by one; set training.fsdp.wrap to model"):
+        shard(Blockless(), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sharded", ["{}", "{strategy: FULL_SHARD, checkpoints: full}"])
+def test_on_a_gpu(small_recipe, fit, tmp_path, sharded):
+    """bf16 parameters under autocast, with the levers that change modules: as DDP's losses, within bf16's rounding."""
+    changes = [*RUN, "training.device=gpu", "training.precision=amp_bf16", "model.denoiser.norm_groups=8"]
+    changes += ["algorithms.low_precision_norms={name: low_precision_norms, modules: denoiser}"]
+    losses = []
+    for name, options in (("whole", []), ("sharded", [f"training.fsdp={sharded}"])):
+        trainer = fit(small_recipe(tmp_path / name, *changes, *options))
+        assert is_sharded(trainer.state.model) == bool(options)
+        losses.append(float(trainer.state.eval_metric_values["loss"]))
+        assert (tmp_path / name / "export" / "done.json").is_file()
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

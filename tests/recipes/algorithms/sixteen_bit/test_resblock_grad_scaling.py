@@ -1,0 +1,175 @@
+"""Per-block gradient scaling in runs: fp16 blocks follow 32-bit, overflows skip and lower one scale, runs resume."""
+
+import pytest
+import torch
+from composer import Callback, Event, Trainer
+from composer.algorithms import ChannelsLast
+from composer.loggers import InMemoryLogger
+from torch.utils.data import DataLoader
+
+from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.gradients.order import GradientStage, in_gradient_order
+from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.sixteen_bit.block_scaling import scale_branch
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.engines.composer.model import ComposerTask
+from tests.recipes.algorithms.residual import Residual, vector
+
+
+class Task(Residual):
+    eval_names: list[str] = []
+
+    def forward(self, batch):
+        logits = super().forward(batch["words"])
+        wanted = (batch["words"] * 3 + 1) % 11
+        return {"total": torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
+
+
+class Watch(Callback):
+    def __init__(self, bad_batches=()):
+        self.bad_batches = bad_batches
+        self.weights, self.losses, self.gradients = [], [], []
+
+    def after_loss(self, state, logger):
+        self.losses.append(state.loss["total"].item())
+
+    def after_backward(self, state, logger):
+        if state.timestamp.batch.value in self.bad_batches:
+            state.model.task.layers[1].branch[1].weight.grad[0, 0] = float("nan")
+
+    def after_train_batch(self, state, logger):  # callbacks come after algorithms
+        grads = [p.grad for p in state.model.parameters()]
+        self.gradients.append(None if grads[0] is None else torch.cat([g.flatten() for g in grads]))
+
+    def batch_end(self, state, logger):
+        self.weights.append(vector(state.model))
+
+
+def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **options):
+    """A run of batches of 8 samples in two microbatches; `scaling` holds the algorithm's arguments."""
+    task = Task()
+    algorithms = [] if scaling is None else [ResblockGradScaling(task, **scaling)]
+    words = torch.randint(11, (128, 6), generator=torch.Generator().manual_seed(5))
+    watch = Watch(bad_batches)
+    options = {"precision": "fp32", **options}
+    trainer = Trainer(
+        model=ComposerTask(task),
+        train_dataloader=DataLoader([{"words": row} for row in words], batch_size=8),
+        max_duration=duration,
+        optimizers=torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5),
+        algorithms=[*algorithms, *others],
+        algorithm_passes=[in_gradient_order],
+        callbacks=[watch, *callbacks],
+        device="cpu",
+        device_train_microbatch_size=4,
+        progress_bar=False,
+        seed=3,
+        **options,
+    )
+    trainer.fit()
+    trainer.watch = watch
+    return trainer
+
+
+def scaling_of(trainer):
+    return next(a for a in trainer.state.algorithms if isinstance(a, ResblockGradScaling))
+
+
+def test_a_run_follows_that_in_32_bit():
+    plain, scaled = run(), run({})
+    first = [trainer.watch.gradients[0] for trainer in (plain, scaled)]
+    assert (first[0] - first[1]).norm() < 2e-3 * first[0].norm()
+    assert not torch.equal(*first)
+    for a, b in zip(plain.watch.losses, scaled.watch.losses, strict=True):
+        assert abs(a - b) < 1e-2 * a
+    assert scaling_of(scaled).scales.exponents.tolist() == pytest.approx([13 + 8 / 1000] * 2)
+    assert scaling_of(scaled).skipped == 0
+
+
+def test_clipping_sees_unscaled_gradients():
+    plain = run(None, ClipByNorm(0.1))
+    scaled = run({}, ClipByNorm(0.1))
+    assert (vector(plain.state.model) - vector(scaled.state.model)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_gradients_are_unscaled_averaged_and_clipped_in_this_order(turn):
+    task = Task()
+    other = ChannelsLast()
+    staged = [ResblockGradScaling(task), PowerSGD(task, rank=1), ClipByNorm(1.0)]
+    found = in_gradient_order([other, *staged][::turn], Event.AFTER_TRAIN_BATCH)
+    assert found == [*staged, other]
+    assert [a.gradient_stage for a in staged] == list(GradientStage)
+    assert in_gradient_order([other, *staged], Event.BATCH_END) == [other, *staged]
+
+
+def test_an_overflow_skips_the_update_and_lowers_the_scale_of_its_block():
+    trainer = run({}, bad_batches=(3, 5))
+    weights = trainer.watch.weights
+    same = [torch.equal(a, b) for a, b in zip(weights[:-1], weights[1:], strict=True)]
+    assert same == [number in (2, 4) for number in range(7)]
+    scaling = scaling_of(trainer)
+    assert scaling.skipped == 2
+    # Block 1: six times up, once down; the second overflow came within 125 updates. Block 0: eight times up.
+    assert scaling.scales.exponents.tolist() == pytest.approx([13.008, 13.006 - 0.5])
+    assert torch.isfinite(weights[-1]).all()
+
+
+def test_what_is_not_finite_is_counted_per_block():
+    logger = InMemoryLogger()
+    trainer = run({}, bad_batches=(3, 5), loggers=logger)
+    prefix = "resblock_grad_scaling/nonfinite/"
+    logged = {name: data for name, data in logger.data.items() if name.startswith(prefix)}
+    (name,) = logged  # block 0 had none
+    assert name == f"{prefix}001"
+    assert [(time.batch.value, count) for time, count in logged[name]] == [(3, 1), (5, 1)]
+    assert scaling_of(trainer).nonfinite.tolist() == [0, 0]  # of the last update
+    # Scales that are far too large: gradients of parameters, and those that the filter met on their way out.
+    scaling = scaling_of(run({"start": 40.0, "most": 40.0}, duration="1ba"))
+    parameters = sum(p.numel() for p in scaling.branches[0].parameters())
+    assert (scaling.nonfinite > parameters / 2).all()
+
+
+def test_scales_that_are_too_large_skip_until_they_fit():
+    trainer = run({"start": 40.0, "most": 40.0}, duration="2ba")
+    scaling = scaling_of(trainer)
+    assert scaling.skipped == 2
+    assert torch.equal(trainer.watch.weights[0], trainer.watch.weights[1])
+    assert scaling.scales.exponents.tolist() == [39.5, 39.5]
+
+
+def test_resuming_changes_nothing(tmp_path):
+    whole = run({}, bad_batches=(1, 6), save_folder=str(tmp_path), save_interval="1ba")
+    saved = str(next(tmp_path.glob("*-ba4-rank0.pt")))
+    resumed = run({"start": 10.0}, bad_batches=(1, 6), load_path=saved)
+    assert len(resumed.watch.weights) == 4
+    assert torch.equal(vector(resumed.state.model), vector(whole.state.model))
+    a, b = scaling_of(whole), scaling_of(resumed)
+    assert torch.equal(a.scales.exponents, b.scales.exponents) and torch.equal(a.scales.since, b.scales.since)
+    assert a.skipped == b.skipped == 2
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="bf16 has the exponents of 32-bit floats"):
+        run({}, precision="amp_bf16", device="gpu") if torch.cuda.is_available() else _wrap_under("amp_bf16")
+    with pytest.raises(ValueError, match="least <= start <= most"):
+        ResblockGradScaling(Task(), start=5.0)
+    with pytest.raises(ValueError, match="Linear has no blocks; it is for models whose blocks are"):
+        ResblockGradScaling(torch.nn.Linear(2, 2))
+    other = Task()
+    other.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="Task has blocks of Linear without a residual branch"):
+        ResblockGradScaling(other)
+    with pytest.raises(ValueError, match="the checkpoint has 3 scales, the model 2 blocks"):
+        ResblockGradScaling(Task()).load_state_dict({"exponents": torch.zeros(3)})
+    with pytest.raises(ValueError, match="the identity path is torch.bfloat16"):
+        block = Task().layers[0]
+        scale_branch(block.branch, torch.ones(()), torch.zeros((), dtype=torch.int64))
+        block(torch.zeros(2, 16, dtype=torch.bfloat16))
+
+
+def _wrap_under(precision):
+    """Composer itself refuses 16-bit precisions on a CPU."""
+    from composer.core import Precision
+
+    ResblockGradScaling(Task())._wrap(type("State", (), {"precision": Precision(precision)})())

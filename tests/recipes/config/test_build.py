@@ -1,0 +1,96 @@
+"""Components become objects, nested ones first; encoders are those that a manifest names, or it is an error."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.manifest import Manifest
+from recipes.config.build import build, build_on_meta, encoders_of
+from recipes.config.schema import Component
+
+
+def component(group, name, target, **args):
+    return Component(group, name, args, target, group)
+
+
+SIZES = {"channels": [16, 16], "attention": [False, True], "heads": [1, 1], "text_width": 8, "norm_groups": 8}
+
+
+def denoiser(**changes):
+    target = "recipes.models.latent_diffusion.unet:unet"
+    return component("denoiser", "unet", target, **(SIZES | {"blocks": 1} | changes))
+
+
+def task(**args):
+    return component("model", "latent_diffusion", "recipes.models.latent_diffusion.task:LatentDiffusion", **args)
+
+
+def test_nested_components_come_first():
+    model = build(task(denoiser=denoiser(), steps=50, eval_timesteps=[1]))
+    assert type(model).__name__ == "LatentDiffusion" and type(model.denoiser).__name__ == "UNet"
+    assert model.loss.schedule.steps == 50
+
+
+def test_lists_dicts_and_plain_values():
+    made = build({"a": [denoiser(), 3], "b": (None, "text")})
+    assert type(made["a"][0]).__name__ == "UNet" and made["a"][1] == 3 and made["b"] == (None, "text")
+
+
+def test_context_goes_to_builders_that_ask_for_it():
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    adamw = component("optimizer", "adamw", "recipes.engines.composer.builders:adamw", lr=0.5)
+    optimizer = build(adamw, parameters=parameters, unused=object())
+    assert optimizer.param_groups[0]["params"] == parameters and optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(AssertionError, match="asks for .'parameters'., which a optimizer is not given"):
+        build(adamw)
+
+
+def test_meta_takes_no_memory():
+    model = build_on_meta(task(denoiser=denoiser(channels=[4096, 4096])))
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.fixture
+def manifest(latent_sets):
+    return Manifest.read(latent_sets / "train")
+
+
+def change_weights(folder):
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, file)
+
+
+def test_encoders_of_a_set(manifest):
+    images, texts = encoders_of(manifest)
+    assert (images.weights_hash, texts.weights_hash) == (
+        manifest.image_encoder["weights_hash"],
+        manifest.text_encoder["weights_hash"],
+    )
+
+
+@pytest.mark.parametrize("group", ["image_encoder", "text_encoder"])
+def test_encoders_whose_weights_have_changed(manifest, vae_folder, clip_folder, tmp_path, group):
+    shutil.copytree({"image_encoder": vae_folder, "text_encoder": clip_folder}[group], tmp_path / group)
+    encoders_of(manifest, tmp_path)
+    # Copies in a bundle come before the places that the manifest names.
+    change_weights(tmp_path / group)
+    with pytest.raises(ValueError) as error:
+        encoders_of(manifest, tmp_path)
+    assert f"manifest.{group}: the weights of {tmp_path / group}" in str(error.value)
+    assert getattr(manifest, group)["weights_hash"][:12] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_encoders_that_are_gone(manifest, latent_sets, tmp_path):
+    values = json.loads((latent_sets / "train" / "manifest.json").read_text())
+    values["image_encoder"]["component"]["path"] = str(tmp_path / "gone")
+    with pytest.raises(ValueError, match="manifest.image_encoder.path: .*gone"):
+        encoders_of(Manifest.parse(json.dumps(values)))
+    values["image_encoder"]["component"]["pth"] = 1
+    with pytest.raises(ValueError, match="manifest.image_encoder.pth: unknown key"):
+        encoders_of(Manifest.parse(json.dumps(values)))

@@ -1,0 +1,135 @@
+"""The scripts as processes: help and mistakes are answered at once, in lines, from any folder, without torch."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from precompute.config import EncodeConfig
+from recipes.config.command_line import groups_of, help_text, read_command_line, user_errors
+from recipes.config.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAIN, ENCODE = "recipes/train.py", "precompute/encode.py"
+VAE, OPENMOJI = f"{ROOT}/yamls/openmoji_vae.yaml", f"{ROOT}/yamls/openmoji_encode.yaml"
+SECONDS = 2.0
+
+
+def run(script, *arguments, folder):
+    """(status, output, errors) of a script started in a folder; fails where it takes long or shows a traceback."""
+    command = [sys.executable, str(ROOT / script), *arguments]
+    # The quickest of three, since another process may hold the core; a script that imports torch never makes it.
+    for _ in range(3):
+        start = time.monotonic()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if time.monotonic() - start < SECONDS:
+            break
+    else:
+        pytest.fail(f"{script} {arguments} took more than {SECONDS} s")
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (TRAIN, ["training.global_batch (int; required)", "{tensorboard: {name: tensorboard}}", "latent_diffusion"]),
+        (ENCODE, ["resolutions (list[int]; required)", "kl_vae"]),
+    ],
+)
+def test_help(script, words, tmp_path):
+    status, output, errors = run(script, "--help", folder=tmp_path)
+    assert (status, errors) == (0, "")
+    assert f"python {script}" in output
+    for word in words:
+        assert word in output
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "line"),
+    [
+        (
+            TRAIN,
+            [VAE, "data.resolutoin=32"],
+            "data.resolutoin: unknown key of data `pictures`; did you mean `resolution`?",
+        ),
+        (TRAIN, [VAE, "training.global_batch=many"], "training.global_batch: expected int, got 'many'"),
+        (TRAIN, ["openmoji_vea.yaml"], "openmoji_vea.yaml: no such YAML file; did you mean "),
+        (TRAIN, [], "expected a YAML as the first argument (--help lists the keys)"),
+        (TRAIN, ["--dryrun"], "expected a YAML as the first argument, got '--dryrun'"),
+        (TRAIN, [f"{ROOT}/yamls/sd2_base.yaml"], "data.streams.train.path: `runs/sd2/latents/train` does not exist"),
+        (
+            ENCODE,
+            [OPENMOJI, "image_encoder.pth=x"],
+            "image_encoder.pth: unknown key of image_encoder `kl_vae`; did you ",
+        ),
+    ],
+    ids=["key", "type", "file", "nothing", "flag", "path", "encode"],
+)
+def test_a_mistake_is_answered_at_once(script, arguments, line, tmp_path):
+    status, output, errors = run(script, *arguments, folder=tmp_path)
+    assert (status, output) == (2, "")
+    assert f"error: {line}" in errors
+    if line.startswith("expected a YAML"):
+        assert f"python {script}" in errors  # how it is called
+    else:
+        assert all(text.startswith("error: ") for text in errors.splitlines())
+
+
+@pytest.mark.parametrize(("script", "yaml"), [(TRAIN, VAE), (ENCODE, OPENMOJI)])
+def test_torch_is_not_imported_to_check_a_config(script, yaml, tmp_path):
+    heavy = "torch", "composer", "diffusers", "streaming", "numpy"
+    code = (
+        f"import runpy, sys\nsys.argv = ['x', {yaml!r}, 'seed=a']\n"
+        f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
+        f"except SystemExit as error: print(error.code, [name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "2 []", done.stderr
+
+
+def test_dry_run_collects_missing_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = read_command_line([f"{ROOT}/yamls/sd2_base.yaml", "--dry-run", "seed=3"], Recipe, "")
+    assert command.dry_run and command.config.seed == 3
+    assert [line.split(":")[0] for line in command.missing] == [
+        "data.streams.train.path",
+        "evals.val.streams.val.path",
+    ]
+
+
+def test_help_shows_yaml():
+    text = help_text(Recipe, "Usage.")
+    assert "loggers (dict[str, logger component]; default {tensorboard: {name: tensorboard}})" in text
+    assert 'microbatch (int | "auto" | null; default null)' in text
+    assert "Component(" not in text and "None" not in text
+
+
+def test_help_lists_what_a_config_can_hold():
+    assert list(groups_of(EncodeConfig)) == ["source", "filter", "image_encoder", "text_encoder"]
+    assert {"denoiser", "stream", "source"} < set(groups_of(Recipe))
+    assert "image_encoder" not in groups_of(Recipe)
+
+
+def test_errors_that_a_user_can_mend_have_no_traceback(capsys):
+    import data.manifest
+
+    with pytest.raises(SystemExit) as left, user_errors():
+        data.manifest.Manifest.parse("{", "x/manifest.json")
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("error: x/manifest.json: not JSON")
+
+    with pytest.raises(SystemExit), user_errors():
+        raise FileNotFoundError("no file a")
+
+    class OtherError(ValueError):
+        pass
+
+    with pytest.raises(OtherError), user_errors():
+        raise OtherError("a bug")
+    with pytest.raises(ValueError, match="'unknown' is not a valid"), user_errors():
+        import enum  # a library's error keeps its traceback
+
+        enum.Enum("Known", ["known"])("unknown")

@@ -1,0 +1,109 @@
+"""Properties of merging and of the way from a config to YAML and back."""
+
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import Recipe, load, merge, to_yaml
+from recipes.config.schema import Checker
+
+# Two cores with other work on them: a slow example is no finding.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
+RECIPE = """
+run_name: small
+model: {name: kl_autoencoder, channels: [8, 16]}
+data: {name: pictures, source: {name: tars, urls: x}, resolution: 64}
+optimizer: {name: adamw, lr: 1}
+schedule: {name: constant, warmup: 10ba}
+training: {duration: 100ba, global_batch: 10}
+callbacks: {progress: {name: progress, seconds: 5}}
+"""
+NAMES = st.sampled_from(["a", "b", "c"])
+VALUES = st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers())
+TREES = st.recursive(VALUES, lambda inner: st.dictionaries(NAMES, inner, max_size=3), max_leaves=12)
+MAPPINGS = st.dictionaries(NAMES, TREES, max_size=3)
+# Trees in which the same key is always a leaf, or always a branch: what YAMLs of one schema are.
+LEAVES = st.dictionaries(st.sampled_from(["x", "y", "z"]), VALUES, max_size=3)
+SHAPED = st.builds(lambda own, inner: {**own, **inner}, LEAVES, st.dictionaries(NAMES, LEAVES, max_size=3))
+
+
+def leaves_of(values, path=()):
+    """(path, value) of everything that is no branch."""
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from leaves_of(value, (*path, key))
+    else:
+        yield path, values
+
+
+@given(TREES)
+def test_merging_with_itself_or_nothing_changes_nothing(tree):
+    assert merge(tree, tree) == tree
+    if isinstance(tree, dict):
+        assert merge(tree, {}) == tree
+        assert merge({}, tree) == tree
+
+
+@given(MAPPINGS, MAPPINGS)
+def test_what_lies_above_wins_and_the_rest_stays(below, above):
+    merged = merge(below, above)
+    assert merge(merged, above) == merged
+    for path, value in leaves_of(above):
+        at = merged
+        for key in path:
+            at = at[key]
+        assert at == value or value == {}
+    assert set(merged) == {*below, *above}
+    assert all(merged[key] == below[key] for key in below if key not in above)
+
+
+@given(SHAPED, SHAPED, SHAPED)
+def test_merging_is_associative_for_one_schema(one, two, three):
+    assert merge(merge(one, two), three) == merge(one, merge(two, three))
+
+
+def test_merging_leaves_its_arguments_alone():
+    below, above = {"a": {"b": 1}}, {"a": {"c": 2}}
+    assert merge(below, above) == {"a": {"b": 1, "c": 2}}
+    assert (below, above) == ({"a": {"b": 1}}, {"a": {"c": 2}})
+
+
+# What a YAML file cannot hold at all: surrogates and most control characters.
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"])) | st.sampled_from(
+    [
+        "1e3",
+        "1E-4",
+        "1_0",
+        "0x1f",
+        "on",
+        "null",
+        "~",
+        "???",
+        "${a}",
+        "\\${a}",
+        "\\\\${a}}",
+        "a: b",
+        "- a",
+        "#",
+        "1:30",
+        "2024-01-01",
+    ]
+)
+
+
+@settings(max_examples=60)
+@given(st.text(min_size=1) | TEXTS.filter(str.strip), st.floats(allow_nan=False), st.lists(TEXTS), st.integers())
+def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, seed):
+    values = yaml.safe_load(RECIPE)
+    values["optimizer"]["lr"] = lr
+    values["data"]["source"]["urls"] = tags
+    values |= {"run_name": name if name.strip() else "x", "seed": seed}
+    checker = Checker(COMPONENTS)
+    config = checker.section(Recipe, values, "")
+    assert checker.errors == []
+    file = tmp_path_factory.getbasetemp() / "saved.yaml"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    assert load(file, [], Recipe, []) == config

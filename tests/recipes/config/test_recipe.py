@@ -1,0 +1,335 @@
+"""Recipes from YAML: every shipped one loads, and everything that is wrong in one is named in a line."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from precompute.config import EncodeConfig, VocabularyConfig
+from recipes.config import recipe as config_module
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.config.schema import Checker, subsections
+from recipes.config.values import Component, ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+YAMLS = sorted((ROOT / "yamls").glob("*.yaml"))
+HEADER = ("Source", "Hardware", "Expected|Time", "Command")
+
+
+def class_of(path):
+    """The dataclass of a shipped YAML."""
+    kinds = {"_encode": EncodeConfig, "_tokens": EncodeConfig, "_vocabulary": VocabularyConfig}
+    return next((kind for ending, kind in kinds.items() if path.stem.endswith(ending)), Recipe)
+
+
+@pytest.fixture(params=YAMLS, ids=[path.name for path in YAMLS])
+def shipped(request):
+    return request.param
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A small recipe; returns a function that loads it with overrides, or gives the lines that are wrong."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "small.yaml").write_text(SMALL)
+
+    def read(*overrides, file="small.yaml", missing=None):
+        try:
+            return load(file, list(overrides), Recipe, missing)
+        except ConfigError as error:
+            assert all("\n" not in line for line in error.lines)
+            return error.lines
+
+    return read
+
+
+SMALL = """
+run_name: small
+model: {name: kl_autoencoder, channels: [8, 16]}
+data:
+  name: pictures
+  source: {name: folder, path: pictures}
+  resolution: 64
+optimizer: {name: adamw, lr: 1e-4}
+schedule: {name: constant, warmup: 10ba}
+training: {duration: 1e2ba, global_batch: 1e1}
+callbacks:
+  progress: {name: progress, seconds: 5}
+  export: {name: export}
+""".replace("1e2ba", "100ba")
+
+
+# --- the shipped recipes ---------------------------------------------------------------------------------------------
+
+
+def test_a_shipped_recipe_loads(shipped):
+    missing = []
+    config = load(shipped, [], class_of(shipped), missing)
+    assert all(re.match(r"[\w.]+: `[^`]+` does not exist", line) for line in missing)
+    for path in (line.split("`")[1] for line in missing):
+        assert path.startswith("runs/"), f"{path}: what the recipes write lies in runs/"
+    if isinstance(config, Recipe):
+        assert config.run_name == shipped.stem
+        assert config.output == f"runs/{shipped.stem}"
+
+
+def test_a_shipped_recipe_opens_with_its_facts(shipped):
+    header = []
+    for line in shipped.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        header.append(line.removeprefix("#").strip())
+    text = "\n".join(header)
+    places = [re.search(rf"^({word}):? +\S", text, re.MULTILINE) for word in HEADER]
+    assert all(places), f"the header needs {', '.join(HEADER)}"
+    assert [place.start() for place in places] == sorted(place.start() for place in places)
+    assert f"yamls/{shipped.name}" in text[places[-1].start() :]
+
+
+def test_a_resolved_recipe_is_a_recipe(shipped, tmp_path):
+    config = load(shipped, [], class_of(shipped), [])
+    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "resolved.yaml", [], class_of(shipped), []) == config
+
+
+def schema_keys(config, values, path=()):
+    """The place of every key that a schema knows (not labels, not free dicts), from values and the config they made."""
+    if isinstance(config, Component):
+        inner = config.args
+        yield (*path, "name")
+    elif dataclasses.is_dataclass(config):
+        inner = vars(config)
+    else:
+        if isinstance(config, dict) and any(isinstance(item, Component) for item in config.values()):
+            for label in config:
+                yield from schema_keys(config[label], values[label], (*path, label))
+        return
+    for key in inner:
+        if key in values:
+            yield (*path, key)
+            yield from schema_keys(inner[key], values[key], (*path, key))
+
+
+def changed(values, place, change):
+    """A copy of nested dicts with one key and its value replaced by the dict `change(key, value)`."""
+    first, *rest = place
+    copy = {}
+    for key, item in values.items():
+        if key != first:
+            copy[key] = item
+        else:
+            copy |= {key: changed(item, rest, change)} if rest else change(key, item)
+    return copy
+
+
+def errors_of(cls, values):
+    checker = Checker(COMPONENTS)
+    checker.section(cls, values, "")
+    return checker.errors
+
+
+def places(path):
+    """(class, values, places of keys) of a shipped YAML."""
+    cls = class_of(path)
+    values = config_module._read(path)
+    found = list(schema_keys(load(path, [], cls, []), values))
+    assert len(found) >= 5
+    return cls, values, found
+
+
+def test_every_misspelled_key_is_named_with_the_nearest(shipped):
+    cls, values, found = places(shipped)
+    for place in found:
+        misspelled = f"{place[-1][:-1]}{place[-1][-1] * 2}"
+        errors = errors_of(cls, changed(values, place, lambda _, item, key=misspelled: {key: item}))
+        named = [line for line in errors if line.startswith(f"{'.'.join((*place[:-1], misspelled))}: unknown key")]
+        assert len(named) == 1, (place, errors)
+        assert named[0].endswith(f"did you mean `{place[-1]}`?"), named
+
+
+def test_every_wrong_type_is_named(shipped):
+    cls, values, found = places(shipped)
+    for place in found:
+        for wrong in ({"neither": ["this", "nor", "that"]}, None, 1.5):
+            errors = errors_of(cls, changed(values, place, lambda key, _, wrong=wrong: {key: wrong}))
+            own = [line for line in errors if line.startswith(".".join(place))]
+            if wrong is not None and wrong != 1.5 and place[-1] != "expect":
+                assert own, (place, wrong)
+            assert own == errors, (place, wrong, errors)
+
+
+def test_every_missing_key_is_named(shipped):
+    cls, values, found = places(shipped)
+    named = 0
+    for place in found:
+        errors = errors_of(cls, changed(values, place, lambda key, item: {}))
+        # A key with a default may be needed by another key's value, which its line then says.
+        assert all(line.startswith(f"{'.'.join(place)}: ") for line in errors), (place, errors)
+        named += len(errors)
+    assert named >= 4
+
+
+# --- what a YAML and overrides may say -------------------------------------------------------------------------------
+
+
+def test_numbers(small):
+    config = small("optimizer.eps=1E-7", "seed=1e3", "training.grad_clip=1")
+    assert config.optimizer.args == {"lr": 1e-4, "eps": 1e-7}
+    assert (config.seed, config.training.global_batch) == (1000, 10)
+    assert isinstance(config.seed, int) and isinstance(config.training.grad_clip, float)
+
+
+def test_overrides_win(small):
+    config = small("training.duration=5ba", "callbacks.progress.seconds=1", "model.channels=[4]", "seed=1", "seed=2")
+    assert config.training.duration == "5ba"
+    assert config.training.global_batch == 10
+    assert config.callbacks["progress"].args == {"seconds": 1.0}
+    assert config.model.args == {"channels": [4]}
+    assert config.seed == 2
+
+
+def test_null_removes_and_a_new_label_adds(small):
+    config = small("callbacks.progress=null", "callbacks.rate={name: throughput, window: 5}")
+    assert list(config.callbacks) == ["export", "rate"]
+    assert small("loggers.tensorboard=null").loggers == {}
+    assert list(small().loggers) == ["tensorboard"]
+
+
+def test_another_name_drops_the_old_arguments(small):
+    assert small("schedule.name=cosine").schedule.args == {}
+    assert small("schedule.final=0.1", "schedule.name=cosine").schedule.args == {"final": 0.1}
+    assert small("schedule.name=constant").schedule.args == {"warmup": "10ba"}
+    assert small("schedule.final=0.1") == ["schedule.final: unknown key of schedule `constant`; allowed: warmup"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["trainin.seed=1"], ["trainin: unknown key; did you mean `training`?"]),
+        (["global_batch=1"], ["global_batch: unknown key; did you mean `training.global_batch`?"]),
+        (
+            ["training=long"],
+            ["training: takes keys (duration, global_batch, microbatch, precision, device, eval_every, "],
+        ),
+        (["training.duration=0ba"], ["training.duration: `0ba`; give 1ba, 1ep or 1sp or more"]),
+        (["training.duration=0.5dur"], ["training.duration: `0.5dur`; give 1ba, 1ep or 1sp or more"]),
+        (["training.global_batch=0"], ["training.global_batch: 0; give 1 or more"]),
+        (["training.microbatch=0"], ["training.microbatch: 0; give 1 or more"]),
+        (["training.grad_clip=0"], ["training.grad_clip: 0.0; give a norm above 0, or null"]),
+        (["training.eval_every=0ba"], ["training.eval_every: `0ba`; give an interval above 0"]),
+        (["checkpoints.every=0.0dur"], ["checkpoints.every: `0.0dur`; give an interval above 0"]),
+        (["checkpoints.keep=0"], ["checkpoints.keep: 0; give 1 or more, or -1 for all; save: false for none"]),
+        (
+            ["checkpoints.load_path=pictures", "checkpoints.load_weights=pictures"],
+            ["checkpoints.load_weights: load_path takes the weights too; give one of them"],
+        ),
+        (
+            ["checkpoints.save=false", "checkpoints.autoresume=true"],
+            ["checkpoints.autoresume: needs save: true, there is nothing to go on from"],
+        ),
+        (["run_name="], ["run_name: expected str, got null"]),
+        (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
+        (["model=null"], ["model: expected model component, got null"]),
+        (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
+        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: codebook, "]),
+        (["data.source.path=nowhere"], ["data.source.path: `nowhere` does not exist (looked in "]),
+        (["checkpoints.load_path=nowhere.pt"], ["checkpoints.load_path: `nowhere.pt` does not exist (looked in "]),
+        (["seed=${nope}"], ["seed: Interpolation key 'nope' not found"]),
+        (["seed=${training.global_batch"], ["seed=${training.global_batch: not readable as YAML: seed: "]),
+        (["seed=[1"], ["seed=[1: not readable as YAML: while parsing a flow sequence "]),
+        (["seed", "--sede=1"], ["seed: expected key=value", "--sede=1: expected key=value"]),
+        (["seed=a", "training.seed=1"], ["training.seed: unknown key; allowed: ", "seed: expected int, got 'a'"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(small, overrides, lines):
+    found = small(*overrides)
+    assert isinstance(found, list)
+    assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
+
+
+def test_missing_paths_are_collected_for_a_dry_run(small):
+    missing = []
+    config = small("data.source.path=nowhere", "checkpoints.load_weights=nothing", missing=missing)
+    assert config.data.args["source"].args["path"] == "nowhere"
+    assert [line.split(":")[0] for line in missing] == ["data.source.path", "checkpoints.load_weights"]
+
+
+def test_interpolation(small):
+    config = small("callbacks.export.every=${training.duration}", r"run_name=a\${b}")
+    assert config.callbacks["export"].args["every"] == "100ba"
+    assert config.run_name == "a${b}"
+    (line,) = small("seed=${training.global_batch}", "training.global_batch=${seed}")
+    assert "Recursive interpolation" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1,\nb: 2", "not readable as YAML: while parsing a flow sequence"),
+        ("a: 1\na: 2", "not readable as YAML: while constructing a mapping"),
+        ("\ta: 1", "not readable as YAML: while scanning"),
+        ("a: !!python/object/apply:os.getcwd []", "not readable as YAML: could not determine a constructor"),
+        ("a: ${", "not readable as YAML: a: no viable alternative at input '${'; a text that holds ${ is written "),
+        ("- 1", "expected keys and values at the top level"),
+        ("~: 1", "not readable as YAML: Incompatible key type 'NoneType'"),
+        ("\x00", "not readable as YAML: unacceptable character"),
+        ("base: [a]", "base: expected the path of a YAML, from this one's folder, got ['a']"),
+        (
+            "base: smal.yaml",
+            "BASE/smal.yaml: no such YAML file (the base of broken.yaml); did you mean BASE/small.yaml?",
+        ),
+        ("base: broken.yaml", "is its own base, by way of broken.yaml"),
+        ("base: other/circle.yaml", "is its own base, by way of broken.yaml, circle.yaml"),
+    ],
+)
+def test_a_broken_yaml_is_said_in_a_line(small, tmp_path, text, message):
+    (tmp_path / "broken.yaml").write_text(text)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "circle.yaml").write_text("base: ../broken.yaml")
+    (line,) = small(file=f"{tmp_path}/broken.yaml")
+    assert message.replace("BASE", str(tmp_path)) in line
+
+
+def test_bytes_that_are_no_text(small, tmp_path):
+    (tmp_path / "broken.yaml").write_bytes(b"a: \xff\xfe")
+    (line,) = small(file="broken.yaml")
+    assert line.startswith("broken.yaml: not readable as YAML: ")
+
+
+def test_an_empty_yaml_misses_every_required_key(small, tmp_path):
+    (tmp_path / "empty.yaml").write_text("")
+    missing = [line.split(":")[0] for line in small(file="empty.yaml")]
+    assert missing == ["run_name", "model", "data", "optimizer", "schedule", "training"]
+
+
+def test_a_file_that_is_not_there(small):
+    assert small(file="smal.yaml") == ["smal.yaml: no such YAML file; did you mean small.yaml?"]
+    (line,) = small(file="sd2_bse.yaml")
+    assert line == f"sd2_bse.yaml: no such YAML file; did you mean {ROOT}/yamls/sd2_base.yaml?"
+    assert small(file="zzz/0000000000.yaml") == ["zzz/0000000000.yaml: no such YAML file"]
+
+
+def test_base_is_inherited(small, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "second.yaml").write_text("base: ../small.yaml\nrun_name: second\ncallbacks: {export: null}")
+    (tmp_path / "third.yaml").write_text("base: inner/second.yaml\nseed: 3\nschedule: {name: linear}")
+    config = small("training.duration=7ba", file="third.yaml")
+    assert (config.run_name, config.seed, config.training.duration) == ("second", 3, "7ba")
+    assert list(config.callbacks) == ["progress"]
+    assert (config.schedule.name, config.schedule.args) == ("linear", {})
+    assert config.model.args == {"channels": [8, 16]}
+
+
+def test_device_batch(small):
+    training = small().training
+    assert training.device_batch(5) == 2
+    with pytest.raises(ValueError, match="training.global_batch: 10 does not divide over 4 devices"):
+        training.device_batch(4)
+
+
+def test_sections_are_found():
+    assert list(subsections(Recipe)) == ["training", "checkpoints"]
+    assert subsections(EncodeConfig) == {}

@@ -1,0 +1,213 @@
+"""Encoders against the libraries they wrap."""
+
+import json
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from recipes.encoders.base import weights_hash
+from recipes.encoders.text import hf_clip_text, open_clip_text
+from recipes.encoders.vae import kl_vae
+
+CAPTIONS = ["a red heart", "", "woman firefighter: dark skin tone", "many words " * 20]
+
+
+@pytest.fixture(scope="module")
+def clip(clip_folder):
+    """The whole open_clip model."""
+    return open_clip.create_model(f"local-dir:{clip_folder}").eval()
+
+
+@pytest.fixture(scope="module")
+def hf_folder(clip, tmp_path_factory):
+    """The same text tower as a transformers model, with a tokenizer of single bytes."""
+    config = CLIPTextConfig(
+        vocab_size=49408, hidden_size=16, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=12, hidden_act="gelu", projection_dim=16,
+    )  # fmt: skip
+    model = CLIPTextModel(config)
+    old, new = clip.state_dict(), {}
+    new["embeddings.token_embedding.weight"] = old["token_embedding.weight"]
+    new["embeddings.position_embedding.weight"] = old["positional_embedding"]
+    for i in range(3):
+        source, target = f"transformer.resblocks.{i}.", f"encoder.layers.{i}."
+        for kind in ("weight", "bias"):
+            split = old[f"{source}attn.in_proj_{kind}"].chunk(3)
+            for name, part in zip("qkv", split, strict=True):
+                new[f"{target}self_attn.{name}_proj.{kind}"] = part
+            for theirs, ours in (
+                ("attn.out_proj", "self_attn.out_proj"), ("ln_1", "layer_norm1"), ("ln_2", "layer_norm2"),
+                ("mlp.c_fc", "mlp.fc1"), ("mlp.c_proj", "mlp.fc2"),
+            ):  # fmt: skip
+                new[f"{target}{ours}.{kind}"] = old[f"{source}{theirs}.{kind}"]
+    for kind in ("weight", "bias"):
+        new[f"final_layer_norm.{kind}"] = old[f"ln_final.{kind}"]
+    model.text_model.load_state_dict(new)
+    folder = tmp_path_factory.mktemp("hf")
+    model.save_pretrained(folder / "text_encoder")
+    (folder / "tokenizer").mkdir()
+    letters = [chr(n) for n in range(33, 127)]
+    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "tokenizer" / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(vocabulary)}))
+    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+    return folder
+
+
+def test_vae_with_scale_and_shift(vae_folder):
+    encoder = kl_vae(path=str(vae_folder), precision="fp32")
+    assert (encoder.channels, encoder.downsample) == (4, 2)
+    assert (encoder.scaling_factor, encoder.shift_factor) == (0.5, 0.25)
+    images = torch.randint(0, 256, (3, 3, 16, 24), dtype=torch.uint8)
+    mean, std = encoder.encode(images)
+    assert mean.shape == std.shape == (3, 4, 8, 12) and mean.dtype == std.dtype == torch.float32
+    vae = AutoencoderKL.from_pretrained(vae_folder)
+    with torch.no_grad():
+        posterior = vae.encode(images.float() / 127.5 - 1).latent_dist
+        decoded = vae.decode(posterior.mean).sample
+    torch.testing.assert_close(mean, (posterior.mean - 0.25) * 0.5)
+    torch.testing.assert_close(std, posterior.std * 0.5)
+    torch.testing.assert_close(encoder.decode(mean), (decoded / 2 + 0.5).clamp(0, 1))
+
+
+def test_vae_options_change_no_value(vae_folder):
+    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    one = kl_vae(path=str(vae_folder), precision="fp32").encode(images)
+    other = kl_vae(path=str(vae_folder), precision="fp32", channels_last=False, slicing=True).encode(images)
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+
+
+def test_precision_is_that_of_the_device(vae_folder, capsys):
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    exact = kl_vae(path=str(vae_folder), precision="fp32").encode(images)
+    half = kl_vae(path=str(vae_folder)).to("cpu")
+    assert half.precision == "fp32" and "fp32 instead of fp16" in capsys.readouterr().out
+    bf16 = kl_vae(path=str(vae_folder), precision="bf16").to("cpu")
+    assert bf16.precision == "bf16" and next(bf16.module.parameters()).dtype == torch.bfloat16
+    rough, again = bf16.encode(images), bf16.encode(images, exact=True)
+    assert 0 < (rough[0] - exact[0]).abs().max() < 0.1
+    torch.testing.assert_close(again, exact)
+    assert half.weights_hash == bf16.weights_hash  # of the weights as stored
+    # Parked on the CPU between uses on a GPU, an fp16 encoder is used in fp32 there, with its weights as stored.
+    half.module.half()
+    half.precision = "fp16"
+    torch.testing.assert_close(half.encode(images), exact)
+
+
+def test_hash_knows_names_and_values():
+    layer = torch.nn.Linear(3, 2)
+    first = weights_hash(layer)
+    assert first == weights_hash(layer) and len(first) == 64
+    with torch.no_grad():
+        layer.bias[1] += 1e-3
+    assert weights_hash(layer) != first
+    assert weights_hash(torch.nn.Sequential(layer)) != weights_hash(layer)
+
+
+def test_a_vae_of_another_normalisation_is_refused(vae_folder, tmp_path):
+    config = json.loads((vae_folder / "config.json").read_text()) | {"latents_mean": [0.0] * 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "diffusion_pytorch_model.safetensors").symlink_to(vae_folder / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(ValueError, match="latents_mean"):
+        kl_vae(path=str(tmp_path))
+
+
+def test_only_safetensors_are_read(vae_folder, clip_folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((vae_folder / "config.json").read_bytes())
+    (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(FileNotFoundError, match="diffusion_pytorch_model.safetensors"):
+        kl_vae(path=str(tmp_path))
+    (tmp_path / "open_clip_config.json").write_bytes((clip_folder / "open_clip_config.json").read_bytes())
+    (tmp_path / "open_clip_pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(FileNotFoundError, match="open_clip_model.safetensors"):
+        open_clip_text(path=str(tmp_path))
+    with pytest.raises(ValueError, match="nor a tag of ViT-H-14; tags: .*laion2b_s32b_b79k"):
+        open_clip_text(pretrained=str(tmp_path / "open_clip_pytorch_model.bin"))
+
+
+def test_names_that_open_clip_does_not_know(clip_folder):
+    with pytest.raises(ValueError, match="did you mean ViT-H-14"):
+        open_clip_text(model="ViT-H14", pretrained="laion2b_s32b_b79k")
+    with pytest.raises(ValueError, match="random weights"):
+        open_clip_text(model="ViT-H-14")
+    with pytest.raises(ValueError, match="remove the key"):
+        open_clip_text(path=str(clip_folder), pretrained="openai")
+
+
+def test_open_clip_last_layer_is_the_plain_forward(clip, clip_folder):
+    encoder = open_clip_text(path=str(clip_folder), layer="last", precision="fp32")
+    tokens = encoder.tokenize(CAPTIONS)
+    text = encoder.encode(CAPTIONS)
+    assert text.shape == (4, 12, 16) and text.dtype == torch.float32
+    assert (encoder.length, encoder.width) == (12, 16)
+    with torch.no_grad():
+        projected = clip.encode_text(tokens)
+    ends = text[torch.arange(4), tokens.argmax(1)]  # the end token's vector is what CLIP projects
+    torch.testing.assert_close(ends @ clip.text_projection.detach(), projected, atol=1e-5, rtol=1e-5)
+    assert not any("visual" in name or "projection" in name for name in encoder.module.state_dict())
+
+
+@pytest.mark.parametrize("layer", ["penultimate", "last"])
+def test_open_clip_equals_transformers(clip_folder, hf_folder, layer):
+    encoder = open_clip_text(path=str(clip_folder), layer=layer, precision="fp32")
+    model = CLIPTextModel.from_pretrained(hf_folder / "text_encoder").eval()
+    tokens = encoder.tokenize(CAPTIONS)
+    with torch.no_grad():
+        output = model(input_ids=tokens, output_hidden_states=True)
+        hidden = output.hidden_states[-2 if layer == "penultimate" else -1]
+        expected = model.text_model.final_layer_norm(hidden)
+    torch.testing.assert_close(encoder.encode(CAPTIONS), expected, atol=1e-5, rtol=1e-5)
+    ours = hf_clip_text(
+        path=str(hf_folder), subfolder="text_encoder", tokenizer="tokenizer", layer=layer, precision="fp32"
+    )
+    torch.testing.assert_close(ours.encode_tokens(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_hf_tokens_are_padded_and_cut(hf_folder):
+    encoder = hf_clip_text(path=str(hf_folder), subfolder="text_encoder", tokenizer="tokenizer", precision="fp32")
+    tokens = encoder.tokenize(["ab c", "", "word " * 20])
+    start, end = 188, 189
+    assert tokens.shape == (3, 12) and tokens.dtype == torch.int64
+    assert tokens[:, 0].tolist() == [start] * 3 and tokens[2, -1] == end and tokens[1, 1:].eq(end).all()
+    assert encoder.encode(["ab c"]).shape == (1, 12, 16)
+    with pytest.raises(FileNotFoundError, match="vocab.json"):
+        hf_clip_text(path=str(hf_folder), subfolder="text_encoder", precision="fp32")
+
+
+def test_open_clip_weights_in_a_file_of_their_own(clip_folder, tmp_path, monkeypatch):
+    config = json.loads((clip_folder / "open_clip_config.json").read_text())["model_cfg"]
+    (tmp_path / "tiny-for-tests.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path)
+    file = clip_folder / "open_clip_model.safetensors"
+    apart = open_clip_text(model="tiny-for-tests", pretrained=str(file), precision="fp32")
+    together = open_clip_text(model=f"local-dir:{clip_folder}", precision="fp32")
+    assert apart.weights_hash == together.weights_hash
+    torch.testing.assert_close(apart.encode(CAPTIONS), together.encode(CAPTIONS))
+
+
+def test_a_tokenizer_with_more_words_than_the_model(clip_folder, tmp_path):
+    config = json.loads((clip_folder / "open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["vocab_size"] = 1000
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    weights = load_file(clip_folder / "open_clip_model.safetensors")
+    weights["token_embedding.weight"] = weights["token_embedding.weight"][:1000].clone()
+    save_file(weights, tmp_path / "open_clip_model.safetensors")
+    with pytest.raises(ValueError, match="embeds 1000 tokens, its tokenizer has 49408"):
+        open_clip_text(path=str(tmp_path))
+
+
+def test_results_do_not_depend_on_the_batch(vae_folder, clip_folder):
+    """In fp32, to the last few bits: batches of other sizes may add in another order."""
+    images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
+    vae = kl_vae(path=str(vae_folder), precision="fp32")
+    one_by_one = torch.cat([vae.encode(image[None])[0] for image in images])
+    torch.testing.assert_close(vae.encode(images)[0], one_by_one, atol=1e-5, rtol=1e-5)
+    text = open_clip_text(path=str(clip_folder), precision="fp32")
+    one_by_one = torch.cat([text.encode([caption]) for caption in CAPTIONS])
+    torch.testing.assert_close(text.encode(CAPTIONS), one_by_one, atol=1e-5, rtol=1e-5)
+    assert np.isfinite(one_by_one.numpy()).all()

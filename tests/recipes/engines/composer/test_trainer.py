@@ -1,0 +1,267 @@
+"""Recipes train for real: Stable Diffusion 2's, at a small width, on shards that the encode job wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from composer import Callback
+from PIL import Image
+
+from callbacks.interval import ended
+from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.engines.composer import trainer
+from recipes.engines.composer.trainer import build_trainer
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+class Losses(Callback):
+    def __init__(self):
+        self.values = []
+
+    def batch_end(self, state, logger):
+        self.values.append(state.total_loss_dict["loss/train/total"])
+
+
+def losses_of(recipe):
+    """The training loss of every batch."""
+    trainer = build_trainer(recipe)
+    losses = Losses()
+    trainer.state.callbacks.append(losses)
+    trainer.fit()
+    trainer.close()
+    return losses.values
+
+
+def parameters(trainer):
+    return [p.detach() for p in trainer.state.model.parameters()]
+
+
+def difference(one, other):
+    return max((a - b).abs().max().item() for a, b in zip(parameters(one), parameters(other), strict=True))
+
+
+# --- a finished run --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_writes(exported):
+    recipe, trainer = exported
+    output = Path(recipe.output)
+    assert {path.name for path in output.iterdir()} == {
+        "checkpoints", "config.yaml", "export", "samples", "tensorboard",
+    }  # fmt: skip
+    checkpoints = {path.name for path in (output / "checkpoints").iterdir() if not path.is_symlink()}
+    assert checkpoints == {"ep1-ba6-rank0.pt", "ep2-ba12-rank0.pt", "ep2-ba14-rank0.pt"}
+    assert trainer.state.timestamp.batch == 14 and trainer.state.timestamp.sample == 14 * 8
+    done = json.loads((output / "export" / "done.json").read_text())
+    assert done == {"run_name": "sd2_base", "batches": 14, "samples": 112, "resolution": 16}
+    assert not [path for path in output.rglob("*") if ".tmp" in path.name]
+
+
+def test_the_resolved_config_is_saved_and_loads_back(exported):
+    recipe, _ = exported
+    text = Path(recipe.output, "config.yaml").read_text()
+    assert text == to_yaml(recipe)
+    assert load(Path(recipe.output, "config.yaml"), [], Recipe) == recipe
+
+
+def test_validation_figures(exported):
+    _, trainer = exported
+    figures = {name: float(value) for name, value in trainer.state.eval_metric_values.items()}
+    assert set(figures) == {"loss", "loss_t50", "loss_t500", "loss_t950"}
+    assert figures["loss"] == pytest.approx(np.mean([figures[f"loss_t{t}"] for t in (50, 500, 950)]), rel=1e-5)
+    assert 0.05 < figures["loss"] < 0.9  # a new network predicts nothing: 1
+
+
+def test_sample_grids(exported):
+    recipe, _ = exported
+    samples = sorted(Path(recipe.output, "samples").iterdir())
+    assert [path.name for path in samples] == ["ba0000006.png", "ba0000012.png", "ba0000014.png"]
+    grids = [np.asarray(Image.open(path)) for path in samples]
+    assert grids[0].shape == (2 * (128 + 19 + 6) + 6, 2 * (128 + 6) + 6, 3)  # three pictures of 16, enlarged to 128
+    assert (grids[0] != grids[2]).any()
+
+
+def test_figures_and_pictures_are_logged(exported):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe, _ = exported
+    scalars, images = {}, {}
+    for folder in {path.parent for path in Path(recipe.output, "tensorboard").rglob("events*")}:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0}).Reload()
+        scalars |= {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        images |= {tag: [e.step for e in events.Images(tag)] for tag in events.Tags()["images"]}
+    assert scalars["loss/train/total"] == list(range(14))
+    assert len(scalars["metrics/val/loss"]) == 3  # batches 5, 10 and the end
+    pictures = [steps for tag, steps in images.items() if tag.startswith("samples")]
+    assert sorted(step for steps in pictures for step in steps) == [6, 12, 14]
+
+
+def test_only_weights_can_be_taken(exported, small_recipe, tmp_path):
+    recipe, trainer = exported
+    started = build_trainer(small_recipe(tmp_path, f"checkpoints.load_weights={recipe.output}/export"))
+    assert difference(started, trainer) == 0 and started.state.timestamp.batch == 0
+    assert not started.state.optimizers[0].state
+    started.close()
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_and_every_set_is_validated(small_recipe, latent_sets, tmp_path, capsys):
+    seen = f"{{name: latents, streams: {{s: {{name: local, path: {latent_sets}/train}}}}, resolution: 16, workers: 0}}"
+    changes = ["training.duration=60ba", "training.eval_every=30ba", "checkpoints.save=false", f"evals.seen={seen}"]
+    trainer = build_trainer(small_recipe(tmp_path, *changes, "model.prediction=v_prediction"))
+    trainer.eval()
+    before = {label: float(metrics["loss"].compute()) for label, metrics in trainer.state.eval_metrics.items()}
+    capsys.readouterr()
+    trainer.fit()
+    trainer.close()
+    after = {label: float(metrics["loss"].compute()) for label, metrics in trainer.state.eval_metrics.items()}
+    assert set(before) == {"val", "seen"}
+    assert after["seen"] < 0.6 * before["seen"] and after["val"] < 0.6 * before["val"]
+    lines = capsys.readouterr().out.splitlines()
+    for batch in (30, 60):
+        for label in ("val", "seen"):
+            assert sum(f"{label} at batch {batch}: loss " in line for line in lines) == 1
+
+
+def test_seeds(small_recipe, tmp_path):
+    def run(name, seed, *changes):
+        short = [f"seed={seed}", "training.duration=6ba", "checkpoints.save=false"]
+        return losses_of(small_recipe(tmp_path / name, *short, *changes))
+
+    one, other = run("one", 1), run("other", 2)
+    assert all(a != b for a, b in zip(one, other, strict=True))
+    # Neither validation nor sampling nor counting FLOPs draws a number that training draws.
+    watched = run(
+        "watched", 1, "training.eval_every=2ba", "callbacks.throughput.window=2", "evals.val.workers=1",
+        "callbacks.sample_grid={name: sample_grid, every: 2ba, prompts: [a dot], steps: 2}",
+        "callbacks.export={name: export, every: 2ba}",
+    )  # fmt: skip
+    alone = run("alone", 1, "evals={}", "callbacks.throughput=null", "algorithms.attention=null", "data.workers=1")
+    assert one == watched == alone
+
+
+def test_microbatches_add_up(small_recipe, tmp_path):
+    """Gradients of 8 at once and of 4 + 4 are the same but for the noise, which is drawn in another order."""
+    whole = losses_of(small_recipe(tmp_path / "8", "training.duration=8ba", "checkpoints.save=false"))
+    parts = losses_of(
+        small_recipe(tmp_path / "4", "training.duration=8ba", "training.microbatch=4", "checkpoints.save=false")
+    )
+    assert whole != parts and abs(np.mean(whole) - np.mean(parts)) < 0.15
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(small_recipe, fit, tmp_path_factory):
+    """12 batches without a stop: two epochs of five batches, and two batches."""
+    output = tmp_path_factory.mktemp("whole")
+    return output, fit(small_recipe(output, "checkpoints={every: 5ba, keep: -1, autoresume: false}"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_autoresume_in_mid_epoch_changes_nothing(whole, small_recipe, fit, tmp_path, workers):
+    changes = ["checkpoints.autoresume=true", f"data.workers={workers}", f"evals.val.workers={workers}"]
+    first = fit(small_recipe(tmp_path, "training.duration=7ba", *changes))
+    assert first.state.timestamp.batch == 7 and difference(first, whole[1]) > 0
+    second = fit(small_recipe(tmp_path, *changes))
+    assert second.state.timestamp.batch == 12
+    assert difference(second, whole[1]) == 0
+    for name, value in whole[1].state.eval_metric_values.items():
+        assert second.state.eval_metric_values[name] == value
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_too(whole, small_recipe, fit, tmp_path):
+    resumed = fit(small_recipe(tmp_path, f"checkpoints.load_path={whole[0]}/checkpoints/ep1-ba10-rank0.pt"))
+    assert resumed.state.timestamp.batch == 12 and difference(resumed, whole[1]) == 0
+
+
+def test_a_finished_run_is_seen(whole, small_recipe, tmp_path):
+    path = f"{whole[0]}/checkpoints/ep2-ba12-rank0.pt"
+    resumed = build_trainer(small_recipe(tmp_path, f"checkpoints.load_path={path}"))
+    assert ended(resumed.state) and difference(resumed, whole[1]) == 0
+    resumed.close()
+
+
+# --- what cannot run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["training.device=gpu"], "training.device: gpu was asked for, and PyTorch sees none; use auto or cpu"),
+        (["training.precision=amp_bf16"], "training.precision: amp_bf16 needs a GPU; use fp32 or auto on a CPU"),
+        (["data.resolution=64"], r"resolution is \[16, 32\], the recipe expects 64"),
+        (["model.denoiser.text_width=32"], "text_width is 16, the recipe expects 32"),
+        (["model.denoiser.latent_channels=8"], "channels is 4, the recipe expects 8"),
+    ],
+)
+def test_what_cannot_run_is_said(small_recipe, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message) as error:
+        build_trainer(small_recipe(tmp_path, *changes))
+    assert "\n" not in str(error.value)
+
+
+def test_batches_divide_over_devices(small_recipe, tmp_path, monkeypatch):
+    assert small_recipe(tmp_path).training.device_batch(2) == 4
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 3)
+    with pytest.raises(ValueError, match="training.global_batch: 8 does not divide over 3 devices"):
+        build_trainer(small_recipe(tmp_path))
+
+
+def test_weights_of_another_width(exported, small_recipe, tmp_path):
+    recipe, _ = exported
+    changes = ["model.denoiser.channels=[32,64,64,128]", f"checkpoints.load_weights={recipe.output}/export"]
+    with pytest.raises(ValueError, match="does not fit the model"):
+        build_trainer(small_recipe(tmp_path, *changes))
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_ranks(small_recipe, latent_sets, tmp_path):
+    """One launch of Composer's own launcher: two processes on the CPU, joined by gloo."""
+    recipe = small_recipe(
+        tmp_path / "run", "training.duration=10ba", "data.caption_dropout=0.0",
+        "callbacks.throughput={name: throughput, window: 3, communication_every: 2ba}",
+    )  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    launcher = [sys.executable, str(Path(sys.executable).with_name("composer")), "-n", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)  # a Trainer in this process has set them
+    done = subprocess.run(
+        [*launcher, str(ROOT / "tests" / "recipes" / "two_ranks.py"), str(tmp_path / "recipe.yaml"), str(tmp_path)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    # Each epoch is shared: 40 samples in 5 batches of 4 + 4, none twice.
+    for epoch in range(2):
+        part = slice(20 * epoch, 20 * epoch + 20)
+        assert len({*one["seeds"][part], *other["seeds"][part]}) == 40
+    assert all(a != b for a, b in zip(one["noise"], other["noise"], strict=True))
+    assert all(a != b for a, b in zip(one["losses"], other["losses"], strict=True))
+    # The same weights, moved by the mean of both ranks' gradients.
+    assert one["initial"] == other["initial"] != one["final"] == other["final"]
+    for rank in (one, other):
+        assert rank["gradient_error"] < 1e-6 < 1e-4 < rank["gradient_difference"]
+    assert one["metrics"] == other["metrics"]
+    # DDP's all-reduces take some of a step, and no more than it.
+    assert all(0 < rank["communication"] < 1 for rank in (one, other))
+    # Noise of validation belongs to the sample: both ranks together find what one process finds.
+    path = f"{tmp_path}/run/checkpoints/latest-rank0.pt"
+    alone = build_trainer(small_recipe(tmp_path / "alone", f"checkpoints.load_path={path}"))
+    alone.eval()
+    assert {k: float(v) for k, v in alone.state.eval_metric_values.items()} == pytest.approx(one["metrics"], rel=1e-4)
+    alone.close()

@@ -1,0 +1,174 @@
+"""Captions to a PNG from an export: the same pictures wherever it lies, and nothing that would have to be unpickled."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from recipes.generate import main
+from recipes.generation.exports import find_export, load_pipeline
+
+CAPTIONS = ["a red dot", "a blue star", "a red dot"]
+
+
+@pytest.fixture(scope="module")
+def export(exported):
+    return Path(exported[0].output, "export")
+
+
+@pytest.fixture(scope="module")
+def pipeline(export):
+    return load_pipeline(export, "cpu", "fp32")
+
+
+def refuse(arguments, capsys):
+    """The one line that a refused command says."""
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and error.startswith("error: ")
+    return error
+
+
+def command(checkpoint, out, *more):
+    return [checkpoint, "--prompts", *CAPTIONS, "--out", out, "--steps", "3", "--device", "cpu", *more]
+
+
+def make(tmp_path, checkpoint, *more, name="grid.png"):
+    main([str(argument) for argument in command(checkpoint, tmp_path / name, *more)])
+    with Image.open(tmp_path / name) as image:
+        assert image.format == "PNG"
+        return np.asarray(image)
+
+
+def test_a_grid(tmp_path, export, capsys):
+    grid = make(tmp_path, export, "--columns", "3")
+    assert grid.shape == (128 + 19 + 12, 3 * (128 + 6) + 6, 3)
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path}/grid.png\n" and "3/3 pictures" in said.err
+    # The run's folder is as good as its export, and captions may come from a file.
+    assert (make(tmp_path, export.parent, "--columns", "3") == grid).all()
+    (tmp_path / "captions.txt").write_text("\n".join(["", *CAPTIONS, " "]))
+    arguments = [export, "--prompts-file", tmp_path / "captions.txt", "--out", tmp_path / "file.png"]
+    main([str(a) for a in [*arguments, "--steps", "3", "--columns", "3", "--device", "cpu"]])
+    assert (np.asarray(Image.open(tmp_path / "file.png")) == grid).all()
+
+
+def test_several_pictures_a_caption(tmp_path, export):
+    assert make(tmp_path, export, "--each", "2", "--columns", "6").shape[1] == 6 * (128 + 6) + 6
+
+
+def test_the_export_can_be_moved(tmp_path, export, exported):
+    """Encoders travel with it: the places that they were read from may be gone."""
+    moved = tmp_path / "elsewhere" / "model"
+    shutil.copytree(export, moved)
+    values = json.loads((moved / "manifest.json").read_text())
+    for group in ("image_encoder", "text_encoder"):
+        values[group]["component"]["path"] = str(tmp_path / "gone")
+    (moved / "manifest.json").write_text(json.dumps(values))
+    assert (make(tmp_path, moved) == make(tmp_path, export)).all()
+
+
+def test_the_last_sample_grid_can_be_made_again(tmp_path, export, exported):
+    """Training's own grid and generate.py agree: one null caption, one scaling, the same weights."""
+    prompts = ["--prompts", "a dot", "a star", "a wall", "--guidance", "5", "--steps", "3", "--device", "cpu"]
+    main([str(export), *prompts, "--out", str(tmp_path / "grid.png")])
+    drawn = Image.open(Path(exported[0].output, "samples", "ba0000014.png"))
+    assert np.abs(np.asarray(drawn).astype(int) - np.asarray(Image.open(tmp_path / "grid.png"))).max() <= 1
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+def test_pictures_depend_on_caption_and_seed_alone(pipeline, sampler):
+    options = {"sampler": sampler, "steps": 4, "guidance": 4.0}
+    together = pipeline.generate(CAPTIONS, seeds=[5, 6, 7], batch=3, **options)
+    assert together.shape == (3, 16, 16, 3) and together.dtype == np.uint8
+    state = torch.get_rng_state()
+    apart = pipeline.generate(CAPTIONS, seeds=[5, 6, 7], batch=1, **options)
+    assert (torch.get_rng_state() == state).all()
+    # Other batch sizes add in another order, which may round one level up or down.
+    assert np.abs(together.astype(int) - apart).max() <= 1
+    backwards = pipeline.generate(CAPTIONS[::-1], seeds=[7, 6, 5], batch=3, **options)
+    assert np.abs(together.astype(int) - backwards[::-1]).max() <= 1
+    assert (together[0] != together[2]).any()  # the same caption, another seed
+    other = pipeline.generate(["a blue star"], seeds=[5], batch=1, **options)
+    assert (other[0] != apart[0]).any()  # the same seed, another caption
+
+
+def test_guidance_moves_pictures(pipeline):
+    def made(guidance):
+        return pipeline.generate(CAPTIONS[:1], seeds=[1], steps=3, guidance=guidance).astype(int)
+
+    assert np.abs(made(1.0) - made(8.0)).max() > 1
+
+
+def test_another_resolution(pipeline):
+    assert pipeline.generate(["x"], seeds=[0], steps=1, resolution=32).shape == (1, 32, 32, 3)
+    with pytest.raises(ValueError, match="--resolution: 24 is no multiple of 16"):
+        pipeline.generate(["x"], seeds=[0], steps=1, resolution=24)
+
+
+def test_half_precision(tmp_path, export):
+    full, half = make(tmp_path, export), make(tmp_path, export, "--precision", "bf16", name="half.png")
+    assert full.shape == half.shape and np.abs(full.astype(int) - half).mean() < 8
+
+
+def test_checkpoints_are_not_unpickled(tmp_path, exported, capsys):
+    checkpoint = Path(exported[0].output, "checkpoints", "ep2-ba14-rank0.pt")
+    error = refuse(command(checkpoint, tmp_path / "x.png"), capsys)
+    assert "can run code when it is read" in error and f"give {exported[0].output}/export" in error
+    # Nor is a pickle taken that somebody put into an export in place of its safetensors.
+    (tmp_path / "export").mkdir()
+    shutil.copytree(exported[0].output + "/export", tmp_path / "export", dirs_exist_ok=True)
+    weights = tmp_path / "export" / "unet" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(weights), weights.with_suffix(".bin"))
+    weights.unlink()
+    with pytest.raises((SystemExit, OSError)):
+        main([str(argument) for argument in command(tmp_path / "export", tmp_path / "x.png")])
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_what_is_not_there(tmp_path, export, capsys):
+    said = refuse(command(tmp_path, tmp_path / "x.png"), capsys)
+    assert "no exported run (a folder with unet/config.json or transformer/config.json)" in said
+    assert "no exported run" in refuse(command(tmp_path / "none", tmp_path / "x.png"), capsys)
+    assert "give captions: --prompts" in refuse([export], capsys)
+    assert "none.txt" in refuse([export, "--prompts-file", tmp_path / "none.txt"], capsys)
+
+
+def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
+    assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--batch", "0"), capsys)
+    assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--steps", "0"), capsys)
+    assert "no multiple of 16" in refuse(command(export, tmp_path / "x.png", "--resolution", "20"), capsys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "sees no GPU" in refuse(command(export, tmp_path / "x.png", "--device", "gpu"), capsys)
+
+
+@pytest.mark.parametrize("group", ["image_encoder", "text_encoder"])
+def test_encoders_whose_weights_changed(tmp_path, export, capsys, group):
+    shutil.copytree(export, tmp_path / "export")
+    (file,) = (tmp_path / "export" / group).glob("*.safetensors")
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name] + 1e-3
+    save_file(tensors, file)
+    error = refuse(command(tmp_path / "export", tmp_path / "x.png"), capsys)
+    assert f"manifest.{group}: the weights of" in error and "are not those that encoded the set" in error
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_an_export_without_a_part(tmp_path, export, capsys):
+    for part in ("null_text.npy", "manifest.json", "export.json"):
+        shutil.copytree(export, tmp_path / part / "export")
+        (tmp_path / part / "export" / part).unlink()
+        assert part in refuse(command(tmp_path / part, tmp_path / "x.png"), capsys)
+
+
+def test_where_the_export_is_looked_for(tmp_path, export):
+    assert find_export(export) == find_export(export.parent) == export
+    with pytest.raises(ValueError, match="is a file"):
+        find_export(export / "export.json")

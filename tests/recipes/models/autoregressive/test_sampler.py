@@ -1,0 +1,148 @@
+"""Sampling: the same tokens with and without a cache, choices by their distributions, completion, guidance."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.sampler import Choice, choose, sample_tokens, uniforms
+from recipes.models.autoregressive.transformer import TokenTransformer
+
+LAYOUT = Layout(4, 5, 3)
+ALL = LAYOUT.image
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    network = TokenTransformer(layout=LAYOUT, layers=6, width=24, heads=3, text_vocabulary=9, codes=30)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.copy_(torch.randn_like(p) * 0.3)
+    return network
+
+
+TEXT = torch.tensor([[3, 1, 8, 0], [2, 5, -1, -1]])
+
+
+def draw(each=2, seed=0):
+    return uniforms([seed + i for i in range(2 * each)], ALL).unflatten(0, (2, each))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(),
+        Choice(temperature=0.5),
+        Choice(top_k=5),
+        Choice(top_p=0.7),
+        Choice(guidance=3.0, top_k=9, top_p=0.9, temperature=1.3),
+    ],
+)
+def test_a_cache_changes_no_token(network, choice):
+    cached = sample_tokens(network, TEXT, draw(), choice)
+    uncached = sample_tokens(network, TEXT, draw(), choice, cached=False)
+    assert cached.shape == (2, 2, ALL) and cached.dtype == torch.int64
+    assert (cached == uncached).all()
+    assert len(cached.unique(dim=1)[0]) > 1  # sequences of one caption differ
+    assert len(cached.unique()) > 5
+
+
+def test_completion_keeps_what_is_given(network):
+    rows = torch.randint(30, (2, 2 * LAYOUT.side), generator=torch.Generator().manual_seed(1))
+    cached = sample_tokens(network, TEXT, draw(), Choice(), rows)
+    assert (cached[:, :, : rows.shape[1]] == rows[:, None]).all()
+    assert (cached == sample_tokens(network, TEXT, draw(), Choice(), rows, cached=False)).all()
+    # A grid completed from a start of its own is that grid again.
+    whole = sample_tokens(network, TEXT, draw(1), Choice())
+    assert (sample_tokens(network, TEXT, draw(1), Choice(), whole[:, 0, :7]) == whole).all()
+    everything = torch.zeros(2, ALL, dtype=torch.int64)
+    assert (sample_tokens(network, TEXT, draw(), Choice(), everything) == 0).all()
+    with pytest.raises(ValueError, match="26 image tokens are given, a grid has 25"):
+        sample_tokens(network, TEXT, draw(), Choice(), torch.zeros(2, ALL + 1, dtype=torch.int64))
+
+
+def test_a_sequence_depends_on_its_caption_and_seed_alone(network):
+    together = sample_tokens(network, TEXT, draw(3), Choice())
+    for caption in range(2):
+        for number in range(3):
+            alone = uniforms([3 * caption + number], ALL)[None]
+            one = sample_tokens(network, TEXT[caption : caption + 1], alone, Choice())
+            assert (one[0, 0] == together[caption, number]).all()
+
+
+def test_guidance_moves_away_from_the_empty_caption(network):
+    plain = sample_tokens(network, TEXT, draw(), Choice())
+    assert (sample_tokens(network, TEXT, draw(), Choice(guidance=1.0)) == plain).all()
+    assert (sample_tokens(network, TEXT, draw(), Choice(guidance=4.0)) != plain).any()
+    empty = torch.full_like(TEXT, -1)
+    # Nothing to move away from.
+    guided = sample_tokens(network, empty, draw(), Choice(guidance=4.0))
+    assert (guided == sample_tokens(network, empty, draw(), Choice())).all()
+
+
+def test_compiled_blocks_are_compiled_for_training_only():
+    """Once for the MLP and at most once for each kind of mask, however many layers; sampling compiles nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    network = TokenTransformer(layout=LAYOUT, layers=10, width=8, heads=2, text_vocabulary=9, codes=30)
+    torch.nn.init.normal_(network.unembedding.weight)
+    plain = sample_tokens(network, TEXT, draw(), Choice())
+    for block in network.blocks:
+        block.compile(backend="eager", dynamic=False)
+    for _ in range(2):
+        network(TEXT, plain[:, 0])
+        assert (sample_tokens(network, TEXT, draw(), Choice()) == plain).all()
+    assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    torch._dynamo.reset()
+
+
+@given(
+    st.lists(st.floats(-8, 8), min_size=1, max_size=12),
+    st.floats(0, 1, exclude_max=True, width=32),
+    st.one_of(st.none(), st.integers(1, 14)),
+    st.one_of(st.none(), st.floats(0.05, 1)),
+    st.floats(0.2, 3),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_chosen_token_is_one_that_may_be(values, uniform, top_k, top_p, temperature):
+    logits = torch.tensor([values])
+    choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p)
+    (token,) = choose(logits, torch.tensor([uniform]), choice).tolist()
+    probability = (logits[0].double() / temperature).softmax(0)
+    allowed = sorted(range(len(values)), key=lambda i: (-probability[i].item(), i))[:top_k]
+    if top_p is not None:
+        total, kept = sum(probability[i].item() for i in allowed), []
+        for i in allowed:
+            if sum(probability[j].item() for j in kept) >= top_p * total * (1 + 1e-9):
+                break
+            kept.append(i)
+        allowed = kept
+    assert token in allowed
+
+
+def test_tokens_come_as_often_as_they_are_likely():
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.0, -torch.inf])
+    count = 4000
+    uniform = (torch.arange(count) + 0.5) / count  # evenly spread: shares come out to 1 / count
+    for choice, kept in [
+        (Choice(temperature=2.0), [0, 1, 2, 3]),
+        (Choice(top_k=2), [1, 3]),
+        (Choice(top_p=0.7), [1, 3]),  # the likeliest alone has 0.64
+        (Choice(top_p=0.6), [1]),
+    ]:
+        tokens = choose(logits.expand(count, 5), uniform, choice)
+        scaled = torch.full((5,), -torch.inf)
+        scaled[kept] = logits[kept] / choice.temperature
+        shares = tokens.bincount(minlength=5) / count
+        torch.testing.assert_close(shares, scaled.softmax(0), rtol=0, atol=1.5 / count)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=lambda w: next(iter(w))
+)
+def test_choices_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Choice(**wrong)

@@ -1,0 +1,122 @@
+"""The autoregressive task: its loss against the plain one, weights in and out, and the published sizes."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from recipes.models.autoregressive.task import Autoregressive, load_transformer
+
+SIZES = {
+    "layers": 4, "width": 32, "heads": 2, "text_positions": 6, "text_vocabulary": 20, "side": 4, "codes": 12,
+    "kernel": 3,
+}  # fmt: skip
+
+
+def small(seed=0, **changes):
+    torch.manual_seed(seed)
+    task = Autoregressive(**{**SIZES, **changes})
+    torch.nn.init.normal_(task.network.unembedding.weight, std=0.2)  # new ones predict nothing
+    return task
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(8)
+    text = torch.randint(20, (5, 6), generator=generator)
+    for row, length in enumerate([6, 3, 1, 0, 5]):
+        text[row, length:] = -1
+    return {"text": text, "image": torch.randint(12, (5, 16), generator=generator)}
+
+
+def reference(task, batch):
+    """Mean cross-entropies of text and image tokens, from all logits at once."""
+    network = task.network
+    logits = network(batch["text"], batch["image"]) @ network.unembedding.weight.T  # (B, S, V + K)
+    log_p = logits.double().log_softmax(-1)
+    text = [
+        -log_p[b, p - 1, batch["text"][b, p]] for b in range(5) for p in range(1, 6) if batch["text"][b, p] >= 0
+    ]  # fmt: skip
+    image = [-log_p[b, 6 + i - 1, 20 + batch["image"][b, i]] for b in range(5) for i in range(16)]
+    return torch.stack(text).mean(), torch.stack(image).mean()
+
+
+def test_the_loss_and_its_gradients(batch):
+    task = small()
+    losses = task(batch)
+    text, image = reference(task, batch)
+    torch.testing.assert_close(losses["text"].double(), text, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses["image"].double(), image, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses["total"].double(), text / 8 + 7 * image / 8, rtol=1e-5, atol=0)
+    own = torch.autograd.grad(losses["total"], list(task.parameters()))
+    plain = torch.autograd.grad(text / 8 + 7 * image / 8, list(task.parameters()))
+    for one, other in zip(own, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_a_new_model_gives_every_token_the_same_probability(batch):
+    losses = Autoregressive(**SIZES)(batch)
+    assert all(value.item() == pytest.approx(math.log(20 + 12), rel=1e-5) for value in losses.values())
+
+
+def test_every_parameter_is_trained(batch):
+    task = small()
+    task(batch)["total"].backward()
+    untrained = {name for name, p in task.named_parameters() if p.grad is None or not p.grad.any()}
+    assert not untrained
+
+
+def test_validation_figures_are_those_of_each_sample(batch):
+    task = small()
+    figures = task.evaluate(batch)
+    assert list(figures) and set(figures) == set(task.eval_names)
+    for row in range(5):
+        alone = task({name: value[row : row + 1] for name, value in batch.items()})
+        for name, key in (("loss", "total"), ("text_loss", "text"), ("image_loss", "image")):
+            torch.testing.assert_close(figures[name][row], alone[key].detach(), rtol=1e-4, atol=1e-6)
+    assert figures["text_loss"][2] == figures["text_loss"][3] == 0  # of one token and none there is nothing to predict
+
+
+def test_it_learns(batch):
+    torch.manual_seed(0)
+    task = Autoregressive(**SIZES)
+    optimizer = torch.optim.AdamW(task.parameters(), lr=3e-3)
+    for _ in range(100):
+        loss = task(batch)["total"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3
+
+
+def test_weights_come_back_strictly(tmp_path, batch):
+    task, other = small(), small(seed=1)
+    task.export(tmp_path)
+    with torch.no_grad():
+        for p in task.parameters():
+            p.mul_(0.9)
+    task.export_average(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["transformer", "transformer_ema"]
+    other.load_export(tmp_path)
+    averaged = load_transformer(tmp_path / "transformer_ema")
+    image, text = batch["image"], batch["text"]
+    assert (averaged(text, image) == task.network(text, image)).all()
+    assert (other.network(text, image) != task.network(text, image)).any()
+    with pytest.raises(ValueError, match="does not fit the model"):
+        small(codes=13).load_export(tmp_path)
+    assert json.loads((tmp_path / "transformer" / "config.json").read_text()) == SIZES
+
+
+def test_what_data_must_hold():
+    assert small().requirements() == {"text_positions": 6, "text_vocabulary": 20, "codes": 12, "side": 4}
+
+
+def test_blocks_are_attention_and_mlp_in_turn():
+    blocks = small().blocks()
+    assert [type(block.branch).__name__ for block in blocks] == ["Attention", "MLP"] * 4
+
+
+def test_weights_that_are_no_share():
+    with pytest.raises(ValueError, match="image_weight"):
+        small(image_weight=1.5)

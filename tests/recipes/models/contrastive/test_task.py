@@ -1,0 +1,105 @@
+"""The contrastive task against open_clip's loss, and its export as open_clip and the encode job open it."""
+
+import open_clip
+import pytest
+import torch
+from open_clip.loss import ClipLoss
+
+from recipes.encoders.text import open_clip_text
+from recipes.models.contrastive.task import ContrastiveText
+from recipes.models.kl_autoencoder.task import to_signed
+
+SIZES = {"width": 16, "layers": 2, "heads": 2, "context_length": 12, "picture_size": 16, "patch_size": 8}
+SIZES |= {"picture_width": 32, "picture_layers": 1, "embedding": 8}
+CAPTIONS = ["red heart", "cat face", "a much longer caption of many words about a house by the sea", "", "flag: Japan"]
+
+
+@pytest.fixture(scope="module")
+def task():
+    torch.manual_seed(6)
+    task = ContrastiveText(**SIZES).eval()
+    with torch.no_grad():
+        for parameter in task.network.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)  # new weights hardly tell captions apart
+    return task
+
+
+@pytest.fixture(scope="module")
+def batch():
+    tokens = open_clip.SimpleTokenizer(context_length=12)(CAPTIONS)
+    images = torch.randint(256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return {"image": images, "tokens": tokens}
+
+
+@pytest.fixture(scope="module")
+def folder(task, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text") / "export"
+    task.export(folder)
+    return folder
+
+
+def test_loss_is_that_of_open_clip(task, batch):
+    with torch.no_grad():
+        image = task.network.encode_image(to_signed(batch["image"]), normalize=True)
+        text = task.network.encode_text(batch["tokens"], normalize=True)
+        expected = ClipLoss()(image, text, task.network.logit_scale.exp())
+    torch.testing.assert_close(task(batch)["total"].detach(), expected)
+    figures = task.evaluate(batch)
+    assert list(figures) == task.eval_names and all(value.shape == (5,) for value in figures.values())
+    torch.testing.assert_close(figures["loss"].mean(), expected)
+    assert figures["accuracy"].tolist() == ((image @ text.T).argmax(1) == torch.arange(5)).float().tolist()
+
+
+def test_the_temperature_is_bounded(task, batch):
+    """Radford et al. 2021, section 2.5: logits are never scaled by more than 100."""
+    own = task.network.logit_scale.data.clone()
+    task.network.logit_scale.data.fill_(20.0)
+    try:
+        assert task._similarities(batch).abs().max() <= 100.001
+    finally:
+        task.network.logit_scale.data.copy_(own)
+
+
+def test_it_learns_to_tell_captions_apart(batch):
+    torch.manual_seed(0)
+    task = ContrastiveText(**SIZES)
+    optimizer = torch.optim.AdamW(task.parameters(), lr=3e-3)
+    first = task(batch)["total"].item()
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = task(batch)["total"]
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < first / 3 and task.eval().evaluate(batch)["accuracy"].mean() == 1
+
+
+def test_open_clip_opens_the_export(task, batch, folder):
+    clip = open_clip.create_model(f"local-dir:{folder}").eval()
+    with torch.no_grad():
+        for name, theirs in clip.named_parameters():
+            assert (theirs == dict(task.network.named_parameters())[name]).all(), name
+        assert (clip.encode_text(batch["tokens"]) == task.network.encode_text(batch["tokens"])).all()
+        x = to_signed(batch["image"])
+        assert (clip.encode_image(x) == task.network.encode_image(x)).all()
+
+
+def test_the_encode_job_opens_the_export(task, batch, folder):
+    vectors = []
+    hook = task.network.ln_final.register_forward_hook(lambda module, args, out: vectors.append(out))
+    with torch.no_grad():
+        task.network.encode_text(batch["tokens"])
+    hook.remove()
+    encoder = open_clip_text(path=str(folder), layer="last", precision="fp32")
+    assert (encoder.tokenize(CAPTIONS) == batch["tokens"]).all()
+    assert (encoder.length, encoder.width) == (12, 16)
+    torch.testing.assert_close(encoder.encode(CAPTIONS), vectors[0], rtol=1e-5, atol=1e-6)
+    penultimate = open_clip_text(path=str(folder), precision="fp32").encode(CAPTIONS)
+    assert (penultimate - vectors[0]).abs().max() > 0.01
+
+
+def test_weights_come_back_strictly(task, batch, folder):
+    other = ContrastiveText(**SIZES).eval()
+    other.load_export(folder)
+    assert (other.evaluate(batch)["loss"] == task.evaluate(batch)["loss"]).all()
+    with pytest.raises(ValueError, match="does not fit the model"):
+        ContrastiveText(**(SIZES | {"width": 32})).load_export(folder)

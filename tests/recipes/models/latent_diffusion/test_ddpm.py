@@ -1,0 +1,108 @@
+"""The forward process and the loss against diffusers' schedulers and against closed forms."""
+
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_snr
+
+from recipes.models.latent_diffusion.ddpm import DiffusionLoss, NoiseSchedule
+
+SHAPE = (6, 4, 8, 8)
+TIMESTEPS = torch.tensor([0, 5, 100, 500, 900, 999])
+BETAS = [(0.00085, 0.012, "scaled_linear"), (1e-4, 0.02, "linear"), (1e-4, 0.02, "squaredcos_cap_v2")]
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(SHAPE, generator=generator), torch.randn(SHAPE, generator=generator)
+
+
+def schedule():
+    return NoiseSchedule(1000, *BETAS[0])
+
+
+def at(table, timesteps=TIMESTEPS):
+    return table[timesteps].reshape(-1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("betas", BETAS, ids=lambda b: b[2])
+def test_forward_process_is_that_of_diffusers(batch, betas):
+    x0, noise = batch
+    own = NoiseSchedule(1000, *betas)
+    theirs = DDPMScheduler(1000, beta_start=betas[0], beta_end=betas[1], beta_schedule=betas[2])
+    torch.testing.assert_close(
+        own.add_noise(x0, noise, TIMESTEPS), theirs.add_noise(x0, noise, TIMESTEPS), rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(
+        own.velocity(x0, noise, TIMESTEPS), theirs.get_velocity(x0, noise, TIMESTEPS), rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(own.snr(TIMESTEPS), compute_snr(theirs, TIMESTEPS), rtol=1e-5, atol=0)
+
+
+def test_the_schedule_is_not_in_checkpoints():
+    assert not schedule().state_dict()
+
+
+@pytest.mark.parametrize("gamma", [None, 5.0])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_a_perfect_prediction_costs_nothing(batch, prediction, gamma):
+    x0, noise = batch
+    loss = DiffusionLoss(schedule(), prediction, gamma)
+    seen = []
+
+    def denoise(x, timesteps):
+        seen.append((x, timesteps))
+        return noise if prediction == "epsilon" else loss.schedule.velocity(x0, noise, timesteps)
+
+    assert loss(denoise, x0, noise, TIMESTEPS).tolist() == [0.0] * 6
+    torch.testing.assert_close(seen[0][0], loss.schedule.add_noise(x0, noise, TIMESTEPS))
+    assert (seen[0][1] == TIMESTEPS).all()
+
+
+def test_one_value_a_sample_in_32_bit(batch):
+    x0, noise = batch
+    losses = DiffusionLoss(schedule(), "epsilon")(lambda x, t: (noise + 1).bfloat16(), x0, noise, TIMESTEPS)
+    assert losses.shape == (6,) and losses.dtype == torch.float32
+    torch.testing.assert_close(losses, torch.ones(6), rtol=0.02, atol=0)
+    one = DiffusionLoss(schedule(), "epsilon")(lambda x, t: 0 * x, x0[2:3], noise[2:3], TIMESTEPS[2:3])
+    torch.testing.assert_close(one[0], noise[2].square().mean())
+
+
+def as_velocity(schedule, x, epsilon, timesteps):
+    alpha, sigma = at(schedule.alpha, timesteps), at(schedule.sigma, timesteps)
+    return alpha * epsilon - sigma * (x - sigma * epsilon) / alpha
+
+
+def test_the_errors_of_both_predictions_are_one_error(batch):
+    """v = (epsilon - sigma x_t) / alpha: an error in epsilon is one in v, divided by alpha."""
+    x0, noise = batch
+    own = schedule()
+    by_epsilon = DiffusionLoss(own, "epsilon")(lambda x, t: 0.3 * x, x0, noise, TIMESTEPS)
+    by_velocity = DiffusionLoss(own, "v_prediction")(lambda x, t: as_velocity(own, x, 0.3 * x, t), x0, noise, TIMESTEPS)
+    torch.testing.assert_close(by_velocity, by_epsilon / own.alpha[TIMESTEPS] ** 2, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 5.0])
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_min_snr_is_the_clipped_weight_of_the_error_in_x0(batch, prediction, gamma):
+    """Hang et al. 2023, equation 7: min(snr, gamma) |x_0 - prediction of x_0|^2, whatever the network predicts."""
+    x0, noise = batch
+    own = NoiseSchedule(1000, *BETAS[0]).double()
+    x0, noise = x0.double(), noise.double()
+    guess = 0.9 * x0 + 0.1
+
+    def denoise(x, timesteps):
+        epsilon = (x - at(own.alpha, timesteps) * guess) / at(own.sigma, timesteps)
+        return epsilon if prediction == "epsilon" else own.velocity(guess, epsilon, timesteps)
+
+    loss = DiffusionLoss(own, prediction, gamma)(denoise, x0, noise, TIMESTEPS)
+    snr = (own.alpha[TIMESTEPS] / own.sigma[TIMESTEPS]) ** 2
+    expected = snr.clamp(max=gamma) * (guess - x0).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-12)
+    assert snr[0] > gamma > snr[-1]  # both branches
+
+
+def test_gamma_must_be_positive():
+    with pytest.raises(ValueError, match="min_snr_gamma must be above 0, got 0"):
+        DiffusionLoss(schedule(), "epsilon", 0)

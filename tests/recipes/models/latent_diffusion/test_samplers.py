@@ -1,0 +1,155 @@
+"""Samplers on denoisers that are known in closed form, so that the right answer is too."""
+
+import json
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+
+from recipes.models.latent_diffusion.ddpm import NoiseSchedule
+from recipes.models.latent_diffusion.samplers import initial_noise, make_scheduler, sample
+
+SHAPE = (2, 4, 4)
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+SCHEDULE = NoiseSchedule(1000, *BETAS.values())
+
+
+def config(prediction="epsilon"):
+    tables = {"num_train_timesteps": 1000, **BETAS, "prediction_type": prediction}
+    return {**tables, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+
+
+def exact(mean, deviation, prediction="epsilon"):
+    """The best prediction where data is N(mean, deviation^2), for each number apart."""
+
+    def denoise(x, timesteps, text):
+        alpha, sigma = (table[timesteps].reshape(-1, 1, 1, 1) for table in (SCHEDULE.alpha, SCHEDULE.sigma))
+        epsilon = sigma * (x - alpha * mean) / (alpha**2 * deviation**2 + sigma**2)
+        return epsilon if prediction == "epsilon" else alpha * epsilon - sigma * (x - sigma * epsilon) / alpha
+
+    return denoise
+
+
+def run(denoise, sampler, steps, prediction="epsilon", guidance=1.0, batch=3, text=None, null_text=None):
+    noise = initial_noise(list(range(batch)), SHAPE)
+    text = torch.zeros(batch, 1, 1) if text is None else text
+    null_text = torch.zeros(1, 1) if null_text is None else null_text
+    scheduler = make_scheduler(sampler, config(prediction))
+    return noise, sample(denoise, scheduler, noise, text, null_text, steps, guidance)
+
+
+def on_the_flow(noise, mean, deviation, step):
+    """Where the probability flow that starts from `noise` is at a step: the same quantile of each marginal."""
+
+    def spread(i):
+        return (SCHEDULE.alpha[i] ** 2 * deviation**2 + SCHEDULE.sigma[i] ** 2).sqrt()
+
+    return SCHEDULE.alpha[step] * mean + spread(step) * (noise - SCHEDULE.alpha[-1] * mean) / spread(-1)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_ddim_finds_a_single_point(prediction):
+    """The way from noise to a point is straight: any number of steps is exact, down to step 0's own noise."""
+    mean = torch.linspace(-2, 2, 32).reshape(SHAPE)
+    for steps in (1, 5, 20):
+        noise, made = run(exact(mean, 0.0, prediction), "ddim", steps, prediction)
+        first = 1 + (1000 // steps) * (steps - 1)  # the timestep it starts from, in diffusers' leading spacing
+        start = (noise - SCHEDULE.alpha[first] * mean) / SCHEDULE.sigma[first]
+        torch.testing.assert_close(made, SCHEDULE.alpha[0] * mean + SCHEDULE.sigma[0] * start, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_samplers_find_a_gaussian(prediction):
+    mean, deviation = 0.7, 0.5
+    noise, ddim = run(exact(mean, deviation, prediction), "ddim", 500, prediction)
+    torch.testing.assert_close(ddim, on_the_flow(noise, mean, deviation, 0), rtol=0, atol=0.02)
+    # DPM-Solver++ ends with one jump to the expected picture, which costs the more variance the sooner it jumps.
+    for steps, tolerance in ((25, 0.1), (100, 0.025)):
+        noise, fast = run(exact(mean, deviation, prediction), "dpm++", steps, prediction)
+        final = mean + deviation * (noise - SCHEDULE.alpha[-1] * mean) / SCHEDULE.sigma[-1]
+        torch.testing.assert_close(fast, final, rtol=0, atol=tolerance)
+    assert abs(ddim.std() - deviation) < 0.1 and abs(ddim.mean() - mean) < 0.15
+
+
+def test_dpm_agrees_with_ddim_at_many_steps():
+    _, ddim = run(exact(-0.3, 0.8), "ddim", 500)
+    _, dpm = run(exact(-0.3, 0.8), "dpm++", 200)
+    assert (ddim - dpm).abs().max() < 0.05  # ddim keeps step 0's noise, of deviation 0.03
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+def test_a_saved_scheduler_samples_as_the_one_in_training(tmp_path, sampler):
+    """An export holds a DDIM config with all of diffusers' defaults, which are not those of DPM-Solver++."""
+    DDIMScheduler(**config()).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "scheduler_config.json").read_text())
+    noise = initial_noise([0], SHAPE)
+    both = []
+    for one in (config(), saved):
+        scheduler = make_scheduler(sampler, one)
+        both.append(sample(exact(0.7, 0.5), scheduler, noise, torch.zeros(1, 1, 1), torch.zeros(1, 1), 5, 1.0))
+    assert (both[0] == both[1]).all()
+    assert scheduler.timesteps[0] == (801 if sampler == "ddim" else 999)
+
+
+class Recorder:
+    """Predicts the first number of the text everywhere; remembers the batches it was given."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, x, timesteps, text):
+        self.batches.append((len(x), timesteps, text))
+        return text[:, 0, 0].reshape(-1, 1, 1, 1).expand_as(x)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+def test_guidance(sampler):
+    text, null = torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1), torch.full((1, 1), 0.5)
+
+    def guided(scale):
+        recorder = Recorder()
+        return run(recorder, sampler, 3, guidance=scale, text=text, null_text=null)[1], recorder.batches
+
+    plain, batches = guided(1.0)
+    assert [size for size, _, _ in batches] == [3, 3, 3] and all((t == text).all() for _, _, t in batches)
+    assert all(len(timesteps) == size for size, timesteps, _ in batches)
+    alone, _ = guided(0.0)
+    torch.testing.assert_close(alone, run(Recorder(), sampler, 3, text=null.expand(3, 1, 1))[1])
+    for scale in (0.0, 3.0):
+        made, batches = guided(scale)
+        assert [size for size, _, _ in batches] == [6, 6, 6]
+        assert (batches[0][2][:3] == null).all() and (batches[0][2][3:] == text).all()
+        # A constant prediction goes through both samplers linearly.
+        direct = run(Recorder(), sampler, 3, text=null + scale * (text - null))[1]
+        torch.testing.assert_close(made, direct, rtol=1e-4, atol=1e-4)
+    assert (plain - alone).abs().max() > 0.1
+
+
+def test_noise_is_a_function_of_the_seed():
+    together, state = initial_noise([3, 4, 5], SHAPE), torch.get_rng_state()
+    assert (together[1:2] == initial_noise([4], SHAPE)).all() and (together[0] != together[1]).any()
+    assert (torch.get_rng_state() == state).all()
+    assert abs(initial_noise([1], (4, 64, 64)).std() - 1) < 0.02
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
+def test_a_picture_does_not_depend_on_its_batch(sampler):
+    text = torch.linspace(-1, 1, 3).reshape(3, 1, 1)
+
+    def denoise(x, timesteps, text):
+        return exact(text.mean(dim=(1, 2)).reshape(-1, 1, 1, 1), 0.5)(x, timesteps, text)
+
+    _, together = run(denoise, sampler, 5, guidance=2.0, text=text)
+    for i in range(3):
+        noise = initial_noise([i], SHAPE)
+        alone = sample(
+            denoise, make_scheduler(sampler, config()), noise, text[i : i + 1], torch.zeros(1, 1), 5, guidance=2.0
+        )
+        torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be():
+    with pytest.raises(ValueError, match="unknown sampler `euler`; allowed: ddim, dpm"):
+        make_scheduler("euler", config())
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        run(Recorder(), "ddim", 0)

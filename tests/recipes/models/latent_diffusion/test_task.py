@@ -1,0 +1,184 @@
+"""The text-to-image task: what validation depends on, what an export holds, and Stable Diffusion 2's network."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, UNet2DConditionModel
+
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe, load
+from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.models.latent_diffusion.unet import unet
+
+ROOT = Path(__file__).resolve().parents[4]
+# https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, but for names and versions
+SD2_UNET = {
+    "act_fn": "silu",
+    "attention_head_dim": [5, 10, 20, 20],
+    "block_out_channels": [320, 640, 1280, 1280],
+    "center_input_sample": False,
+    "cross_attention_dim": 1024,
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+    "downsample_padding": 1,
+    "dual_cross_attention": False,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "in_channels": 4,
+    "layers_per_block": 2,
+    "mid_block_scale_factor": 1,
+    "norm_eps": 1e-05,
+    "norm_num_groups": 32,
+    "out_channels": 4,
+    "sample_size": 64,
+    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+    "use_linear_projection": True,
+}
+
+
+def small(width=16, **changes):
+    torch.manual_seed(5)
+    network = unet(channels=[16, width], attention=[False, True], heads=[1, 2], text_width=12, blocks=1, norm_groups=8)
+    task = LatentDiffusion(denoiser=network, **{"eval_timesteps": [50, 900], **changes}).eval()
+    # The last convolution of a new network is near zero: its outputs would hide differences of inputs.
+    torch.nn.init.normal_(network.network.conv_out.weight, std=0.1)
+    return task
+
+
+@pytest.fixture(scope="module")
+def task():
+    return small()
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(8)
+    return {
+        "latents": torch.randn(5, 4, 8, 8, generator=generator),
+        "text": torch.randn(5, 7, 12, generator=generator),
+        "seed": torch.arange(5) + 2**62,
+    }
+
+
+def part(batch, index):
+    return {name: value[index] for name, value in batch.items()}
+
+
+def test_validation_does_not_depend_on_batch_order_or_generator(task, batch):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    whole = task.evaluate(batch)
+    assert (torch.get_rng_state() == state).all()
+    assert list(whole) == task.eval_names == ["loss", "loss_t50", "loss_t900"]
+    assert all(values.shape == (5,) for values in whole.values())
+    torch.testing.assert_close(whole["loss"], (whole["loss_t50"] + whole["loss_t900"]) / 2)
+    torch.manual_seed(1)
+    again, backwards = task.evaluate(batch), task.evaluate(part(batch, [4, 3, 2, 1, 0]))
+    single = [task.evaluate(part(batch, [i])) for i in range(5)]
+    for name, values in whole.items():
+        assert (again[name] == values).all()
+        torch.testing.assert_close(backwards[name].flip(0), values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat([one[name] for one in single]), values, rtol=1e-5, atol=1e-5)
+
+
+def test_validation_noise_differs_between_samples(task, batch):
+    same = {name: value[:1].repeat(3, *[1] * (value.ndim - 1)) for name, value in batch.items()}
+    same["seed"] = torch.tensor([1, 1, 2])
+    loss = task.evaluate(same)["loss_t900"]
+    torch.testing.assert_close(loss[0], loss[1], rtol=1e-5, atol=0)
+    assert abs(loss[0] - loss[2]) > 1e-3
+
+
+def test_training_noise_is_that_of_the_generator(task, batch):
+    def loss(seed):
+        torch.manual_seed(seed)
+        return task(batch)["total"].item()
+
+    assert loss(1) == loss(1) != loss(2)
+
+
+def test_training_covers_every_timestep(batch):
+    seen = []
+
+    class Spy(torch.nn.Module):
+        latent_channels, text_width = 4, 12
+
+        def forward(self, x, timesteps, text):
+            seen.append(timesteps)
+            return x
+
+    task = LatentDiffusion(denoiser=Spy(), steps=10, eval_timesteps=[1])
+    for _ in range(60):
+        task(batch)
+    counts = torch.cat(seen).bincount(minlength=10)
+    assert len(counts) == 10 and counts.min() > 10  # 300 draws of 10
+
+
+@pytest.mark.parametrize("steps", [[], [1000], [-1]])
+def test_timesteps_of_validation_must_exist(steps):
+    with pytest.raises(ValueError, match="eval_timesteps"):
+        small(eval_timesteps=steps)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_diffusers_opens_the_export(tmp_path, batch, prediction):
+    task = small(prediction=prediction, beta_schedule="linear", steps=500, eval_timesteps=[9])
+    task.export(tmp_path)
+    assert not list(tmp_path.rglob("*.bin"))
+    network = UNet2DConditionModel.from_pretrained(str(tmp_path / "unet"), low_cpu_mem_usage=False).eval()
+    timesteps = torch.tensor([0, 1, 250, 400, 499])
+    with torch.no_grad():
+        own = task.denoiser(batch["latents"], timesteps, batch["text"])
+        theirs = network(batch["latents"], timesteps, encoder_hidden_states=batch["text"]).sample
+    assert (own == theirs).all() and own.abs().mean() > 0.01
+    scheduler = DDIMScheduler.from_pretrained(str(tmp_path / "scheduler"))
+    assert scheduler.config.prediction_type == prediction and scheduler.config.num_train_timesteps == 500
+    torch.testing.assert_close(scheduler.alphas_cumprod.sqrt(), task.loss.schedule.alpha)
+
+
+def test_weights_come_back_strictly(tmp_path, task, batch):
+    task.export(tmp_path)
+    other = small()
+    torch.nn.init.zeros_(other.denoiser.network.conv_out.weight)
+    other.load_export(tmp_path)
+    assert (other.evaluate(batch)["loss"] == task.evaluate(batch)["loss"]).all()
+    with pytest.raises(ValueError, match="does not fit the model.*has shape"):
+        small(width=32).load_export(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no such weights"):
+        task.load_export(tmp_path / "unet")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": [1]}, "channels 2, attention 2, heads 1"),
+        ({"heads": [3, 1]}, "width 16 must be a multiple of its heads"),
+        ({"channels": [12, 16]}, "width 12 must be a multiple"),
+    ],
+)
+def test_widths_that_do_not_fit(changes, message):
+    sizes = {"channels": [16, 16], "attention": [False, True], "heads": [1, 1], "text_width": 8, "norm_groups": 8}
+    with pytest.raises(ValueError, match=message):
+        unet(**(sizes | changes))
+
+
+def test_the_network_of_stable_diffusion_2():
+    recipe = load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
+    task = build_on_meta(recipe.model)
+    network = task.denoiser.network
+    assert sum(p.numel() for p in task.parameters()) == 865_910_724
+    assert all(p.is_meta for p in network.parameters())
+    config = json.loads(network.to_json_string())
+    assert {name: config[name] for name in SD2_UNET} == SD2_UNET
+    assert task.requirements() == {"channels": 4, "text_width": 1024}
+    assert task.scheduler_config() == {
+        "num_train_timesteps": 1000,
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+        "prediction_type": "epsilon",
+        "clip_sample": False,
+        "set_alpha_to_one": False,
+        "steps_offset": 1,
+    }

@@ -1,0 +1,300 @@
+"""What a dry run says: the model's size, the arithmetic of batches, and what would be written."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from data.manifest import Manifest
+from recipes.config.build import build_on_meta
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import Recipe, load
+from recipes.config.schema import Checker
+from recipes.planning import dry_run
+from recipes.planning.dry_run import Length, report
+
+ROOT = Path(__file__).resolve().parents[3]
+YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\nmodel:" in path.read_text())
+SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,false]", "model.denoiser.heads=[1,1]"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Dry runs in an empty folder, on one device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def dry(yaml, *overrides):
+    """The lines after the resolved config."""
+    missing = []
+    recipe = load(ROOT / "yamls" / yaml, list(overrides), Recipe, missing)
+    config, _, lines = report(recipe, missing).partition("\n\n")
+    assert f"run_name: {recipe.run_name}" in config
+    return lines.splitlines()
+
+
+def write_manifest(folder, samples=100, scaling_factor=0.18215):
+    """A manifest as precompute/encode.py writes it for Stable Diffusion 2."""
+    folder.mkdir(parents=True)
+    image = {"component": {}, "id": "v", "weights_hash": "v", "precision": "fp16", "channels": 4, "downsample": 8}
+    text = {"component": {}, "id": "t", "weights_hash": "t", "precision": "fp16", "layer": "penultimate"}
+    Manifest(
+        image_encoder=image | {"scaling_factor": scaling_factor, "shift_factor": 0.0},
+        text_encoder=text | {"tokenizer": "t", "length": 77, "width": 1024},
+        resolutions=[256, 512],
+        crop="center",
+        upscale=False,
+        seed=17,
+        filter={},
+        dtype="float16",
+        normalisation="",
+        caption_policy="",
+        columns={},
+        samples=samples,
+        rejected={},
+        reencoded=0,
+        upscaled={},
+        shards=1,
+        bytes=0,
+        latents={},
+        request={},
+        software={},
+    ).write(folder)
+
+
+def test_stable_diffusion_2(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert dry("sd2_base.yaml") == [
+        "model: latent_diffusion, 865,910,724 parameters, 865,910,724 of them trained",
+        "memory: 1.7 GB on each device for weights, gradients, two moments in fp32, 1/8 of all, and 1.7 GB for "
+        "gathered weights in bf16; activations come on top",
+        "batch: 2,048 samples a step over 8 devices (WORLD_SIZE), 256 on each, in 16 microbatches of 16",
+        "within 8 shards: each device sends 24.2 GB of weights and 48.5 GB of gradients a step",
+        "run: 550,000 steps, 1,126,400,000 samples",
+        "validation val: 55 times, every 10000ba",
+        "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept (31.2 GB), in runs/sd2_base/checkpoints",
+        "callbacks.sample_grid: 55 times, every 10000ba, a grid of 8 pictures, in runs/sd2_base/samples",
+        "callbacks.export: 55 times, every 10000ba, 3.5 GB of weights, in runs/sd2_base/export",
+        f"missing: data.streams.train.path: `runs/sd2/latents/train` does not exist (looked in {tmp_path})",
+        f"missing: evals.val.streams.val.path: `runs/sd2/latents/val` does not exist (looked in {tmp_path})",
+    ]
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+EMA = "algorithms.ema={name: scheduled_ema, decay: 0.9999, last: 50000ba%s}"
+SHARDED = "training.fsdp={strategy: %s, wrap: %s, replicas: %d}"
+
+
+def test_the_average(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    lines = dry("sd2_base.yaml", EMA % "", "training.fsdp=null")
+    assert "average: 3.5 GB more on each device, in the last 50000ba" in lines
+    assert any("about 10.4 GB each, 13.9 GB with the average, 3 kept (41.6 GB)" in line for line in lines)
+    assert any("3.5 GB of weights, 6.9 GB with the averaged ones, in" in line for line in lines)
+    host = "average: 6.9 GB of host memory for each device (the average and a copy), from the start on"
+    assert host in dry(
+        "sd2_base.yaml",
+        "training.fsdp=null",
+        "algorithms.ema={name: scheduled_ema, decay: 0.99, every: 25, device: cpu}",
+    )
+    sharded = dry("sd2_base.yaml", EMA % "", SHARDED % ("SHARD_GRAD_OP", "blocks", 1))
+    assert "average: 433.0 MB more on each device, in the last 50000ba" in sharded
+    # An autoencoder's export has the average in the place of the weights.
+    lines = dry("openmoji_vae.yaml", "algorithms.ema={name: scheduled_ema, decay: 0.9, start: 0.5dur}")
+    assert any(line.startswith("average: ") and line.endswith(", from 0.5dur on") for line in lines)
+    assert not any("with the averaged ones" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrap", "replicas", "text"),
+    [  # 865,910,724 parameters of 16 bytes, divided; gathered ones of 2
+        ("SHARD_GRAD_OP", "blocks", 1, "1.7 GB on each device for weights, gradients, two moments in fp32, 1/8 of all, "
+         "and 1.7 GB for gathered weights in bf16"),
+        ("FULL_SHARD", "model", 2, "3.5 GB on each device for weights, gradients, two moments in fp32, 1/4 of all, "
+         "and 1.7 GB for the largest gathered unit in bf16"),
+    ],
+)  # fmt: skip
+def test_sharded(monkeypatch, strategy, wrap, replicas, text):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    lines = dry("sd2_base.yaml", SHARDED % (strategy, wrap, replicas))
+    assert lines[1] == f"memory: {text}; activations come on top"
+
+
+def test_the_largest_block_is_gathered(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    task = build_on_meta(load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, []).model)
+    largest = max(sum(p.numel() for p in block.parameters()) for block in task.blocks())
+    assert largest < sum(p.numel() for p in task.parameters()) / 2
+    (line,) = [line for line in dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 1)) if "memory" in line]
+    assert f"{dry_run.gigabytes(2 * largest)} for the largest gathered unit in bf16" in line
+    with pytest.raises(ValueError, match="training.fsdp.replicas: 3 does not divide 8 devices"):
+        dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 3))
+
+
+@pytest.mark.parametrize(("name", "width", "rank", "saved"), [("12b", 3968, 896, "86%"), ("5b", 2688, 640, "85%"),
+                                                              ("2b", 1920, 512, "83%")])  # fmt: skip
+def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, width, rank, saved):
+    """Ramesh et al. 2021, tables 1 and 2: of 12 d^2 values a layer, r (2 + m) / (2 d m) are sent."""
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    (line,) = [line for line in dry(f"dalle_{name}.yaml") if line.startswith("between ")]
+    plain = 2 * 7 / 8 * 2 * 64 * 12 * width**2 / 8  # a ring of 8 machines, 16-bit values, 64 layers, an eighth of each
+    sent = plain * 5 * rank / (8 * width)
+    assert f"{dry_run.gigabytes(sent)} for the blocks' matrices (uncompressed {dry_run.gigabytes(plain)} in" in line
+    assert f"of which {saved} are saved" in line
+    others = float(re.search(r"and ([\d.]+) MB for the rest", line)[1]) * 1e6
+    lines = dry(f"dalle_{name}.yaml", "algorithms.powersgd=null")
+    (line,) = [line for line in lines if line.startswith("between ")]
+    sent = float(re.search(r"sends ([\d.]+) GB a step, all in 32-bit", line)[1]) * 1e9
+    assert sent == pytest.approx(2 * plain + others, abs=6e7)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert any(line.startswith("powersgd: refused with one replica") for line in dry(f"dalle_{name}.yaml"))
+
+
+def test_what_sharding_sends(monkeypatch):
+    """Rings: (m - 1) / m of the bf16 weights and of the 32-bit gradients, as often as they are sent."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    weights, gradients = (3 / 4 * size * 865_910_724 / 1e9 for size in (2, 4))
+    for strategy, sync, gathers, sums in (
+        ("SHARD_GRAD_OP", "microbatch", 2, 2), ("SHARD_GRAD_OP", "batch", 1, 1),
+        ("FULL_SHARD", "microbatch", 4, 2), ("FULL_SHARD", "batch", 4, 1),
+    ):  # fmt: skip
+        sharded = SHARDED % (strategy, "blocks", 2)
+        lines = dry("sd2_base.yaml", sharded, f"training.fsdp.sync={sync}", "training.microbatch=128")
+        sent = f"{gathers * weights:.1f} GB of weights and {sums * gradients:.1f} GB of gradients a step"
+        assert f"within 4 shards: each device sends {sent}" in lines
+        assert "between 2 replicas: each device sends 865.9 MB a step, all in 32-bit" in lines
+        assert ("3.5 GB for gradients of all in fp32" in lines[1]) == (sync == "batch")
+    (line,) = [line for line in dry("sd2_base.yaml", "training.fsdp=null") if line.startswith("between ")]
+    assert line == "between 8 replicas: each device sends 6.1 GB a step, all in 32-bit"
+
+
+def test_16_bit_moments_take_half():
+    whole, low = (
+        next(
+            line for line in dry("dalle_1b.yaml", f"optimizer={{name: {name}, lr: 1e-3}}") if line.startswith("memory")
+        )
+        for name in ("adamw", "adam16")
+    )
+    matrices = 24 * 12 * 2048**2
+    assert whole.startswith("memory: 21.0 GB on each device for weights, gradients, two moments in fp32")
+    assert low.startswith(f"memory: {(16 * 1_310_445_568 - 4 * matrices) / 1e9:.1f} GB on each device")
+
+
+def test_no_memory_is_taken_for_weights():
+    recipe = load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
+    assert all(parameter.is_meta for parameter in build_on_meta(recipe.model).parameters())
+
+
+@pytest.mark.parametrize("yaml", [name for name in YAMLS if name != "sd2_base.yaml"])
+def test_every_shipped_recipe_can_be_tried(yaml):
+    lines = dry(yaml)
+    assert [line.split(":")[0] for line in lines if not line.startswith(("average", "powersgd"))][:4] == [
+        "model",
+        "memory",
+        "batch",
+        "run",
+    ]
+    assert any(line.startswith("checkpoints: ") for line in lines)
+
+
+def test_epochs_are_known_from_a_manifest(tmp_path):
+    write_manifest(tmp_path / "runs/sd2/latents/train", samples=1000)
+    write_manifest(tmp_path / "runs/sd2/latents/val", samples=50)
+    lines = dry("sd2_base.yaml", *SMALL, "training.duration=3ep", "training.global_batch=300", "checkpoints.every=1ep")
+    assert "run: 9 steps, 2,700 samples, 3.00 epochs of 3 steps" in lines
+    assert "validation val: 1 time, every 10000ba over 50 samples" in lines
+    assert any(line.startswith("checkpoints: 3 times, every 1ep, ") for line in lines)
+    assert not [line for line in lines if line.startswith("missing")]
+    lines = dry(
+        "sd2_base.yaml", *SMALL, "data.streams.train.repeat=0.5", "data.drop_last=false", "training.duration=1ep"
+    )
+    assert "run: 1 step, 2,048 samples, 1.00 epochs of 1 step" in lines
+    with pytest.raises(ValueError, match="training.global_batch: 2048 is more than the 1000 samples of an epoch"):
+        dry("sd2_base.yaml", *SMALL)
+
+
+def test_tokens_are_held_against_the_model(token_sets, tmp_path):
+    checker = Checker(COMPONENTS)
+
+    def samples(requirements, **changes):
+        streams = {"a": {"name": "local", "path": str(token_sets / "train"), "repeat": 2.0}}
+        values = {
+            "name": "tokens",
+            "streams": streams,
+            "resolution": 32,
+            "vocabulary": str(token_sets / "vocabulary.json"),
+        }
+        component = checker.component("data", {**values, **changes}, "data")
+        assert not checker.errors
+        return dry_run.data_samples(component, requirements)
+
+    needs = {"text_positions": 256, "text_vocabulary": 280, "codes": 32, "side": 4}
+    assert samples(needs) == 80
+    assert samples(needs | {"text_vocabulary": 16384}, vocabulary=str(tmp_path / "none.json")) == 80  # not made yet
+    for name, wrong in (("text_positions", 64), ("text_vocabulary", 16384), ("codes", 8192), ("side", 32)):
+        with pytest.raises(ValueError, match=f"{name} is .*, the recipe expects {wrong}"):
+            samples(needs | {name: wrong})
+
+
+def test_epochs_without_a_manifest():
+    lines = dry("sd2_base.yaml", *SMALL, "training.duration=2ep", "checkpoints.keep=-1")
+    assert "run: 2ep; how many steps that is depends on data that does not lie here or has no manifest" in lines
+    assert any(line.startswith("checkpoints: every 10000ba, about ") for line in lines)
+    lines = dry("sd2_base.yaml", *SMALL, "training.duration=2ep", "data.epoch_size=4096")
+    assert "run: 4 steps, 8,192 samples, 2.00 epochs of 2 steps" in lines
+
+
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
+    write_manifest(tmp_path / "runs/sd2/latents/train", samples=5000, scaling_factor=1.0)
+    with pytest.raises(ValueError, match="scaling_factor is 1.0, the recipe expects 0.18215"):
+        dry("sd2_base.yaml", *SMALL)
+
+
+def test_a_batch_that_does_not_divide(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="training.global_batch: 2048 does not divide over 3 devices"):
+        dry("sd2_base.yaml", *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["training.microbatch=null"], "32 on each, in 1 microbatch of 32"),
+        (["training.microbatch=auto"], "32 on each, in microbatches as large as the memory takes"),
+        (["training.microbatch=20"], "32 on each, in 2 microbatches of 20, the last of 12"),
+        (["training.microbatch=64"], "32 on each, in 1 microbatch of 32"),
+    ],
+)
+def test_batches(overrides, text):
+    assert dry("openmoji_vae.yaml", "training.global_batch=32", *overrides)[2].endswith(text)
+
+
+def test_nothing_saved():
+    assert "checkpoints: none" in dry("openmoji_vae.yaml", "checkpoints.save=false")
+    assert not any("reconstructions" in line for line in dry("openmoji_vae.yaml", "callbacks.reconstructions=null"))
+
+
+@pytest.mark.parametrize(
+    ("every", "times"),
+    [
+        (None, 1),
+        ("100ba", 1),
+        ("1000ba", 1),
+        ("50ba", 2),
+        ("30ba", 4),
+        ("1ba", 100),
+        ("0.1dur", 10),
+        ("1ep", 4),
+        ("80sp", 10),
+        ("1sp", 100),
+    ],
+)
+def test_how_often_something_is_due(every, times):
+    assert Length(steps=100, epoch_steps=25, batch=8).times(every) == times
+
+
+def test_sizes():
+    assert [dry_run.gigabytes(size) for size in (5e5, 9.9e8, 2.5e9)] == ["0.5 MB", "990.0 MB", "2.5 GB"]
