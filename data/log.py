@@ -1,0 +1,31 @@
+"""The one logger of the project. It writes plain lines to standard output, on the first rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+
+class _StandardOutput(logging.StreamHandler):
+    """Writes to whatever `sys.stdout` is at the time, and leaves nothing in a buffer."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stdout
+
+
+def _on_first_rank(_: logging.LogRecord) -> bool:
+    # Launchers set RANK; reading it needs no torch, so that the command line can log before the slow imports.
+    return os.environ.get("RANK", "0") == "0"
+
+
+log = logging.getLogger("precompose")
+log.setLevel(logging.INFO)
+log.propagate = False  # Composer and Lightning configure the root logger, each in its own way
+log.addFilter(_on_first_rank)
+log.addHandler(_StandardOutput())
