@@ -41,13 +41,13 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "hf_clip_text": "recipes.encoders.text:hf_clip_text",
     },
     "optimizer": {
-        "adam16": "recipes.engines.composer.builders:adam16",
-        "adamw": "recipes.engines.composer.builders:adamw",
+        "adam16": "recipes.algorithms.optimizers:adam16",
+        "adamw": "recipes.algorithms.optimizers:adamw",
     },
     "schedule": {
-        "constant": "recipes.engines.composer.builders:constant",
-        "cosine": "recipes.engines.composer.builders:cosine",
-        "linear": "recipes.engines.composer.builders:linear",
+        "constant": "recipes.training.schedules:constant",
+        "cosine": "recipes.training.schedules:cosine",
+        "linear": "recipes.training.schedules:linear",
         "plateau": "callbacks.plateau:Plateau",
     },
     "algorithm": {
@@ -66,8 +66,8 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "exponents": "callbacks.exponents:Exponents",
         "export": "callbacks.export:Export",
         "gradient_scales": "callbacks.gradient_scales:GradientScales",
-        "lr_monitor": "recipes.engines.composer.builders:lr_monitor",
-        "memory_monitor": "recipes.engines.composer.builders:memory_monitor",
+        "lr_monitor": "callbacks.lr_monitor:LRMonitor",
+        "memory_monitor": "callbacks.memory_monitor:MemoryMonitor",
         "progress": "callbacks.progress:Progress",
         "sample_grid": "callbacks.sample_grid:SampleGrid",
         "token_grid": "callbacks.token_grid:TokenGrid",
@@ -77,8 +77,8 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "unigram": "callbacks.unigram:Unigram",
     },
     "logger": {
-        "tensorboard": "recipes.engines.composer.builders:tensorboard",
-        "wandb": "recipes.engines.composer.builders:wandb",
-        "mlflow": "recipes.engines.composer.builders:mlflow",
+        "tensorboard": "recipes.engines.loggers:tensorboard",
+        "wandb": "recipes.engines.loggers:wandb",
+        "mlflow": "recipes.engines.loggers:mlflow",
     },
 }

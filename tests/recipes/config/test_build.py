@@ -41,7 +41,7 @@ def test_lists_dicts_and_plain_values():
 
 def test_context_goes_to_builders_that_ask_for_it():
     parameters = [torch.nn.Parameter(torch.zeros(2))]
-    adamw = component("optimizer", "adamw", "recipes.engines.composer.builders:adamw", lr=0.5)
+    adamw = component("optimizer", "adamw", "recipes.algorithms.optimizers:adamw", lr=0.5)
     optimizer = build(adamw, parameters=parameters, unused=object())
     assert optimizer.param_groups[0]["params"] == parameters and optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(AssertionError, match="asks for .'parameters'., which a optimizer is not given"):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from recipes.engines.composer.builders import adam16
+from recipes.algorithms.optimizers import adam16
 from tests.recipes.algorithms.residual import Residual, loss_of
 
 STATES = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

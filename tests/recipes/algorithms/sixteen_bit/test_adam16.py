@@ -24,7 +24,7 @@ from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANC
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
-from recipes.engines.composer.builders import adam16
+from recipes.algorithms.optimizers import adam16
 from tests.recipes.algorithms.residual import Residual, train, vector
 
 ARGUMENTS = {"lr": 3e-3, "betas": (0.9, 0.96), "eps": 1e-8, "weight_decay": 0.045}

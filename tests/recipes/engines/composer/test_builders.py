@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
-from recipes.engines.composer.builders import adamw
+from recipes.algorithms.optimizers import adamw
 from recipes.engines.composer.model import ComposerTask
 
 

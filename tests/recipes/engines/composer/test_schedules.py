@@ -9,7 +9,7 @@ from composer.optim import CosineAnnealingWithWarmupScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.engines.composer.builders import cosine
+from recipes.training.schedules import cosine
 
 
 def state_at(batch, duration, epoch=None):

@@ -1,0 +1,74 @@
+"""Optimizers that recipes name.
+
+Parameters before `*` are handed over by `recipes.config.build` by their name; those after it are the YAML's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from recipes.algorithms.gradients.blocks import block_matrices
+from recipes.algorithms.sixteen_bit.adam16 import Adam16
+
+
+def adamw(
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    fused: bool = True,
+) -> torch.optim.Optimizer:
+    """PyTorch's AdamW (Loshchilov and Hutter 2019).
+
+    Args:
+        lr: learning rate that the schedule multiplies.
+        betas: decays of the running mean and of the running variance.
+        eps: added to the root of the variance.
+        weight_decay: decoupled decay, times the learning rate.
+        fused: one kernel for all parameters, on GPUs and CPUs, sharded or not; steps are the same to 32-bit rounding.
+    """
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+
+
+def adam16(
+    parameters: Iterable[torch.nn.Parameter],
+    task: torch.nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.96),
+    eps: float = 1e-8,
+    weight_decay: float = 0.045,
+    variance_clip: float | None = 5.0,
+    compiled: bool = True,
+) -> torch.optim.Optimizer:
+    """AdamW with 16-bit moments (1-6-9 and 0-6-10) for the matrices of the model's blocks (Ramesh et al. 2021).
+
+    Gains, biases, embeddings and unembeddings keep moments in 32-bit. The model says which modules are its blocks.
+
+    Args:
+        lr: learning rate that the schedule multiplies.
+        betas: decays of the running mean and of the running variance.
+        eps: added to the root of the variance.
+        weight_decay: decoupled decay, times the learning rate.
+        variance_clip: largest running variance, of gradients as the optimizer gets them; null: none.
+        compiled: one kernel for all tensors on a GPU; on a CPU one a tensor, compiled at the first step.
+    """
+    inside = {id(p) for matrices in block_matrices(task, "adam16") for p in matrices}
+    trained = list(parameters)
+    groups = [
+        {"params": [p for p in trained if id(p) in inside], "moment_bits": 16},
+        {"params": [p for p in trained if id(p) not in inside], "moment_bits": 32},
+    ]
+    return Adam16(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        variance_clip=variance_clip,
+        compiled=compiled,
+    )

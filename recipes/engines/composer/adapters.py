@@ -1,0 +1,122 @@
+"""Levers and callbacks of this repository as Composer's algorithms and callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer import Callback as ComposerCallback
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from recipes.engines.composer.run import ComposerRun
+from recipes.training.callback import Callback
+from recipes.training.hooks import Hooks
+from recipes.training.lever import Lever
+from recipes.training.levers import Levers
+
+# Composer's events -> the moments of `Hooks`. What is not here, levers alone have (see `RunLevers`).
+MOMENTS = {
+    Event.AFTER_LOAD: "loaded",
+    Event.FIT_START: "begin",
+    Event.BEFORE_DATALOADER: "before_data",
+    Event.BATCH_START: "batch_start",
+    Event.BEFORE_TRAIN_BATCH: "before_passes",
+    Event.BEFORE_FORWARD: "before_forward",
+    Event.AFTER_LOSS: "after_forward",
+    Event.BEFORE_BACKWARD: "before_backward",
+    Event.AFTER_BACKWARD: "after_backward",
+    Event.AFTER_TRAIN_BATCH: "gradients_ready",
+    Event.BATCH_END: "step_end",
+    Event.EPOCH_END: "epoch_end",
+    Event.EVAL_START: "eval_start",
+    Event.EVAL_BEFORE_FORWARD: "eval_before_forward",
+    Event.EVAL_AFTER_FORWARD: "eval_after_forward",
+    Event.EVAL_END: "eval_end",
+    Event.FIT_END: "end",
+}
+
+
+class RunLevers(Algorithm):
+    """All levers of a run as one algorithm, so that their order is that of `Levers` and not Composer's.
+
+    It also keeps the run up to date: algorithms act before callbacks at each event.
+    """
+
+    def __init__(self, levers: Levers, run: ComposerRun) -> None:
+        self.levers = levers
+        self.run = run
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in MOMENTS or event in (Event.INIT, Event.BEFORE_LOAD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            self.run.attach(state, logger)
+            self.levers.prepare(self.run)
+        elif event == Event.BEFORE_LOAD:
+            self.levers.compile(self.run)
+        elif event == Event.AFTER_TRAIN_BATCH:
+            self.levers.finish_gradients(self.run)
+        else:
+            if event == Event.BEFORE_TRAIN_BATCH:
+                self.run.begin_batch()
+            elif event == Event.BEFORE_FORWARD:
+                self.run.begin_pass()
+            self.levers.at(MOMENTS[event], self.run)
+
+
+class _LeverState(Algorithm):
+    """A lever's place in checkpoints; see `lever_state`."""
+
+    lever: Lever
+
+    def match(self, event: Event, state: State) -> bool:
+        return False
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Nothing: `RunLevers` does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | self.lever.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lever.load_state_dict(state)
+
+
+class _RunCallback(ComposerCallback):
+    """A callback's moments and state; see `run_callback`."""
+
+    callback: Callback
+    run: ComposerRun
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event in MOMENTS:
+            getattr(self.callback, MOMENTS[event])(self.run)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.callback.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.callback.load_state_dict(state)
+
+
+def lever_state(lever: Lever) -> Algorithm:
+    """What makes Composer save and load a lever's state.
+
+    Composer files states under the names of classes, so that each lever needs a class of its own name.
+    """
+    algorithm = _named_after(lever, _LeverState)()
+    algorithm.lever = lever
+    return algorithm
+
+
+def run_callback(callback: Callback, run: ComposerRun) -> ComposerCallback:
+    """A callback as Composer's, under its own name; see `lever_state`."""
+    adapted = _named_after(callback, _RunCallback)()
+    adapted.callback, adapted.run = callback, run
+    return adapted
+
+
+def _named_after(hooks: Hooks, base: type) -> type:
+    name = type(hooks).__name__
+    return type(name, (base,), {"__doc__": type(hooks).__doc__, "__qualname__": name})

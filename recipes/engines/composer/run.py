@@ -1,0 +1,140 @@
+"""A Composer run as levers and callbacks see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from composer.core import Precision, State, get_precision_context
+from composer.distributed.fsdp2_utils import sync_optimizer_and_model_params
+from composer.loggers import Logger
+from torch import Tensor, nn
+
+from recipes.training.clock import Clock
+from recipes.training.run import Run
+
+
+class ComposerRun(Run):
+    """Reads Composer's state at each question, so that there is nothing to keep up to date but the microbatches."""
+
+    def __init__(self, task: nn.Module) -> None:
+        """
+        Args:
+            task: without ComposerModel or other wrappers around it.
+        """
+        self.task = task
+        self.passes = 1
+        self.pass_number = 0
+        self._state: State | None = None
+        self._logger: Logger | None = None
+
+    def attach(self, state: State, logger: Logger) -> None:
+        """Take over Composer's state and logger; they stay the same objects for the whole run."""
+        self._state, self._logger = state, logger
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(state) else torch.device("cpu")
+        self.precision = state.precision.value
+
+    def begin_batch(self) -> None:
+        """Count the microbatches of the batch that has arrived."""
+        samples = len(next(iter(self._state.batch.values())))
+        size = self._state.device_train_microbatch_size or samples
+        self.passes, self.pass_number = math.ceil(samples / size), -1
+
+    def begin_pass(self) -> None:
+        """A microbatch comes next."""
+        self.pass_number += 1
+
+    @property
+    def clock(self) -> Clock:
+        """See `Run`."""
+        return clock_of(self._state)
+
+    @property
+    def module(self) -> nn.Module:
+        """See `Run`."""
+        return self._state.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """See `Run`."""
+        return self._state.optimizers[0]
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        """See `Run`."""
+        return self._state.batch
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """See `Run`."""
+        return self._state.outputs
+
+    @property
+    def loss(self) -> float | None:
+        """See `Run`."""
+        return self._state.total_loss_dict.get("loss/train/total")
+
+    @property
+    def eval_label(self) -> str:
+        """See `Run`."""
+        return self._state.dataloader_label
+
+    @property
+    def eval_figures(self) -> dict[str, float]:
+        """See `Run`."""
+        # Only this set's: others may have nothing yet, and computing theirs would wait for the other ranks.
+        metrics = self._state.eval_metrics[self.eval_label]
+        return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+    def autocast(self) -> AbstractContextManager:
+        """See `Run`."""
+        return get_precision_context(self._state.precision, self._state.precision_config)
+
+    def gradient_scale(self) -> float:
+        """See `Run`."""
+        return self._state.scaler.get_scale() if self._state.precision == Precision.AMP_FP16 else 1.0
+
+    def new_parameters(self) -> AbstractContextManager:
+        """See `Run`."""
+        return sync_optimizer_and_model_params(self.optimizer, self._state.model)
+
+    def set_microbatch(self, samples: int) -> None:
+        """See `Run`. Composer reads the size at the start of each batch."""
+        self._state.device_train_microbatch_size = samples
+        for evaluator in self._state.evaluators:
+            evaluator.device_eval_microbatch_size = samples
+
+    def log(self, figures: Mapping[str, float]) -> None:
+        """See `Run`."""
+        self._logger.log_metrics(dict(figures))
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """See `Run`."""
+        self._logger.log_hyperparameters(dict(settings))
+
+    def log_images(self, name: str, images: np.ndarray) -> None:
+        """See `Run`."""
+        step = self._state.timestamp.batch.value
+        self._logger.log_images(images, name=name, channels_last=True, step=step, use_table=False)
+
+
+def on_gpu(state: State) -> bool:
+    """Whether Composer trains on a GPU."""
+    return state.device.name == "gpu"
+
+
+def clock_of(state: State) -> Clock:
+    """Composer's timestamp as a clock."""
+    now, before = state.timestamp, state.previous_timestamp
+    return Clock(
+        batch=now.batch.value,
+        sample=now.sample.value,
+        epoch=now.epoch.value,
+        duration=f"{state.max_duration.value}{state.max_duration.unit.value}",
+        epoch_batches=None if state.dataloader_len is None else int(state.dataloader_len),
+        before=(0, 0, 0) if before is None else (before.batch.value, before.sample.value, before.epoch.value),
+    )

@@ -1,0 +1,194 @@
+"""From a checked recipe to the parts of a run, each handed the others that it needs. Both engines start here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.loading import Loading, Placement
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.microbatch.search import MicrobatchSearch
+from recipes.algorithms.modules.compile import Compile
+from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.sharding.fsdp import Sharding
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.config.build import build, build_on_meta, encoders_of
+from recipes.config.recipe import Recipe
+from recipes.training.callback import Callback
+from recipes.training.lever import Lever
+from recipes.training.levers import Levers
+from recipes.training.ranks import rank, world_size
+from recipes.training.run import Precision
+from recipes.training.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run takes place, and in which number format.
+
+    Attributes:
+        use_gpu: each rank trains on a GPU.
+        precision: resolved.
+        local_world_size: ranks of this machine.
+    """
+
+    use_gpu: bool
+    precision: Precision
+    local_world_size: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, local_world_size: int) -> Place:
+        """As a recipe asks for it.
+
+        Raises:
+            ValueError: a GPU is asked for where PyTorch sees none, or a precision that a CPU does not have.
+        """
+        use_gpu = torch.cuda.is_available() if recipe.training.device == "auto" else recipe.training.device == "gpu"
+        if use_gpu and not torch.cuda.is_available():
+            raise ValueError("training.device: gpu was asked for, and PyTorch sees none; use auto or cpu")
+        precision = recipe.training.precision
+        if precision == "auto":
+            precision = "amp_bf16" if use_gpu else "fp32"
+        if not use_gpu and precision != "fp32":
+            raise ValueError(f"training.precision: {precision} needs a GPU; use fp32 or auto on a CPU")
+        return cls(use_gpu, precision, local_world_size)
+
+
+@dataclass
+class Parts:
+    """Everything of a run but its trainer.
+
+    Attributes:
+        task: with new weights, or those of an export.
+        data: training batches.
+        evals: validation batches by label.
+        levers: in the order in which they act.
+        callbacks: by label.
+        schedule: from the clock to the learning rate's factor.
+        sharding: the lever of `training.fsdp`, which is among the levers; None without.
+        search: the lever of `microbatch: auto`, which is among the levers; None without.
+        loggers: descriptions, by label; each engine makes its own loggers of them.
+        microbatch: samples that a device takes at once at the start; None: its whole batch.
+    """
+
+    task: nn.Module
+    data: Loading
+    evals: dict[str, Loading]
+    levers: Levers
+    callbacks: dict[str, Callback]
+    schedule: Schedule
+    sharding: Sharding | None
+    search: MicrobatchSearch | None
+    loggers: dict[str, Any]
+    microbatch: int | None
+
+
+def build_parts(recipe: Recipe, place: Place) -> Parts:
+    """Build everything that a recipe names. Ranks must have been started, and seeded alike.
+
+    Raises:
+        ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load.
+    """
+    batch = recipe.training.device_batch(world_size())
+    task = build(recipe.model)
+    if recipe.checkpoints.load_weights:
+        task.load_export(Path(recipe.checkpoints.load_weights))
+    load = partial(
+        Placement, batch=batch, rank=rank(), world=world_size(), seed=recipe.seed, pin=place.use_gpu
+    )
+    requirements = task.requirements()
+    data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)
+    evals = {
+        label: build(component, placement=load(training=False), requirements=requirements)
+        for label, component in recipe.evals.items()
+    }
+    # What builders may ask for by naming it as a parameter before their `*`.
+    context = {
+        "task": task,
+        "run_name": recipe.run_name,
+        "output": recipe.output,
+        "loading": data,
+        "encoders": lambda: encoders_of(data.manifest),
+        "blank": lambda: build_on_meta(recipe.model),
+    }
+    search = MicrobatchSearch(task, batch) if recipe.training.microbatch == "auto" and place.use_gpu else None
+    levers = build_levers(recipe, place, context, search)
+    context |= {
+        "average": the_one(levers, ScheduledEMA),
+        "scaling": the_one(levers, ResblockGradScaling),
+    }
+    schedule = build(recipe.schedule)
+    callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
+    if isinstance(schedule, Callback):  # a schedule that watches the run
+        callbacks["schedule"] = schedule
+    return Parts(
+        task=task,
+        data=data,
+        evals=evals,
+        levers=Levers(levers),
+        callbacks=callbacks,
+        schedule=schedule,
+        sharding=the_one(levers, Sharding),
+        search=search,
+        loggers={label: build(logger, **context) for label, logger in recipe.loggers.items()},
+        microbatch=1 if search else None if recipe.training.microbatch == "auto" else recipe.training.microbatch,
+    )
+
+
+def build_levers(
+    recipe: Recipe, place: Place, context: Mapping[str, Any], search: MicrobatchSearch | None
+) -> list[Lever]:
+    """The recipe's levers, then those of its `training` section; each is handed the others that it works with."""
+    names = {component.name for component in recipe.algorithms.values()}
+    clips = recipe.training.grad_clip is not None
+    context = {**context, "low_rank": "powersgd" in names, "clips": clips, "scaling": None}
+    levers: list[Lever] = []
+    # Those that others ask for come first.
+    ordered = sorted(recipe.algorithms.values(), key=lambda component: component.name != "resblock_grad_scaling")
+    for component in ordered:
+        levers.append(build(component, **context))
+        context["scaling"] = the_one(levers, ResblockGradScaling)
+    if clips:
+        levers.append(ClipByNorm(recipe.training.grad_clip))
+    if recipe.training.fsdp is not None:
+        levers.append(new_sharding(recipe, place, context["task"], levers))
+    if search is not None:
+        average = the_one(levers, ScheduledEMA)
+        search.leave_room_for([average] if average else [], [lever for lever in levers if isinstance(lever, Compile)])
+        levers.append(search)
+    return levers
+
+
+def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lever]) -> Sharding:
+    """The lever of `training.fsdp`."""
+    fsdp = recipe.training.fsdp
+    return Sharding(
+        task,
+        full_shard=fsdp.strategy == "FULL_SHARD",
+        by_block=fsdp.wrap == "blocks",
+        parameters=fsdp.parameters,
+        replicas=fsdp.replicas_in(world_size(), place.local_world_size),
+        sync=fsdp.sync,
+        checkpoints=fsdp.checkpoints,
+        averaging=the_one(levers, PowerSGD),
+        scaling=the_one(levers, ResblockGradScaling),
+    )
+
+
+def the_one(levers: list[Lever], kind: type) -> Any:
+    """The lever of a kind, or None.
+
+    Raises:
+        ValueError: there are two.
+    """
+    found = [lever for lever in levers if isinstance(lever, kind)]
+    if len(found) > 1:
+        raise ValueError(f"algorithms: a run has at most one {kind.__name__}; remove the other")
+    return found[0] if found else None

@@ -1,0 +1,127 @@
+"""Where a run is, and how long it is: durations such as "500ba", "2ep", "1000sp" and "0.5dur"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["ba", "ep", "sp"]  # batches (optimizer steps), epochs, samples
+Length = tuple[float, Unit]
+
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ba|ep|sp|dur)")
+
+
+def parse_duration(text: str) -> tuple[float, str]:
+    """"500ba" to (500.0, "ba"); the unit `dur` is a share of the run.
+
+    Raises:
+        ValueError: not a number followed by ba, ep, sp or dur.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write a number and a unit, such as 500ba, 2ep, 1000sp or 0.5dur")
+    return float(match[1]), match[2]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A moment of a run. Engines make a new one for each moment; nothing changes it.
+
+    Attributes:
+        batch: optimizer steps done.
+        sample: samples trained on, over all ranks.
+        epoch: passes over the data that are complete.
+        duration: length of the run, as the recipe gives it: "2000ba", "3ep" or "100000sp".
+        epoch_batches: optimizer steps per epoch; None where the data has no known end.
+        before: (batch, sample, epoch) at the end of the step before.
+    """
+
+    batch: int
+    sample: int
+    epoch: int
+    duration: str
+    epoch_batches: int | None = None
+    before: tuple[int, int, int] = (0, 0, 0)
+
+    def passed(self, unit: Unit) -> int:
+        """How much of the run is done, in a unit."""
+        return {"ba": self.batch, "sp": self.sample, "ep": self.epoch}[unit]
+
+    @property
+    def length(self) -> Length:
+        """The length of the run in its own unit."""
+        return parse_duration(self.duration)
+
+    @property
+    def share(self) -> float:
+        """The share of the run that is done, from 0 to 1."""
+        value, unit = self.length
+        return min(1.0, self.passed(unit) / value)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has reached its length."""
+        value, unit = self.length
+        return self.passed(unit) >= value
+
+    def measure(self, duration: str) -> Length:
+        """A duration in batches where that is known, otherwise in its own unit; shares of the run are resolved.
+
+        Raises:
+            ValueError: not a duration.
+        """
+        value, unit = parse_duration(duration)
+        if unit == "dur":
+            total, unit = self.length
+            value *= total
+        if unit == "ep" and self.epoch_batches is not None:
+            value, unit = value * self.epoch_batches, "ba"
+        return value, unit
+
+    def crossed(self, every: str) -> bool:
+        """Whether the last step (or the end of an epoch) completed a multiple of an interval.
+
+        Raises:
+            ValueError: not a duration.
+        """
+        value, unit = parse_duration(every)
+        if unit == "dur":
+            total, unit = self.length
+            value *= total
+        before = {"ba": self.before[0], "sp": self.before[1], "ep": self.before[2]}[unit]
+        # A share of a run is rarely exact: 0.1 times 30 batches is a little more than 3.
+        return int(self.passed(unit) / value + 1e-9) > int(before / value + 1e-9)
+
+
+class Interval:
+    """Tells when something that happens every so often, and always at the end of a run, is due.
+
+    Example::
+
+        due = Interval("500ba")
+        if due(run.clock):  # asked at the end of each step and of each epoch
+            ...
+    """
+
+    def __init__(self, every: str | None) -> None:
+        """
+        Args:
+            every: a duration; None: only the end of the run.
+
+        Raises:
+            ValueError: not a duration, or not above 0.
+        """
+        if every is not None and parse_duration(every)[0] <= 0:
+            raise ValueError(f"an interval must be above 0, got {every}")
+        self.every = every
+        self.held_at = -1  # batch
+
+    def __call__(self, clock: Clock) -> bool:
+        """Whether it is due. It holds at most once per batch."""
+        if clock.batch == self.held_at:
+            return False
+        if clock.ended or (self.every is not None and clock.crossed(self.every)):
+            self.held_at = clock.batch
+            return True
+        return False

@@ -1,0 +1,80 @@
+"""Learning rates over a run: functions from its clock to what the peak rate is multiplied by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from recipes.training.clock import Clock
+
+Schedule = Callable[[Clock], float]
+
+
+def constant(*, warmup: Duration = "0ba") -> Schedule:
+    """A constant learning rate after a linear warm-up.
+
+    Args:
+        warmup: length of the warm-up.
+    """
+    return lambda clock: _warmed_up(clock, warmup)
+
+
+def cosine(*, warmup: Duration = "0ba", final: float = 0.0, over: Duration = "1dur") -> Schedule:
+    """A linear warm-up, then half a cosine to the end of the run or of `over`, and constant from there on.
+
+    Args:
+        warmup: length of the warm-up.
+        final: learning rate at the end, as a share of the peak.
+        over: length of the warm-up and the cosine together.
+    """
+
+    def rate(clock: Clock) -> float:
+        share = _share_after_warmup(clock, warmup, over)
+        if share is None:
+            return _warmed_up(clock, warmup)
+        return final + (1 - final) * (1 + math.cos(math.pi * share)) / 2
+
+    return rate
+
+
+def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> Schedule:
+    """A linear warm-up, then a straight line to the end of the run.
+
+    Args:
+        warmup: length of the warm-up.
+        final: learning rate at the end, as a share of the peak.
+    """
+
+    def rate(clock: Clock) -> float:
+        share = _share_after_warmup(clock, warmup, "1dur")
+        return _warmed_up(clock, warmup) if share is None else 1 + share * (final - 1)
+
+    return rate
+
+
+def _warmed_up(clock: Clock, warmup: str) -> float:
+    """The share of the warm-up that is done, from 0 to 1."""
+    length, unit = clock.measure(warmup)
+    passed = clock.passed(unit)
+    return 1.0 if passed >= length else passed / length
+
+
+def _share_after_warmup(clock: Clock, warmup: str, over: str) -> float | None:
+    """The share of what follows the warm-up that is done, from 0 to 1; None within the warm-up.
+
+    Raises:
+        ValueError: a warm-up in another unit than the whole.
+    """
+    length, unit = clock.measure(over)
+    warm, warm_unit = clock.measure(warmup)
+    if warm and warm_unit != unit:
+        raise ValueError(
+            f"schedule: a warm-up of {warmup} cannot be taken from {over} of a run of {clock.duration}; give both in "
+            "the same unit"
+        )
+    passed = clock.passed(unit)
+    if passed < warm:
+        return None
+    rest = length - warm  # none in a run that ends within the warm-up
+    return min(1.0, (passed - warm) / rest) if rest > 0 else 0.0
