@@ -18,13 +18,13 @@ from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from recipes.algorithms.optimizers import adam16
 from recipes.algorithms.sixteen_bit import adam16_kernel, formats_kernel
 from recipes.algorithms.sixteen_bit.adam16 import FORMATS, Adam16, adamw_update
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
-from recipes.algorithms.optimizers import adam16
 from tests.recipes.algorithms.residual import Residual, train, vector
 
 ARGUMENTS = {"lr": 3e-3, "betas": (0.9, 0.96), "eps": 1e-8, "weight_decay": 0.045}
