@@ -13,7 +13,7 @@ from composer.utils import FSDP2Config, dist, reproducibility
 from data.loading import Loading
 from data.log import log
 from recipes.config.recipe import Recipe, to_yaml
-from recipes.engines.composer.adapters import RunLevers, lever_state, run_callback
+from recipes.engines.composer.adapters import as_algorithms, run_callback
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.loggers import composer_logger
@@ -64,7 +64,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         max_duration=recipe.training.duration,
         optimizers=parts.new_optimizer(trained),
         schedulers=composer_schedule(parts.schedule),
-        algorithms=[RunLevers(parts.levers, run), *(lever_state(lever) for lever in parts.levers)],
+        algorithms=as_algorithms(parts.levers, run),
         parallelism_config=None if recipe.training.fsdp is None else {"fsdp": fsdp_config(recipe, parts.task)},
         callbacks=[*(run_callback(callback, run) for callback in parts.callbacks.values()), Generators()],
         loggers=[composer_logger(logger) for logger in parts.loggers.values()],
