@@ -29,11 +29,11 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(report(command.config, command.missing))
             return
-        from callbacks.interval import ended
+        from recipes.engines.composer.run import clock_of
         from recipes.engines.composer.trainer import build_trainer
 
         trainer = build_trainer(command.config)
-        if ended(trainer.state):
+        if clock_of(trainer.state).ended:
             print(f"already trained to {command.config.training.duration}: {command.config.output}", flush=True)
         else:
             trainer.fit()

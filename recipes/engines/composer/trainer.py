@@ -10,8 +10,6 @@ import torch
 from composer import Callback, DataSpec, Evaluator, Trainer
 from composer.utils import dist, reproducibility
 
-from callbacks.generators import Generators
-from callbacks.interval import CHECKPOINT, at_intervals
 from data.loading import Loading, Placement
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.gradients.order import in_gradient_order
@@ -19,6 +17,8 @@ from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, to_yaml
+from recipes.engines.composer.generators import Generators
+from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.model import ComposerTask
 
 
