@@ -123,7 +123,7 @@ class MicrobatchSearch(Algorithm):
         Raises:
             ValueError: the task's loss compares the samples of a microbatch, so that their number is part of it.
         """
-        if getattr(task, "compares_samples", False):
+        if task.compares_samples:
             raise ValueError(
                 "training.microbatch: auto would change what is learned: the model's loss compares the samples of a "
                 "microbatch with each other; give a number, or null for the whole device batch"

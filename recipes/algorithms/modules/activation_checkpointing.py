@@ -59,8 +59,7 @@ class ActivationCheckpointing(Algorithm):
         return event == Event.INIT
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        named = getattr(self.task, "recomputed_blocks", getattr(self.task, "blocks", list))
-        blocks = named()[:: self.every]
+        blocks = self.task.recomputed_blocks()[:: self.every]
         if not blocks:
             raise ValueError("activation_checkpointing: the model names no blocks; remove the algorithm")
         recompute(blocks)

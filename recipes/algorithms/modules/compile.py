@@ -155,7 +155,7 @@ class Compile(Algorithm):
 
     def _parts(self) -> list[nn.Module]:
         if not self.whole:
-            return list(self.task.blocks()) if hasattr(self.task, "blocks") else []
+            return list(self.task.blocks())
         return [child for child in self.task.children() if any(p.requires_grad for p in child.parameters())]
 
     def check(self) -> None:

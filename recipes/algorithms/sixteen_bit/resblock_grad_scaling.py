@@ -38,7 +38,7 @@ class ResblockGradScaling(Algorithm):
         """
         if not least <= start <= most:
             raise ValueError(f"resblock_grad_scaling: least <= start <= most, got {least}, {start}, {most}")
-        blocks = list(task.blocks()) if hasattr(task, "blocks") else []
+        blocks = list(task.blocks())
         wrong = [type(block).__name__ for block in blocks if not hasattr(block, "branch")]
         if not blocks or wrong:
             raise ValueError(
