@@ -21,7 +21,7 @@ class Codebook(Callback):
         Raises:
             ValueError: the model has no codebook.
         """
-        if not isinstance(getattr(task, "codes", None), int):
+        if task.codes is None:
             raise ValueError(f"codebook: a {type(task).__name__} has no codes to count")
         self.codes = task.codes
         self.run_name = run_name

@@ -113,7 +113,7 @@ def export(
     """Write a task's weights and what sampling needs beside them.
 
     Args:
-        task: has `export(folder)`, and `export_average(folder)` if both kinds of weights belong in one folder.
+        task: says whether both kinds of weights belong in one folder (`exports_average_beside`).
         loading: its training data; an encoded set's manifest, its null caption or vocabulary, and local encoders go
             into the folder too.
         folder: replaced at once when all is written.
@@ -125,7 +125,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        if average is not None and hasattr(task, "export_average"):
+        if average is not None and task.exports_average_beside:
             task.export(partial)
             with average():
                 task.export_average(partial)

@@ -27,7 +27,12 @@ class Reconstructions(Callback):
         Args:
             every: interval; null: only the end of the run, when one is always drawn.
             pictures: how many.
+
+        Raises:
+            ValueError: the model reconstructs no images.
         """
+        if "reconstruct" not in task.entry_points:
+            raise ValueError(f"reconstructions: a {type(task).__name__} reconstructs no images; remove the callback")
         self.task = task
         self.folder = Path(output, "reconstructions")
         self.due = at_intervals(every)

@@ -41,9 +41,8 @@ class ScheduledValue(Callback):
         Raises:
             ValueError: the model has no such value.
         """
-        known = getattr(task, "scheduled", ())
-        if value not in known:
-            names = ", ".join(known) or "none"
+        if value not in task.scheduled:
+            names = ", ".join(task.scheduled) or "none"
             raise ValueError(f"scheduled_value: the model has no value `{value}` to be scheduled; it has: {names}")
         self.task = task
         self.value = value

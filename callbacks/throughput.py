@@ -153,11 +153,12 @@ def flops_of_a_sample(task: nn.Module, batch: dict[str, torch.Tensor]) -> float:
     """FLOPs of the forward pass of one sample, by PyTorch's counter; the device's generators are left as they were.
 
     Args:
-        task: called with a batch, unless it offers `forward_flops()`, its own count.
+        task: called with a batch, unless its `forward_flops()` counts them itself.
         batch: dict of tensors whose first dimension is the sample.
     """
-    if hasattr(task, "forward_flops"):
-        return task.forward_flops()
+    counted = task.forward_flops()
+    if counted is not None:
+        return counted
     # Two samples, halved: a single one would be an edge case for contrastive losses and batch statistics.
     few = {name: tensor[:2] for name, tensor in batch.items()}
     devices = {tensor.device.index for tensor in few.values() if tensor.device.type == "cuda"}

@@ -10,6 +10,7 @@ from composer import Callback
 from callbacks import codebook
 from callbacks.codebook import Codebook, usage
 from recipes.models.dvae.task import DiscreteAutoencoder
+from recipes.models.task import Task
 
 
 @pytest.mark.parametrize(
@@ -77,5 +78,5 @@ def test_ranks_are_added_up(task, monkeypatch, capsys):
 
 
 def test_a_model_without_codes():
-    with pytest.raises(ValueError, match="codebook: a Linear has no codes to count"):
-        Codebook(torch.nn.Linear(1, 1), "name")
+    with pytest.raises(ValueError, match="codebook: a Task has no codes to count"):
+        Codebook(Task(), "name")

@@ -4,7 +4,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 from composer import Event, Time
 from composer.core import Timestamp
 
@@ -13,9 +12,10 @@ from data.bpe import Vocabulary
 from data.loading import Loading
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
+from recipes.models.task import Task
 
 
-class Task(torch.nn.Module):
+class Accident(Task):
     """Writes its version, in two files with an accident between them."""
 
     version, accident = 1, False
@@ -30,7 +30,7 @@ class Task(torch.nn.Module):
 
 @pytest.fixture
 def task():
-    task = Task()
+    task = Accident()
     task.had_one = False
     return task
 

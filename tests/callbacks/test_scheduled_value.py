@@ -4,7 +4,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import torch
 from composer import Time
 from composer.core import Timestamp
 from hypothesis import given
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from callbacks.scheduled_value import ScheduledValue, between
 from recipes.models.dvae.task import DiscreteAutoencoder
+from recipes.models.task import Task
 
 numbers = st.floats(-1e3, 1e3)
 shares = st.floats(0, 1)
@@ -103,4 +103,4 @@ def test_a_value_that_the_model_has_not():
     with pytest.raises(ValueError, match="has no value `tau` to be scheduled; it has: beta, temperature"):
         ScheduledValue(task(), value="tau", start=0.0, end=1.0)
     with pytest.raises(ValueError, match="has no value `weight` to be scheduled; it has: none"):
-        ScheduledValue(torch.nn.Linear(1, 1), value="weight", start=0.0, end=1.0)
+        ScheduledValue(Task(), value="weight", start=0.0, end=1.0)

@@ -19,9 +19,10 @@ from callbacks.throughput import Throughput, flops_of_a_sample
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.latent_diffusion.unet import unet
+from recipes.models.task import Task
 
 
-class Layers(torch.nn.Module):
+class Layers(Task):
     """Two products of 8 x 8 with a vector, and a draw of random numbers."""
 
     eval_names = ["loss"]

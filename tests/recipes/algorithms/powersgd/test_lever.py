@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task
 from tests.recipes.algorithms.residual import Residual
 
 HERE = Path(__file__).parent
@@ -62,8 +63,8 @@ def test_values_out_of_range_are_refused(arguments):
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="Linear does not say which of its modules are blocks"):
-        PowerSGD(torch.nn.Linear(2, 2), rank=1)
+    with pytest.raises(ValueError, match="Task does not say which of its modules are blocks"):
+        PowerSGD(Task(), rank=1)
     empty = Residual()
     empty.layers = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
     with pytest.raises(ValueError, match="the 1 blocks of Residual have no trained matrices"):

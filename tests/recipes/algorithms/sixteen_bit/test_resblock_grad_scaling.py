@@ -13,6 +13,7 @@ from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task as BaseTask
 from tests.recipes.algorithms.residual import Residual, vector
 
 
@@ -154,8 +155,8 @@ def test_what_does_not_fit_is_refused():
         run({}, precision="amp_bf16", device="gpu") if torch.cuda.is_available() else _wrap_under("amp_bf16")
     with pytest.raises(ValueError, match="least <= start <= most"):
         ResblockGradScaling(Task(), start=5.0)
-    with pytest.raises(ValueError, match="Linear has no blocks; it is for models whose blocks are"):
-        ResblockGradScaling(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Task has no blocks; it is for models whose blocks are"):
+        ResblockGradScaling(BaseTask())
     other = Task()
     other.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="Task has blocks of Linear without a residual branch"):
