@@ -69,7 +69,7 @@ def loader():
 
 
 def trainer(ema, duration="12ba", checkpoints=None, **options):
-    """A Composer run with an average, or without one if `ema` is None; sharded if it is told the kind of checkpoints."""
+    """A Composer run with an average, or without if `ema` is None; sharded if the kind of checkpoints is given."""
     task = Small()
     levers = [] if ema is None else [ema]
     if checkpoints is not None:

@@ -34,6 +34,8 @@ def test_what_two_ranks_wrote_is_opened_by_one(two_ranks, small_recipe, tmp_path
         grids = sorted(path.name for path in (written / run / "samples").iterdir())
         assert grids == ["ba0000004.png", "ba0000006.png"]
     # One process goes on from what two have saved, sharded or not.
+    from recipes.engines.composer.trainer import build_trainer
+
     for run, name, fsdp in (("full", "ep0-ba3-rank0.pt", "null"), ("sharded", "ep0-ba3", "{}")):
         path = written / run / "checkpoints" / name
         overrides = [*RUN, f"checkpoints.load_path={path}", f"training.fsdp={fsdp}", "training.global_batch=8"]
@@ -73,6 +75,8 @@ def test_recomputed_blocks_give_the_same_gradients_and_keep_less(small_recipe, t
 
 
 def test_recomputing_in_a_recipe(small_recipe, tmp_path, capsys):
+    from recipes.engines.composer.trainer import build_trainer
+
     overrides = ["algorithms.again={name: activation_checkpointing, every: 2}", "training.duration=2ba"]
     trainer = build_trainer(small_recipe(tmp_path, *overrides))
     blocks = trainer.state.model.task.recomputed_blocks()
