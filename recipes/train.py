@@ -29,15 +29,9 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(report(command.config, command.missing))
             return
-        from recipes.engines.composer.run import clock_of
-        from recipes.engines.composer.trainer import build_trainer
+        from recipes.engines.composer.trainer import train
 
-        trainer = build_trainer(command.config)
-        if clock_of(trainer.state).ended:
-            print(f"already trained to {command.config.training.duration}: {command.config.output}", flush=True)
-        else:
-            trainer.fit()
-        trainer.close()
+        train(command.config)
 
 
 if __name__ == "__main__":

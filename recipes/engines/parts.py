@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from data.loading import Loading, Placement
+from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.microbatch.search import MicrobatchSearch
@@ -71,6 +72,7 @@ class Parts:
         evals: validation batches by label.
         levers: in the order in which they act.
         callbacks: by label.
+        new_optimizer: makes the recipe's optimizer for the task's trained parameters, once those are what they will be.
         schedule: from the clock to the learning rate's factor.
         sharding: the lever of `training.fsdp`, which is among the levers; None without.
         search: the lever of `microbatch: auto`, which is among the levers; None without.
@@ -83,6 +85,7 @@ class Parts:
     evals: dict[str, Loading]
     levers: Levers
     callbacks: dict[str, Callback]
+    new_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     schedule: Schedule
     sharding: Sharding | None
     search: MicrobatchSearch | None
@@ -100,9 +103,7 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     task = build(recipe.model)
     if recipe.checkpoints.load_weights:
         task.load_export(Path(recipe.checkpoints.load_weights))
-    load = partial(
-        Placement, batch=batch, rank=rank(), world=world_size(), seed=recipe.seed, pin=place.use_gpu
-    )
+    load = partial(Placement, batch=batch, rank=rank(), world=world_size(), seed=recipe.seed, pin=place.use_gpu)
     requirements = task.requirements()
     data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)
     evals = {
@@ -118,13 +119,15 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         "encoders": lambda: encoders_of(data.manifest),
         "blank": lambda: build_on_meta(recipe.model),
     }
-    search = MicrobatchSearch(task, batch) if recipe.training.microbatch == "auto" and place.use_gpu else None
-    levers = build_levers(recipe, place, context, search)
+    levers = build_levers(recipe, place, context, batch)
+    search = the_one(levers, MicrobatchSearch)
     context |= {
         "average": the_one(levers, ScheduledEMA),
         "scaling": the_one(levers, ResblockGradScaling),
     }
     schedule = build(recipe.schedule)
+    if recipe.training.microbatch == "auto" and search is None:
+        log.info(f"microbatch: all {batch} samples of a device; auto measures a GPU's memory, and this is a CPU")
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
         callbacks["schedule"] = schedule
@@ -134,6 +137,7 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         evals=evals,
         levers=Levers(levers),
         callbacks=callbacks,
+        new_optimizer=lambda parameters: build(recipe.optimizer, parameters=parameters, task=task),
         schedule=schedule,
         sharding=the_one(levers, Sharding),
         search=search,
@@ -142,27 +146,25 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     )
 
 
-def build_levers(
-    recipe: Recipe, place: Place, context: Mapping[str, Any], search: MicrobatchSearch | None
-) -> list[Lever]:
-    """The recipe's levers, then those of its `training` section; each is handed the others that it works with."""
-    names = {component.name for component in recipe.algorithms.values()}
+def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
+    """The recipe's levers in its order, then those of its `training` section; each has the others it works with."""
+    components = recipe.algorithms
     clips = recipe.training.grad_clip is not None
-    context = {**context, "low_rank": "powersgd" in names, "clips": clips, "scaling": None}
-    levers: list[Lever] = []
-    # Those that others ask for come first.
-    ordered = sorted(recipe.algorithms.values(), key=lambda component: component.name != "resblock_grad_scaling")
-    for component in ordered:
-        levers.append(build(component, **context))
-        context["scaling"] = the_one(levers, ResblockGradScaling)
+    low_rank = any(component.name == "powersgd" for component in components.values())
+    context = {**context, "low_rank": low_rank, "clips": clips, "scaling": None}
+    built: dict[str, Lever] = {}
+    for label in sorted(components, key=lambda label: components[label].name != "resblock_grad_scaling"):
+        built[label] = build(components[label], **context)
+        context["scaling"] = the_one(built.values(), ResblockGradScaling)  # others ask for it
+    levers = [built[label] for label in components]
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
     if recipe.training.fsdp is not None:
         levers.append(new_sharding(recipe, place, context["task"], levers))
-    if search is not None:
+    if recipe.training.microbatch == "auto" and place.use_gpu:
+        compiled = [lever for lever in levers if isinstance(lever, Compile)]
         average = the_one(levers, ScheduledEMA)
-        search.leave_room_for([average] if average else [], [lever for lever in levers if isinstance(lever, Compile)])
-        levers.append(search)
+        levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=compiled))
     return levers
 
 
@@ -176,13 +178,12 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
         parameters=fsdp.parameters,
         replicas=fsdp.replicas_in(world_size(), place.local_world_size),
         sync=fsdp.sync,
-        checkpoints=fsdp.checkpoints,
         averaging=the_one(levers, PowerSGD),
         scaling=the_one(levers, ResblockGradScaling),
     )
 
 
-def the_one(levers: list[Lever], kind: type) -> Any:
+def the_one(levers: Iterable[Lever], kind: type) -> Any:
     """The lever of a kind, or None.
 
     Raises:

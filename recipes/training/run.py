@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-
 from recipes.training.clock import Clock
 
 Precision = Literal["fp32", "amp_bf16", "amp_fp16"]

@@ -17,15 +17,17 @@ ARROWS = {
     "recipes/config": ("data",),
     "recipes/models": ("data",),
     "recipes/encoders": ("data", "recipes/models"),
-    "recipes/algorithms": ("data", "recipes/models"),
-    "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/algorithms"),
+    "recipes/training": ("data", "recipes/models"),
+    "recipes/algorithms": ("data", "recipes/models", "recipes/training"),
+    "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/training", "recipes/algorithms"),
     "recipes/generation": SHARED,
     "recipes/planning": (*SHARED, "recipes/algorithms"),
-    "recipes/engines": (*SHARED, "recipes/algorithms", "callbacks"),
+    "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks"),
     "precompute": ("data", "recipes/config", "recipes/encoders"),
     # Entry points.
     "recipes": (
         *SHARED,
+        "recipes/training",
         "recipes/algorithms",
         "callbacks",
         "recipes/generation",
@@ -34,7 +36,7 @@ ARROWS = {
     ),
     "docs": (*SHARED, "precompute"),
 }
-KNOWS_COMPOSER = ("callbacks", "recipes/algorithms", "recipes/engines/composer")
+KNOWS_COMPOSER = ("recipes/engines/composer",)
 # What is read before a config is known to be right: everything else on import would cost seconds.
 LIGHT = (
     "data/aliases.py",

@@ -12,14 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 # What wrappers put into the names of parameters.
-WRAPPERS = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 class Average:
@@ -35,18 +33,16 @@ class Average:
     def __init__(self, model: nn.Module) -> None:
         """
         Args:
-            model: plain, or under DDP, FSDP1 (with use_orig_params) or FSDP2.
+            model: plain, or under DDP or FSDP2.
 
         Raises:
-            ValueError: it has no trained parameters, or flat ones.
+            ValueError: it has no trained parameters.
         """
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
         reshard(self.model)
         trained = {WRAPPERS.sub("", name): p for name, p in self.model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("scheduled_ema: the model has no trained parameters to average")
-        if any("_flat_param" in name for name in trained):
-            raise ValueError("scheduled_ema: FSDP has flattened the parameters; set use_orig_params: true")
         self.names = list(trained)
         self.parameters = list(trained.values())
         self.inside = False
@@ -139,8 +135,6 @@ class Average:
         assert not self.inside
         self.settle()
         first = not dist.is_initialized() or dist.get_rank() == 0
-        if is_fsdp1(self.model):
-            return self._whole_by_the_model()
         if not any(isinstance(p, DTensor) for p in self.parameters):
             return dict(zip(self.names, self.shadow, strict=True))
         found = {}
@@ -165,9 +159,6 @@ class Average:
             wrong = sorted(set(shapes) ^ set(self.names))
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(f"scheduled_ema: the checkpoint's average is of other parameters: {wrong[0]}{more}")
-        if is_fsdp1(self.model):
-            self._load_by_the_model(tensors)
-            return
         for name, parameter, shadow in zip(self.names, self.parameters, self.shadow, strict=True):
             whole = tensors[name]
             if whole.shape != parameter.shape:
@@ -179,34 +170,6 @@ class Average:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
             shadow.copy_(whole)
-
-    def _whole_by_the_model(self) -> dict[str, Tensor]:
-        """FSDP1 alone knows where in its flat parameters a tensor lies."""
-        self._refuse_low_precision()
-        self.put_in()
-        try:
-            # FSDP1 that is asked to offload what is on the CPU reads memory that it has freed.
-            on_gpu = any(p.is_cuda for p in self.parameters)
-            options = StateDictOptions(full_state_dict=True, cpu_offload=on_gpu)
-            tensors = get_model_state_dict(self.model, options=options)
-            return {name: tensors[name].clone() for name in self.names if name in tensors}
-        finally:
-            self.take_out()
-
-    def _load_by_the_model(self, tensors: dict[str, Tensor]) -> None:
-        self._refuse_low_precision()
-        reshard(self.model)
-        raw = [own(p).clone() for p in self.parameters]
-        set_model_state_dict(self.model, tensors, options=StateDictOptions(full_state_dict=True, strict=False))
-        reshard(self.model)
-        for parameter, shadow, held in zip(self.parameters, self.shadow, raw, strict=True):
-            current = own(parameter)
-            shadow.copy_(current)
-            current.copy_(held)
-
-    def _refuse_low_precision(self) -> None:
-        if any(p.dtype != s.dtype for p, s in zip(self.parameters, self.shadow, strict=True)):
-            raise ValueError("scheduled_ema: under FSDP1 the average of 16-bit parameters cannot be saved; use FSDP2")
 
 
 class HostAverage(Average):
@@ -310,17 +273,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel):
-            handle = module._handle
-            # Before the first forward pass there is no room for gathered parameters yet.
-            ran = handle is not None and hasattr(handle.flat_param, "_full_param_padded")
-            if ran and handle.uses_sharded_strategy and not handle.needs_unshard():
-                _reshard(module, handle, True)
-
-
-def is_fsdp1(model: nn.Module) -> bool:
-    """Whether FSDP1 holds a part of the model."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def _like(parameter: DTensor, local: Tensor) -> DTensor:

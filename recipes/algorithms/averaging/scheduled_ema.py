@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
-from composer.core import Algorithm, Event, State, Time, TimeUnit
-from composer.loggers import Logger
-from composer.utils import dist
 from torch import nn
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.log import log
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
+from recipes.training.clock import Clock, Length
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
-Length = tuple[float, TimeUnit]
 
-
-class ScheduledEMA(Algorithm):
+class ScheduledEMA(Lever):
     """Averages the weights over the last part of a run ("Training Stable Diffusion: deep dive": 3.5% of it).
 
     The average starts as a copy of the weights. Validation, sample grids, exports and checkpoints have it from then on.
-
-    Attributes:
-        timer: makes a context in which each update is done; whoever measures the time sets it.
     """
 
     def __init__(
@@ -65,112 +61,138 @@ class ScheduledEMA(Algorithm):
         self.last = last
         self.every = every
         self.device = device
-        self.begins: Length | None = None  # known at the start of fitting
+        self.begins: Length | None = None  # known at the start of training
         self.begun: int | None = None  # batch at which the average was a copy of the weights
         self.average: Average | None = None
-        self.state: State | None = None
+        self.task: nn.Module | None = None
         self.users = 0  # how many want the averaged weights in the model now
-        self.timer: Callable[[], AbstractContextManager] = nullcontext
+        self._watchers: list[Callable[[], AbstractContextManager]] = []
 
-    # --- events --------------------------------------------------------------------------------
+    @property
+    def running(self) -> bool:
+        """Whether the average has begun."""
+        return self.average is not None
 
-    def match(self, event: Event, state: State) -> bool:
-        if event == Event.BATCH_END:  # after the optimizer's step, before validation, checkpoints and callbacks
-            if self.average is None:
-                return self._due(state)
-            return (state.timestamp.batch.value - self.begun) % self.every == 0
-        if event in (Event.EVAL_START, Event.EVAL_END):
-            return self.average is not None
-        if event == Event.BATCH_START:
-            return self.users > 0  # a validation was broken off
-        if event == Event.AFTER_TRAIN_BATCH:
-            return isinstance(self.average, HostAverage)
-        return event in (Event.INIT, Event.FIT_START, Event.FIT_END)
+    def watch(self, context: Callable[[], AbstractContextManager]) -> None:
+        """Have each update done inside a new context, for instance one that measures the time."""
+        self._watchers.append(context)
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            if sum(isinstance(algorithm, ScheduledEMA) for algorithm in state.algorithms) > 1:
-                raise ValueError("scheduled_ema: a run has one average; remove the other from algorithms")
-            self.state = state
-        elif event == Event.FIT_START:
-            self._plan(state)
-        elif event == Event.BATCH_END:
-            with self.timer():
-                if self.average is None:
-                    self._begin(state)
-                else:
-                    self.average.update(self.decay)
-        elif event == Event.AFTER_TRAIN_BATCH:
-            self.average.before_step()
-        elif event == Event.EVAL_START:
-            self.enter()
-        elif event == Event.EVAL_END:
-            self.leave()
-        elif event == Event.BATCH_START:
-            while self.users:
-                self.leave()
-        elif event == Event.FIT_END and self.average is None:
-            _say("scheduled_ema: the run ended before the average began; lower start")
+    # --- moments -------------------------------------------------------------------------------
 
-    def _due(self, state: State) -> bool:
-        value, unit = self.begins
-        return state.timestamp.get(unit).value >= value
+    def change_modules(self, run: Run) -> None:
+        self.task = run.task
 
-    def _plan(self, state: State) -> None:
+    def begin(self, run: Run) -> None:
         if self.half_life is not None:
-            value, unit = measure(self.half_life, state)
-            if unit != TimeUnit.BATCH or value <= 0:
+            value, unit = run.clock.measure(self.half_life)
+            if unit != "ba" or value <= 0:
                 raise ValueError(f"scheduled_ema: half_life must be a number of batches above 0, got {self.half_life}")
             self.decay = 0.5 ** (self.every / value)
-        self.begins = self._beginning(state)
-        if self.average is None and self._due(state):
-            if state.timestamp.get(self.begins[1]).value > self.begins[0]:
-                _say("scheduled_ema: the run resumes after its start without an average, so it begins here")
-            self._begin(state)
+        self.begins = self._beginning(run.clock)
+        if self.average is None and self._due(run.clock):
+            if run.clock.passed(self.begins[1]) > self.begins[0]:
+                log.info("scheduled_ema: the run resumes after its start without an average, so it begins here")
+            self._begin(run.clock)
 
-    def _beginning(self, state: State) -> Length:
+    def batch_start(self, run: Run) -> None:
+        while self.users:  # a validation was broken off
+            self.leave()
+
+    def before_step(self, run: Run) -> None:
+        if self.average is not None:
+            self.average.before_step()
+
+    def step_end(self, run: Run) -> None:
+        """After the optimizer's step, before validation, checkpoints and callbacks."""
+        if self.average is None:
+            if self._due(run.clock):
+                with self._watched():
+                    self._begin(run.clock)
+        elif (run.clock.batch - self.begun) % self.every == 0:
+            with self._watched():
+                self.average.update(self.decay)
+
+    def eval_start(self, run: Run) -> None:
+        if self.running:
+            self.enter()
+
+    def eval_end(self, run: Run) -> None:
+        if self.running:
+            self.leave()
+
+    def end(self, run: Run) -> None:
+        if not self.running:
+            log.info("scheduled_ema: the run ended before the average began; lower start")
+
+    def _watched(self) -> ExitStack:
+        stack = ExitStack()
+        for context in self._watchers:
+            stack.enter_context(context())
+        return stack
+
+    def _due(self, clock: Clock) -> bool:
+        value, unit = self.begins
+        return clock.passed(unit) >= value
+
+    def _beginning(self, clock: Clock) -> Length:
         """When the average begins.
 
         Raises:
             ValueError: not within the run, or too late for an update.
         """
-        total, unit = measure(str(state.max_duration.to_timestring()), state)
+        total, unit = clock.measure(clock.duration)
         if self.last is None:
-            value, given = measure(self.start or "0ba", state)
+            value, given = clock.measure(self.start or "0ba")
             key = f"start: {self.start}"
         else:
-            value, given = measure(self.last, state)
+            value, given = clock.measure(self.last)
             key = f"last: {self.last}"
             if given != unit:
-                raise ValueError(f"scheduled_ema: {key} cannot be taken from a run of {total:g}{unit.value}")
+                raise ValueError(f"scheduled_ema: {key} cannot be taken from a run of {total:g}{unit}")
             if value > total:
-                raise ValueError(f"scheduled_ema: {key} is longer than the run of {total:g}{unit.value}")
+                raise ValueError(f"scheduled_ema: {key} is longer than the run of {total:g}{unit}")
             value = total - value
         value = math.ceil(value - 1e-6)  # a share such as 0.965 is a hair off
         if given == unit and value >= total:
-            raise ValueError(f"scheduled_ema: {key} leaves nothing to average in a run of {total:g}{unit.value}")
-        if given == unit == TimeUnit.BATCH and value + self.every > total:
+            raise ValueError(f"scheduled_ema: {key} leaves nothing to average in a run of {total:g}{unit}")
+        if given == unit == "ba" and value + self.every > total:
             raise ValueError(
                 f"scheduled_ema: {key} leaves {total - value:g} batches, and every: {self.every} none of its updates"
             )
         return value, given
 
-    def _begin(self, state: State) -> None:
-        self.average = self._new_average(state)
-        self.begun = state.timestamp.batch.value
-        _say(
+    def _begin(self, clock: Clock) -> None:
+        self.average = self._new_average()
+        self.begun = clock.batch
+        log.info(
             f"scheduled_ema: begins at batch {self.begun}, {len(self.average.names)} tensors, "
-            f"{self.average.bytes / 1e6:,.1f} MB a rank"
+            f"{self.average.bytes / 1e6:,.1f} MB per rank"
         )
 
-    def _new_average(self, state: State) -> Average:
-        return (HostAverage if self.device == "cpu" else Average)(state.model)
+    def _new_average(self) -> Average:
+        return (HostAverage if self.device == "cpu" else Average)(self.task)
 
-    def bytes_to_come(self, model: nn.Module) -> int:
+    def bytes_to_come(self) -> int:
         """Memory on this rank's device that the average will take when it begins; 0 once it has."""
-        return bytes_of_average(model) if self.average is None and self.device == "same" else 0
+        return bytes_of_average(self.task) if self.average is None and self.device == "same" else 0
 
     # --- into the model and back ---------------------------------------------------------------
+
+    @contextmanager
+    def applied(self) -> Iterator[bool]:
+        """Inside, the model has its averaged weights if the average has begun; yields whether it has.
+
+        They are written in place and taken out again whatever happens inside. Each rank does it for its own part,
+        without the others.
+        """
+        if not self.running:
+            yield False
+            return
+        self.enter()
+        try:
+            yield True
+        finally:
+            self.leave()
 
     def enter(self) -> None:
         """The averaged weights go into the model, unless they are there already."""
@@ -189,59 +211,19 @@ class ScheduledEMA(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors, by name, so that a checkpoint loads on another number of ranks.
 
-        Composer writes the first rank's state of an algorithm, into sharded checkpoints too: what is sharded is
-        gathered for it, into host memory.
+        Engines write the first rank's state of a lever, into sharded checkpoints too: what is sharded is gathered for
+        it, into host memory.
         """
-        state = super().state_dict()
-        if self.average is not None:
-            if self.users:
-                raise RuntimeError("scheduled_ema: a checkpoint while the averaged weights are in the model")
-            state |= {"begun": self.begun, "average": self.average.whole()}
-        return state
+        if self.average is None:
+            return {}
+        if self.users:
+            raise RuntimeError("scheduled_ema: a checkpoint while the averaged weights are in the model")
+        return {"begun": self.begun, "average": self.average.whole()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "begun" not in state:
             return
-        self.average = self._new_average(self.state)
-        self.average.load(state["average"])
+        self.average = self._new_average()
+        # Checkpoints of earlier versions have the names of the model around the task.
+        self.average.load({name.removeprefix("task."): tensor for name, tensor in state["average"].items()})
         self.begun = state["begun"]
-
-
-def measure(duration: str, state: State) -> Length:
-    """A duration as a number of batches where that is known, else in its own unit; shares of the run resolved."""
-    time = Time.from_timestring(duration)
-    value, unit = time.value, time.unit
-    if unit == TimeUnit.DURATION:
-        value, unit = value * state.max_duration.value, state.max_duration.unit
-    if unit == TimeUnit.EPOCH and state.dataloader_len is not None:
-        value, unit = value * int(state.dataloader_len), TimeUnit.BATCH
-    return value, unit
-
-
-def running_average(state: State) -> ScheduledEMA | None:
-    """The algorithm of a run whose average has begun."""
-    found = (a for a in state.algorithms if isinstance(a, ScheduledEMA) and a.average is not None)
-    return next(found, None)
-
-
-@contextmanager
-def averaged(state: State) -> Iterator[bool]:
-    """Inside, the model has its averaged weights where there are any; gives whether it does.
-
-    They are written in place and taken out again whatever happens inside. Each rank does it for its own part, without
-    the others.
-    """
-    ema = running_average(state)
-    if ema is None:
-        yield False
-        return
-    ema.enter()
-    try:
-        yield True
-    finally:
-        ema.leave()
-
-
-def _say(line: str) -> None:
-    if dist.get_global_rank() == 0:
-        print(line, flush=True)

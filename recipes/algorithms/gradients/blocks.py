@@ -18,12 +18,12 @@ def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
     Raises:
         ValueError: the task has no blocks, or no matrices in them.
     """
-    if not hasattr(task, "blocks"):
+    blocks = list(task.blocks())
+    if not blocks:
         raise ValueError(
             f"{owner}: {type(task).__name__} does not say which of its modules are blocks (a method `blocks`), so it "
             "is not known which of its parameters may have 16 bits"
         )
-    blocks = list(task.blocks())
     embeddings = {id(p) for m in task.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     seen: set[int] = set(embeddings)
     found = []

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from recipes.algorithms.gradients.order import GradientStage
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 LOG_EVERY = 10  # batches; reading the norm makes the program wait for the device
 
@@ -24,13 +23,11 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class ClipByNorm(Algorithm):
+class ClipByNorm(Lever):
     """Clips what the optimizer sees, and logs the gradient's norm.
 
     Composer's own clipping looks for FSDP1 where a model is sharded, and leaves FSDP2's gradients as they are.
     """
-
-    gradient_stage = GradientStage.CLIP
 
     def __init__(self, largest: float) -> None:
         """
@@ -39,10 +36,7 @@ class ClipByNorm(Algorithm):
         """
         self.largest = largest
 
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.AFTER_TRAIN_BATCH  # gradients of all microbatches are there, without a scaler's factor
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        norm = clip_by_norm(state.model.parameters(), self.largest)
-        if state.timestamp.batch.value % LOG_EVERY == 0:
-            logger.log_metrics({"gradient/norm": norm.item()})
+    def clip_gradients(self, run: Run) -> None:
+        norm = clip_by_norm(run.task.parameters(), self.largest)
+        if run.clock.batch % LOG_EVERY == 0:
+            run.log({"gradient/norm": norm.item()})

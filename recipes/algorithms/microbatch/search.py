@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
-from composer.utils import dist
 from torch import nn
 
+from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading
 from recipes.algorithms.modules.compile import Compile
+from recipes.training.lever import Lever
+from recipes.training.ranks import smallest, world_size
+from recipes.training.run import Run
 
 HEADROOM = 0.9  # share of the usable memory that training may take: validation and fragmentation have the rest
 GROWTH = 4  # largest step from one size to the next
@@ -100,7 +102,7 @@ def even(largest: int, batch: int) -> int:
     return divisor if 2 * divisor > largest else math.ceil(batch / math.ceil(batch / largest))
 
 
-class MicrobatchSearch(Algorithm):
+class MicrobatchSearch(Lever):
     """Trains the first batches with growing microbatches, reads the memory each took, and stays at the largest.
 
     Composer's `auto` starts with the whole batch and halves it when a rank runs out of memory; ranks that run out at
@@ -113,96 +115,102 @@ class MicrobatchSearch(Algorithm):
     checkpoint holds the result, for a run that goes on with the same samples on as many devices with as much memory.
     """
 
-    def __init__(self, task: nn.Module, batch: int, meter: Meter | None = None) -> None:
+    def __init__(
+        self,
+        task: nn.Module,
+        batch: int,
+        meter: Meter | None = None,
+        average: ScheduledEMA | None = None,
+        compiled: Sequence[Compile] = (),
+    ) -> None:
         """
         Args:
             task: what is trained.
             batch: samples of a device's batch.
             meter: measures memory; None: that of the GPU.
+            average: for whose beginning memory is left free.
+            compiled: levers that wait with compiling until the size is found.
 
         Raises:
             ValueError: the task's loss compares the samples of a microbatch, so that their number is part of it.
         """
-        if getattr(task, "compares_samples", False):
+        if task.compares_samples:
             raise ValueError(
                 "training.microbatch: auto would change what is learned: the model's loss compares the samples of a "
                 "microbatch with each other; give a number, or null for the whole device batch"
             )
         self.batch = batch
         self.meter = meter
+        self.average = average
+        self.compiled = list(compiled)
         self.plan = Plan(batch)
         self.size = 1
         self.settled = False
+        self.device_batch = 0  # samples of the batch at hand
         self.warm = False  # whether a batch was trained by what is measured
         self.compiling = False  # whether the size was found, and is measured with compiled modules
         self.place: dict[str, Any] | None = None  # what a result holds for
         self.found: dict[str, Any] | None = None  # the result with its place
 
-    def match(self, event: Event, state: State) -> bool:
-        if event == Event.BATCH_START:
-            return not self.settled
-        return event == Event.INIT or (event == Event.BATCH_END and not self.settled)
+    def change_modules(self, run: Run) -> None:
+        self.meter = self.meter or DeviceMemory()
+        run.set_microbatch(self.size)
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            self.meter = self.meter or DeviceMemory()
-            self._set(state)
-        elif event == Event.BATCH_START:
-            if self.place is None:
-                self._go_on(state, logger)
-                for algorithm in compiled(state) if not self.settled else ():
-                    algorithm.pause(True)
-            if not self.settled:
-                self.meter.start()
-        else:
-            self._after_batch(state, logger)
+    def batch_start(self, run: Run) -> None:
+        if self.settled:
+            return
+        if self.place is None:
+            self._go_on(run)
+            for lever in self.compiled if not self.settled else ():
+                lever.pause(True)
+        if not self.settled:
+            self.device_batch = samples_of(run.batch)
+            self.meter.start()
 
-    def _after_batch(self, state: State, logger: Logger) -> None:
+    def step_end(self, run: Run) -> None:
+        if not self.settled:
+            self._after_batch(run)
+
+    def _after_batch(self, run: Run) -> None:
         reading = self.meter.read()
-        ready = self.warm and _has_state(state) and _samples(state.batch) == self.batch
+        ready = self.warm and bool(run.optimizer.state) and self.device_batch == self.batch
         self.warm = True  # a process's first batch also makes the optimizer's state and libraries' workspaces
         proposal = 0
         if ready:
             self.plan.record(self.size, reading)
-            to_come = bytes_to_come(state)
+            to_come = 0 if self.average is None else self.average.bytes_to_come()
             fits = self.plan.fits(self.size, reading, to_come)
             proposal = self.size if self.compiling and fits else self.plan.next(self.size, reading, to_come)
-        agreed = _least(proposal, state)
+        agreed = smallest(proposal, run.device)
         if agreed == 0:  # some rank could not measure: the same size once more
             return
         if agreed < self.size:
             self.plan.lower(agreed)
         found, self.size = agreed == self.size, agreed
-        self._set(state)
+        run.set_microbatch(self.size)
         if self.compiling:  # a new size is a new compilation, whose batch says nothing
             self.warm = found
             self.settled = found
         elif found:
-            self._compile(state)
+            self._compile()
             self.settled = not self.compiling
         if self.settled:
             self.found = {"size": self.size, **self.place}
-            self._say(logger, reading)
+            self._say(run, reading)
 
-    def _compile(self, state: State) -> None:
+    def _compile(self) -> None:
         """Go on with what is to be compiled, where there is something: to measure the size that was found with it."""
-        for algorithm in compiled(state):
-            algorithm.pause(False)
+        for lever in self.compiled:
+            lever.pause(False)
             self.compiling = True
         if self.compiling:
             self.plan.lower(self.size)
             self.warm = False
 
-    def _set(self, state: State) -> None:
-        """Composer reads the size at the start of each batch."""
-        state.device_train_microbatch_size = self.size
-        for evaluator in state.evaluators:
-            evaluator.device_eval_microbatch_size = self.size
-
-    def _say(self, logger: Logger, reading: Reading) -> None:
-        logger.log_hyperparameters({"microbatch": self.size})
+    def _say(self, run: Run, reading: Reading) -> None:
+        run.log_settings({"microbatch": self.size})
         tried = ", ".join(str(size) for size in self.plan.growth)
-        _print(
+        log.info(
             f"microbatch: {self.size} of {self.batch} samples a device take "
             f"{(reading.held + reading.growth) / 1e9:,.1f} of {reading.usable / 1e9:,.1f} GB; tried {tried}"
         )
@@ -211,60 +219,34 @@ class MicrobatchSearch(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The result, and what it holds for; nothing while the search goes on."""
-        return {**super().state_dict(), **({"found": self.found} if self.found else {})}
+        return {"found": self.found} if self.found else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.found = state.get("found")
 
-    def _go_on(self, state: State, logger: Logger) -> None:
+    def _go_on(self, run: Run) -> None:
         """Take a checkpoint's result if it holds here. Every rank must call it, at the first batch."""
         loaded = self.found
         self.found = None
         self.place = {
-            "devices": dist.get_world_size(),
-            "memory": _least(self.meter.total, state),
+            "devices": world_size(),
+            "memory": smallest(self.meter.total, run.device),
             "batch": self.batch,
-            "samples": {name: list(tensor.shape[1:]) for name, tensor in state.batch.items()},
-            "precision": state.precision.value,
+            "samples": {name: list(tensor.shape[1:]) for name, tensor in run.batch.items()},
+            "precision": run.precision,
         }
         if loaded is None:
             return
         changed = [key for key, value in self.place.items() if loaded[key] != value]
         if changed:
-            _print(f"microbatch: searched anew, the checkpoint's is for other {', '.join(changed)}")
+            log.info(f"microbatch: searched anew, the checkpoint's is for other {', '.join(changed)}")
             return
         self.size, self.found, self.settled = loaded["size"], loaded, True
-        self._set(state)
-        logger.log_hyperparameters({"microbatch": self.size})
-        _print(f"microbatch: {self.size} of {self.batch} samples a device, as the checkpoint has it")
+        run.set_microbatch(self.size)
+        run.log_settings({"microbatch": self.size})
+        log.info(f"microbatch: {self.size} of {self.batch} samples a device, as the checkpoint has it")
 
 
-def compiled(state: State) -> list[Compile]:
-    """The algorithms of a run that compile."""
-    return [algorithm for algorithm in state.algorithms if isinstance(algorithm, Compile)]
-
-
-def bytes_to_come(state: State) -> int:
-    """Memory on this rank's device that algorithms of the run will take later."""
-    return sum(a.bytes_to_come(state.model) for a in state.algorithms if isinstance(a, ScheduledEMA))
-
-
-def _print(line: str) -> None:
-    if dist.get_global_rank() == 0:
-        print(line, flush=True)
-
-
-def _has_state(state: State) -> bool:
-    """Whether optimizers have made their state: a gradient scaler may skip the first steps."""
-    return all(optimizer.state for optimizer in state.optimizers)
-
-
-def _samples(batch: dict[str, torch.Tensor]) -> int:
+def samples_of(batch: dict[str, torch.Tensor]) -> int:
+    """Samples of a batch."""
     return len(next(iter(batch.values())))
-
-
-def _least(value: int, state: State) -> int:
-    """The smallest of all ranks' values."""
-    tensor = state.device.tensor_to_device(torch.tensor([value], dtype=torch.int64))
-    dist.all_reduce(tensor, reduce_operation="MIN")
-    return int(tensor.item())

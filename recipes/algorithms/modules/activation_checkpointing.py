@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from data.log import log
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 
 def recompute(modules: Sequence[nn.Module]) -> None:
@@ -38,7 +40,7 @@ class _Recomputed:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class ActivationCheckpointing(Algorithm):
+class ActivationCheckpointing(Lever):
     """Keeps the inputs of a model's blocks and computes what is inside again: a third more work, much less memory."""
 
     def __init__(self, task: nn.Module, *, every: int = 1) -> None:
@@ -55,14 +57,10 @@ class ActivationCheckpointing(Algorithm):
         self.task = task
         self.every = every
 
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        named = getattr(self.task, "recomputed_blocks", getattr(self.task, "blocks", list))
-        blocks = named()[:: self.every]
+    def change_modules(self, run: Run) -> None:
+        blocks = self.task.recomputed_blocks()[:: self.every]
         if not blocks:
             raise ValueError("activation_checkpointing: the model names no blocks; remove the algorithm")
         recompute(blocks)
-        print(f"activation_checkpointing: {len(blocks)} blocks", flush=True)
-        logger.log_hyperparameters({"activation_checkpointing": len(blocks)})
+        log.info(f"activation_checkpointing: {len(blocks)} blocks")
+        run.log_settings({"activation_checkpointing": len(blocks)})

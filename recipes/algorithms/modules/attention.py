@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 from diffusers.models.attention_processor import Attention as AttentionBlock
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
 from torch import nn
+
+from data.log import log
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 Implementation = Literal["auto", "xformers", "sdpa", "eager"]
 PROCESSORS = {"xformers": XFormersAttnProcessor, "sdpa": AttnProcessor2_0, "eager": AttnProcessor}
@@ -53,7 +55,7 @@ def why_not_xformers(on_gpu: bool) -> str | None:
     return None
 
 
-class Attention(Algorithm):
+class Attention(Lever):
     """Chooses the attention implementation before training starts."""
 
     def __init__(self, *, implementation: Literal["auto", "xformers", "sdpa", "eager"] = "auto") -> None:
@@ -64,10 +66,7 @@ class Attention(Algorithm):
         """
         self.implementation = implementation
 
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        count, chosen = use_attention(state.model, self.implementation, state.device.name == "gpu")
-        print(f"attention: {chosen} in {count} blocks", flush=True)
-        logger.log_hyperparameters({"attention": chosen})
+    def change_modules(self, run: Run) -> None:
+        count, chosen = use_attention(run.task, self.implementation, run.on_gpu)
+        log.info(f"attention: {chosen} in {count} blocks")
+        run.log_settings({"attention": chosen})

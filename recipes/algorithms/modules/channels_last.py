@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 from diffusers import UNet2DConditionModel
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.resnet import ResnetBlock2D
@@ -15,7 +13,10 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from data.log import log
 from recipes.models.dvae.network import Encoder as CodeEncoder
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 # Letters: B batch, C D channels, H W grid, T timestep embedding. Pictures are channels_last: in memory (B, H, W, C).
 
@@ -110,17 +111,14 @@ def _turn(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:])
 
 
-class ChannelsLast(Algorithm):
+class ChannelsLast(Lever):
     """Convolutions with the channels innermost in memory: faster kernels on tensor cores and CPUs, without copies."""
 
     def __init__(self, task: nn.Module) -> None:
         """See `use_channels_last`."""
         self.task = task
 
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
+    def change_modules(self, run: Run) -> None:
         changed = use_channels_last(self.task)
-        print(f"channels_last: {changed} blocks without copies", flush=True)
-        logger.log_hyperparameters({"channels_last": changed})
+        log.info(f"channels_last: {changed} blocks without copies")
+        run.log_settings({"channels_last": changed})

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
+from data.log import log
 from recipes.algorithms.sharding.shard import is_sharded
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 # Composer's compile_config is not used: it compiles the whole ComposerModel, random draws included, which the compiler
 # makes in another way; and validation, which calls the model inside of it, would run without.
@@ -87,7 +88,7 @@ def why_no_compiler(on_gpu: bool) -> str | None:
     return None
 
 
-class Compile(Algorithm):
+class Compile(Lever):
     """Compiles the network's blocks, or the networks as a whole, for training with batches of one shape.
 
     mode reduce-overhead captures CUDA graphs: one launch a block instead of one a kernel. That pays where the device
@@ -120,24 +121,9 @@ class Compile(Algorithm):
         self.gradients: list[Tensor] | None = None
         self.to_check = True
 
-    def match(self, event: Event, state: State) -> bool:
-        if event == Event.BEFORE_FORWARD:
-            return self.graphs and state.device.name == "gpu"
-        # The model is loaded after all that changes modules at INIT, in whatever order the recipe names it.
-        return event == Event.BEFORE_LOAD or (event == Event.AFTER_TRAIN_BATCH and self.to_check)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.BEFORE_LOAD:
-            self._compile(state, logger)
-        elif event == Event.BEFORE_FORWARD:
-            torch.compiler.cudagraph_mark_step_begin()
-            self._keep_gradients()
-        elif not any(forward.paused for forward in self.forwards):
-            self.check()
-
-    def _compile(self, state: State, logger: Logger) -> None:
-        on_gpu = state.device.name == "gpu"
-        reason = why_no_compiler(on_gpu) if self.backend == "inductor" else None
+    def compile(self, run: Run) -> None:
+        """Compiles after all that changes modules, in whatever order the recipe names it."""
+        reason = why_no_compiler(run.on_gpu) if self.backend == "inductor" else None
         if reason:
             raise ValueError(f"compile: {reason}; or remove the algorithm")
         if self.graphs and is_sharded(self.task):
@@ -150,12 +136,21 @@ class Compile(Algorithm):
         options |= {"backend": self.backend, "dynamic": False}
         self.forwards = compile_forwards(self._parts(), options)
         kind = "networks" if self.whole else "blocks"
-        print(f"compile: {len(self.forwards)} {kind}, mode {self.mode}, in the first batch", flush=True)
-        logger.log_hyperparameters({"compile": self.mode, "compiled": len(self.forwards)})
+        log.info(f"compile: {len(self.forwards)} {kind}, mode {self.mode}, in the first batch")
+        run.log_settings({"compile": self.mode, "compiled": len(self.forwards)})
+
+    def before_forward(self, run: Run) -> None:
+        if self.graphs and run.on_gpu:
+            torch.compiler.cudagraph_mark_step_begin()
+            self._keep_gradients()
+
+    def before_step(self, run: Run) -> None:
+        if self.to_check and not any(forward.paused for forward in self.forwards):
+            self.check()
 
     def _parts(self) -> list[nn.Module]:
         if not self.whole:
-            return list(self.task.blocks()) if hasattr(self.task, "blocks") else []
+            return list(self.task.blocks())
         return [child for child in self.task.children() if any(p.requires_grad for p in child.parameters())]
 
     def check(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 from diffusers import UNet2DConditionModel
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.resnet import ResnetBlock2D
@@ -13,7 +11,10 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from data.log import log
 from recipes.models.kernels.fused_norm import TIMES, FusedGroupNorm, fuse
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 
 class SiLUOfEmbedding(nn.Module):
@@ -68,7 +69,7 @@ def _norms(block: nn.Module) -> list[tuple[str, bool]]:
     ]
 
 
-class FusedGroupNorms(Algorithm):
+class FusedGroupNorms(Lever):
     """GroupNorm and SiLU by one Triton kernel in channels_last, forward and backward; use it with channels_last."""
 
     def __init__(self, task: nn.Module, *, when: Literal["auto", "always"] = "auto") -> None:
@@ -82,29 +83,28 @@ class FusedGroupNorms(Algorithm):
         self.when = when
         self.to_report = False
 
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT or (event == Event.BATCH_END and self.to_report)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.BATCH_END:
-            self.report(logger)
-        elif state.device.name == "gpu":
+    def change_modules(self, run: Run) -> None:
+        if run.on_gpu:
             count = fuse_group_norms(self.task, measured=self.when == "auto")
-            print(f"fused_group_norm: {count} norms, {self.when}", flush=True)
-            logger.log_hyperparameters({"fused_group_norm": count})
+            log.info(f"fused_group_norm: {count} norms, {self.when}")
+            run.log_settings({"fused_group_norm": count})
             self.to_report = self.when == "auto"
         elif self.when == "always":
             raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the algorithm")
         else:
-            print("fused_group_norm: not used, its kernels need a GPU", flush=True)
+            log.info("fused_group_norm: not used, its kernels need a GPU")
 
-    def report(self, logger: Logger) -> None:
+    def step_end(self, run: Run) -> None:
+        if self.to_report:
+            self.report(run)
+
+    def report(self, run: Run) -> None:
         """Say, after the first batch, which shapes take the kernel."""
         self.to_report = False
         for case, times in TIMES.items():
             shape = "x".join(str(size) for size in case.shape)
             taken = "fused" if times.fused_wins else "PyTorch's"
-            print(f"fused_group_norm: {shape} {times.fused:.3f} ms, PyTorch {times.plain:.3f} ms: {taken}", flush=True)
+            log.info(f"fused_group_norm: {shape} {times.fused:.3f} ms, PyTorch {times.plain:.3f} ms: {taken}")
         if not TIMES:
-            print("fused_group_norm: not used, no norm had a channels_last input; add channels_last", flush=True)
-        logger.log_hyperparameters({"fused_group_norm_shapes": sum(times.fused_wins for times in TIMES.values())})
+            log.info("fused_group_norm: not used, no norm had a channels_last input; add channels_last")
+        run.log_settings({"fused_group_norm_shapes": sum(times.fused_wins for times in TIMES.values())})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 import torch
-from composer.core import Algorithm, Event, Precision, State
-from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from data.log import log
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 # Composer has LPGroupNorm and LPLayerNorm. They are not used: they ask whether the GPU's autocast is on, so that they
 # do nothing under the CPU's, and their surgery makes new parameters, which earlier references then do not follow.
@@ -85,7 +87,7 @@ def lower_norms(
     return len(chosen)
 
 
-class LowPrecisionNorms(Algorithm):
+class LowPrecisionNorms(Lever):
     """Normalises in autocast's precision, on a chosen part of the model: half of the memory traffic, no casts."""
 
     def __init__(
@@ -101,15 +103,12 @@ class LowPrecisionNorms(Algorithm):
         self.task = task
         self.options = {"group_norm": group_norm, "layer_norm": layer_norm, "modules": modules}
 
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if state.precision == Precision.FP32:
+    def change_modules(self, run: Run) -> None:
+        if run.precision == "fp32":
             raise ValueError(
                 "low_precision_norms: the run is in fp32 without autocast, where norms have no lower precision; "
                 "set training.precision to amp_bf16, or remove the algorithm"
             )
         count = lower_norms(self.task, **self.options)
-        print(f"low_precision_norms: {count} norms", flush=True)
-        logger.log_hyperparameters({"low_precision_norms": count})
+        log.info(f"low_precision_norms: {count} norms")
+        run.log_settings({"low_precision_norms": count})

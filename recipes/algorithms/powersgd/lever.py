@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from composer.core import Algorithm, Event, Precision, State
-from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,20 +13,21 @@ from torch.distributed.tensor import Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.algorithms.gradients.accumulation import passes_of_batch
-from recipes.algorithms.gradients.clipping import ClipByNorm
-from recipes.algorithms.gradients.order import GradientStage
+from data.log import log
 from recipes.algorithms.powersgd.block_gradients import Matrices, blocks_of, gradient_of, placements
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
 from recipes.algorithms.powersgd.wire import bytes_sent
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
 
 
-class PowerSGD(Algorithm):
+class PowerSGD(Lever):
     """Averages the gradients of the blocks' matrices as products of two thin matrices (Ramesh et al. 2021, E.2).
 
     Between the machines of a run, `training.fsdp.replicas` in number: each device compresses its own part of each
@@ -38,11 +36,11 @@ class PowerSGD(Algorithm):
     averaged in 32-bit.
     """
 
-    gradient_stage = GradientStage.AVERAGE
-
     def __init__(
         self,
         task: nn.Module,
+        scaling: ResblockGradScaling | None = None,
+        clips: bool = False,
         *,
         rank: int,
         overlap: bool = False,
@@ -53,7 +51,8 @@ class PowerSGD(Algorithm):
         clip: float | None = None,
         seed: int = 0,
     ) -> None:
-        """
+        """`scaling` scales the gradients of the task's blocks; `clips` says whether another lever clips.
+
         Args:
             rank: columns of the thin matrices of all devices of a machine together, a multiple of their number (the
                 paper: 512 to 896 over 8 devices, about a quarter of the width).
@@ -74,6 +73,8 @@ class PowerSGD(Algorithm):
                 f"powersgd: rank must be at least 1, scales and clip above 0; got rank {rank}, p_scale {p_scale}, "
                 f"q_scale {q_scale}, clip {clip}"
             )
+        if clip is not None and clips:
+            raise ValueError("powersgd: clip and training.grad_clip would both clip; set one of them to null")
         blocks_of(task)  # it has some
         self.task = task
         self.rank = rank
@@ -85,12 +86,12 @@ class PowerSGD(Algorithm):
         self.once = False
         self.group: ProcessGroup | None = None  # the ranks that have this rank's part on each machine
         self.shards: ProcessGroup | None = None  # the ranks of this machine
-        self.unscale: Callable[[int], None] | None = None  # set by who scales the gradients of the task's blocks
+        self.scaling = scaling
         self.blocks: list[list[Matrices]] = []
         self.others: list[nn.Parameter] = []
         self.states: list[BlockState] = []
         self.overlapped: Overlap[Compressed] | None = None
-        self.loaded: dict[str, Tensor] | None = None
+        self.resumed_errors: dict[str, Tensor] | None = None
         self.skipped = 0
 
     def divide(self, mesh: DeviceMesh, *, once: bool = False) -> dict[int, Shard]:
@@ -104,26 +105,24 @@ class PowerSGD(Algorithm):
         self.once = once
         return placements(self.task, mesh.size(1))
 
-    def match(self, event: Event, state: State) -> bool:
-        return event in (Event.FIT_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH)
+    def begin(self, run: Run) -> None:
+        if not self.states:  # otherwise a second fit of the same trainer
+            self._begin(run)
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.FIT_START:
-            self._begin(state)
-        elif event == Event.AFTER_TRAIN_BATCH:
-            logger.log_metrics(self._average(state))
-        elif self.overlapped is not None:
-            self.overlapped.begin(1 if self.once else passes_of_batch(state))
+    def before_passes(self, run: Run) -> None:
+        if self.overlapped is not None:
+            self.overlapped.begin(1 if self.once else run.passes)
+
+    def average_gradients(self, run: Run) -> None:
+        run.log(self._average(run))
 
     # --- the beginning -------------------------------------------------------------------------
 
-    def _begin(self, state: State) -> None:
-        if self.states:  # a second fit of the same trainer
-            return
-        self._check(state)
+    def _begin(self, run: Run) -> None:
+        self._check(run)
         if self.mesh is None:
             self.group, devices = dist.group.WORLD, 1
-            state.model.register_comm_hook(None, _leave_as_it_is)
+            run.module.register_comm_hook(None, _leave_as_it_is)
         else:
             # A mesh of machines of one device may give the group of the whole world. What overlaps needs its own: where
             # two threads use one at once, their messages are mixed up.
@@ -138,19 +137,17 @@ class PowerSGD(Algorithm):
         for number, block in enumerate(self.blocks):
             shapes = [shape for matrices in block for shape in matrices.shapes]
             self.states.append(self.compressor.new_state(shapes, block[0].parameter.device, number))
-        if self.loaded is not None:
+        if self.resumed_errors is not None:
             for block, block_state in zip(self.blocks, self.states, strict=True):
-                parts = [as_matrix(part) for m in block for part in m.parts_of(self.loaded[m.name])]
+                parts = [as_matrix(part) for m in block for part in m.parts_of(self.resumed_errors[m.name])]
                 self.compressor.load_errors(block_state, parts, self.machines)
-            self.loaded = None
+            self.resumed_errors = None
         self.overlapped = self._overlapped() if self.overlap else None
         self._report()
 
-    def _check(self, state: State) -> None:
-        if state.precision == Precision.AMP_FP16:
+    def _check(self, run: Run) -> None:
+        if run.precision == "amp_fp16":
             raise ValueError("powersgd: gradients are scaled under training.precision amp_fp16; use amp_bf16 or fp32")
-        if self.clip is not None and any(isinstance(a, ClipByNorm) for a in state.algorithms):
-            raise ValueError("powersgd: clip and training.grad_clip would both clip; set one of them to null")
         if self.mesh is not None:
             machines, devices = self.mesh.shape
             if machines == 1:
@@ -163,7 +160,7 @@ class PowerSGD(Algorithm):
             return
         if is_sharded(self.task):
             raise ValueError("powersgd: the model is sharded without training.fsdp; low-rank averaging cannot follow")
-        if not isinstance(state.model, DistributedDataParallel):
+        if not isinstance(run.module, DistributedDataParallel):
             raise ValueError("powersgd: there is one process, which has none to average with; remove powersgd")
         if self.overlap:
             raise ValueError(
@@ -176,20 +173,18 @@ class PowerSGD(Algorithm):
         owners = {id(p): number for number, module in enumerate(modules) for p in module.parameters()}
         numbers = [owners[id(block[0].parameter)] for block in self.blocks]  # some modules may have no matrices
         parameters = [[p for p in modules[number].parameters() if p.requires_grad] for number in numbers]
-        unscale = self.unscale
-        before = None if unscale is None else lambda block: unscale(numbers[block])
+        scaling = self.scaling
+        before = None if scaling is None else lambda block: scaling.unscale_block(numbers[block])
         return Overlap(parameters, self._compress, before)
 
     def _report(self) -> None:
         shapes = [shape for block in self.blocks for matrices in block for shape in matrices.shapes]
         sent = self.compressor.bytes_sent(shapes, self.machines)
         plain = bytes_sent(sum(shape.numel() for shape in shapes), self.machines, FLOAT_32)
-        if dist.get_rank() == 0:
-            print(
-                f"powersgd: {len(shapes)} matrices in {len(self.blocks)} blocks, {self.machines} machines, {sent:,.0f} "
-                f"bytes sent a step and process in place of {plain:,.0f}",
-                flush=True,
-            )
+        log.info(
+            f"powersgd: {len(shapes)} matrices in {len(self.blocks)} blocks, {self.machines} machines, {sent:,.0f} "
+            f"bytes sent per step and process in place of {plain:,.0f}"
+        )
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -200,7 +195,7 @@ class PowerSGD(Algorithm):
         return self.compressor.compress(gradients, self.machines, self.states[number], self.group)
 
     @torch.no_grad()
-    def _average(self, state: State) -> dict[str, float]:
+    def _average(self, run: Run) -> dict[str, float]:
         """Steps 1 to 8, for all blocks."""
         if self.overlapped is not None:
             compressed = self.overlapped.finish()
@@ -220,8 +215,7 @@ class PowerSGD(Algorithm):
         norm, p_largest, q_largest = torch.cat([agreed.norm[None], largest]).tolist()
         if norm == float("inf"):  # on every process alike
             self.skipped += 1
-            for optimizer in state.optimizers:
-                optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
+            run.skip_update()
         on_wire = {"powersgd/p_largest": p_largest, "powersgd/q_largest": q_largest}  # clamped at the format's largest
         return {"powersgd/norm": norm, "powersgd/skipped": self.skipped, **on_wire}
 
@@ -231,12 +225,11 @@ class PowerSGD(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """The sums of all machines' errors, by parameter, whole: they load on another number of machines and devices.
 
-        Composer writes the first rank's state of an algorithm, into sharded checkpoints too: what is sharded is
+        Engines write the first rank's state of a lever, into sharded checkpoints too: what is sharded is
         gathered for it, into host memory.
         """
-        saved = super().state_dict()
         if not self.states:
-            return saved
+            return {}
         errors = {}
         for block, block_state in zip(self.blocks, self.states, strict=True):
             sums = iter(self.compressor.summed_errors(block_state, self.group))
@@ -244,7 +237,7 @@ class PowerSGD(Algorithm):
                 total = matrices.whole(sums)
                 if dist.get_rank() == 0:
                     errors[matrices.name] = total.cpu()
-        return saved | {"errors": errors, "skipped": self.skipped, "rank": self.rank, "seed": self.seed}
+        return {"errors": errors, "skipped": self.skipped, "rank": self.rank, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the sums over; each process gets its share when training starts.
@@ -264,7 +257,7 @@ class PowerSGD(Algorithm):
         wrong = sorted(wanted ^ set(state["errors"]))
         if wrong:
             raise ValueError(f"powersgd: the checkpoint's errors are of other matrices: {wrong[0]}")
-        self.loaded = state["errors"]
+        self.resumed_errors = state["errors"]
         self.skipped = state["skipped"]
 
 

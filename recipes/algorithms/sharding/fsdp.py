@@ -1,34 +1,28 @@
-"""FSDP2 under Composer, after all that changes modules and before checkpoints are loaded."""
+"""The lever of `training.fsdp`: PyTorch's FSDP2, after all that changes modules and before weights are loaded."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Literal
 
 import torch
-from composer.core import Algorithm, Event, Precision, State
-from composer.distributed.fsdp2_utils import sync_optimizer_and_model_params
-from composer.loggers import Logger
-from composer.utils import FSDP2Config, dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from recipes.algorithms.gradients.accumulation import passes_of_batch
+from data.log import log
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.shard import shard
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.training.lever import Lever
+from recipes.training.ranks import world_size
+from recipes.training.run import Run
 
 FORMAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class Sharding(Algorithm):
-    """Shards the task as `training.fsdp` says. The trainer adds it last.
-
-    Composer's own wrapping knows one number format for the whole model, and has no way to hand over a mesh. It is told
-    to wrap nothing more, and does what remains: checkpoints and resumption.
-    """
+class Sharding(Lever):
+    """Shards the task as `training.fsdp` says."""
 
     def __init__(
         self,
@@ -39,7 +33,8 @@ class Sharding(Algorithm):
         parameters: Literal["auto", "fp32", "bf16"],
         replicas: int,
         sync: Literal["microbatch", "batch"],
-        checkpoints: Literal["sharded", "full"],
+        averaging: PowerSGD | None = None,
+        scaling: ResblockGradScaling | None = None,
     ) -> None:
         """See `recipes.config.recipe.FSDP`.
 
@@ -50,7 +45,8 @@ class Sharding(Algorithm):
             parameters: number format of gathered parameters.
             replicas: groups of devices that each hold the whole model; they divide the devices.
             sync: when gradients are averaged over the devices that a parameter is divided over.
-            checkpoints: whether each device writes its part.
+            averaging: the lever that averages between replicas in FSDP's place.
+            scaling: the lever by which blocks compute in fp16.
         """
         self.task = task
         self.full_shard = full_shard
@@ -58,27 +54,11 @@ class Sharding(Algorithm):
         self.parameters = parameters
         self.replicas = replicas
         self.once = sync == "batch"
-        self.checkpoints = checkpoints
-        self.passes = 0  # of the batch, to come
-        task._fsdp_wrap = False  # read by Composer
+        self.averaging = averaging
+        self.scaling = scaling
 
-    def composer_config(self) -> FSDP2Config:
-        """What Composer must know."""
-        warnings.filterwarnings("ignore", message="FSDP2 Config/APIs are experimental")
-        warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute will be removed")
-        return FSDP2Config(reshard_after_forward=self.full_shard, state_dict_type=self.checkpoints)
-
-    def match(self, event: Event, state: State) -> bool:
-        return event in (Event.INIT, Event.BEFORE_TRAIN_BATCH, Event.BEFORE_FORWARD)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            self._shard(state, logger)
-        elif event == Event.BEFORE_TRAIN_BATCH:
-            self.passes = passes_of_batch(state)
-        else:
-            self.passes -= 1
-            self._synchronise(last=self.passes == 0)
+    def before_forward(self, run: Run) -> None:
+        self._synchronise(run.last_pass)
 
     def _synchronise(self, last: bool) -> None:
         """Say what the next backward pass does with gradients that others have parts of."""
@@ -88,10 +68,10 @@ class Sharding(Algorithm):
             self.task.set_requires_gradient_sync(last)
             self.task.set_reshard_after_backward(last or self.full_shard)
 
-    def _shard(self, state: State, logger: Logger) -> None:
-        device = "cuda" if state.device.name == "gpu" else "cpu"
-        shards = dist.get_world_size() // self.replicas
-        averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
+    def shard(self, run: Run) -> None:
+        device = run.device.type
+        shards = world_size() // self.replicas
+        averaging = self.averaging
         placement = None
         if averaging is None and self.replicas == 1:
             mesh = _mesh(device, shard=shards)
@@ -100,8 +80,8 @@ class Sharding(Algorithm):
         if averaging is not None:  # it averages over the replicas, and FSDP knows of one only
             placement = _by_parameter(averaging.divide(mesh, once=self.once))
             mesh = mesh["shard"]
-        low, scaled = self._format(state)
-        with sync_optimizer_and_model_params(state.optimizers[0], state.model):
+        low, scaled = self._format(run)
+        with run.new_parameters():
             units = shard(
                 self.task,
                 mesh,
@@ -112,26 +92,25 @@ class Sharding(Algorithm):
                 placement=placement,
             )
         gathered = "fp32" if low is None else f"{FORMAT_NAMES[low]} ({'what is not in blocks, ' * scaled}norms fp32)"
-        print(
+        log.info(
             f"fsdp: {'FULL_SHARD' if self.full_shard else 'SHARD_GRAD_OP'} over {shards} devices x "
-            f"{self.replicas}, {units} units gathered in {gathered}",
-            flush=True,
+            f"{self.replicas}, {units} units gathered in {gathered}"
         )
-        logger.log_hyperparameters({"fsdp_units": units, "fsdp_shards": shards})
+        run.log_settings({"fsdp_units": units, "fsdp_shards": shards})
 
-    def _format(self, state: State) -> tuple[torch.dtype | None, bool]:
+    def _format(self, run: Run) -> tuple[torch.dtype | None, bool]:
         """Of gathered parameters, and whether it is that of blocks with gradient scales.
 
         Those compute in fp16 whatever is gathered, so less is gathered and no number changes.
         """
-        if any(isinstance(a, ResblockGradScaling) for a in state.algorithms):
+        if self.scaling is not None:
             if self.parameters == "bf16":
                 raise ValueError(
                     "training.fsdp.parameters: bf16, and resblock_grad_scaling computes in fp16; use auto or fp32"
                 )
             low = self.parameters == "auto" and self.by_block
             return (torch.float16 if low else None), low
-        low = self.parameters == "bf16" or (self.parameters == "auto" and state.precision == Precision.AMP_BF16)
+        low = self.parameters == "bf16" or (self.parameters == "auto" and run.precision == "amp_bf16")
         return (torch.bfloat16 if low else None), False
 
 

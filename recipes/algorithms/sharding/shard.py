@@ -53,7 +53,7 @@ def shard(
     """
     if is_sharded(task):
         raise ValueError("fsdp: the model is sharded already")
-    blocks = list(task.blocks()) if by_block and hasattr(task, "blocks") else []
+    blocks = list(task.blocks()) if by_block else []
     if by_block and not blocks:
         raise ValueError("fsdp: the model names no blocks to shard one by one; set training.fsdp.wrap to model")
     _make_contiguous(task)
@@ -70,7 +70,7 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sums, cast_forward_inputs=False)
         fully_shard(unit, mp_policy=policy, **options)
         units += 1
-    for name in {"evaluate", *getattr(task, "entry_points", ())}:
+    for name in {"evaluate", *task.entry_points}:
         register_fsdp_forward_method(task, name)
     return units
 

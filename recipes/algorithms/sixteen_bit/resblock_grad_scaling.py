@@ -5,28 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from composer.core import Algorithm, Event, Precision, State
-from composer.loggers import Logger
-from composer.utils import dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipes.algorithms.gradients.order import GradientStage
-from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sixteen_bit.block_scaling import Scales, scale_branch, unscale
+from recipes.training.lever import Lever
+from recipes.training.ranks import all_reduce
+from recipes.training.run import Run
 
 
-class ResblockGradScaling(Algorithm):
+class ResblockGradScaling(Lever):
     """Residual blocks in fp16, each with its own gradient scale; the identity path and all else in 32-bit.
 
     For training.precision fp32: the blocks have 16 bits by this algorithm. An update in which any block overflowed is
     skipped.
     """
 
-    gradient_stage = GradientStage.UNSCALE
+    def __init__(
+        self,
+        task: nn.Module,
+        low_rank: bool = False,
+        *,
+        start: float = 13.0,
+        least: float = 7.0,
+        most: float = 24.0,
+    ) -> None:
+        """`low_rank` says whether powersgd averages the gradients, and leaves updates out by itself.
 
-    def __init__(self, task: nn.Module, *, start: float = 13.0, least: float = 7.0, most: float = 24.0) -> None:
-        """
         Args:
             task: its blocks are residual: each has a module `branch`, and returns x + branch(x).
             start: binary logarithm of the scales at the start of a run.
@@ -38,7 +43,7 @@ class ResblockGradScaling(Algorithm):
         """
         if not least <= start <= most:
             raise ValueError(f"resblock_grad_scaling: least <= start <= most, got {least}, {start}, {most}")
-        blocks = list(task.blocks()) if hasattr(task, "blocks") else []
+        blocks = list(task.blocks())
         wrong = [type(block).__name__ for block in blocks if not hasattr(block, "branch")]
         if not blocks or wrong:
             raise ValueError(
@@ -56,36 +61,25 @@ class ResblockGradScaling(Algorithm):
         self.overflowed: list[Tensor | None] = [None] * len(blocks)
         self.counted: list[Tensor | None] = [None] * len(blocks)
         self.nonfinite = torch.zeros(len(blocks), dtype=torch.int64)  # of the last update, see `_count`
-        self.averaging: PowerSGD | None = None
+        self.low_rank = low_rank
 
-    def match(self, event: Event, state: State) -> bool:
-        return event in (Event.INIT, Event.FIT_START, Event.AFTER_TRAIN_BATCH)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            self._wrap(state)
-        elif event == Event.FIT_START:
-            self.on_device.copy_(self.scales.values())
-        else:
-            logger.log_metrics(self._after_backward(state))
-
-    def _wrap(self, state: State) -> None:
-        if state.precision != Precision.FP32:
+    def change_modules(self, run: Run) -> None:
+        if run.precision != "fp32":
             reason = {
-                Precision.AMP_BF16: "bf16 has the exponents of 32-bit floats, so its gradients need no scale",
-                Precision.AMP_FP16: "its one scale for all would come on top",
-            }.get(state.precision, "the blocks get their 16 bits here")
+                "amp_bf16": "bf16 has the exponents of 32-bit floats, so its gradients need no scale",
+                "amp_fp16": "its one scale for all would come on top",
+            }[run.precision]
             raise ValueError(
-                f"resblock_grad_scaling: training.precision is {state.precision.value}: {reason}; use fp32 with it, or "
+                f"resblock_grad_scaling: training.precision is {run.precision}: {reason}; use fp32 with it, or "
                 "remove it"
             )
-        self.on_device = state.device.tensor_to_device(self.scales.values())
+        self.on_device = self.scales.values().to(run.device)
         self.filtered = torch.zeros(len(self.branches), dtype=torch.int64, device=self.on_device.device)
         for branch, scale, filtered in zip(self.branches, self.on_device, self.filtered, strict=True):
             scale_branch(branch, scale, filtered)
-        self.averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
-        if self.averaging is not None:
-            self.averaging.unscale = self.unscale_block
+
+    def begin(self, run: Run) -> None:
+        self.on_device.copy_(self.scales.values())
 
     @torch.no_grad()
     def unscale_block(self, number: int) -> None:
@@ -98,21 +92,21 @@ class ResblockGradScaling(Algorithm):
         finite = unscale(gradients, self.on_device[number])
         overflowed = ~finite | (self.filtered[number] > 0)
         self.overflowed[number] = overflowed
-        if self.averaging is None:
+        if not self.low_rank:
             return
         self.counted[number] = _nonfinite(gradients, self.filtered)  # before they become something else
         seen = next((g for g in gradients if g.numel()), None)
         if seen is not None:
             seen.select(0, 0).masked_fill_(overflowed, torch.inf)
 
-    def _after_backward(self, state: State) -> dict[str, float]:
+    def unscale_gradients(self, run: Run) -> None:
         """Unscale, agree on what overflowed, skip or not, and move the scales."""
         for number, done in enumerate(self.overflowed):
             if done is None:
                 self.unscale_block(number)
         overflowed = torch.stack(self.overflowed).to(torch.int32)
         self.overflowed = [None] * len(self.branches)
-        dist.all_reduce(overflowed, reduce_operation="MAX")
+        all_reduce(overflowed, "MAX")
         filtered = self.filtered.clone()
         self.filtered.zero_()
         bad = overflowed.bool().cpu()
@@ -120,18 +114,18 @@ class ResblockGradScaling(Algorithm):
         self.counted = [None] * len(self.branches)
         if bad.any():
             self.skipped += 1
-            if self.averaging is None:  # else it skips
-                for optimizer in state.optimizers:
-                    optimizer.zero_grad(set_to_none=True)  # without gradients the optimizer changes nothing
+            if not self.low_rank:  # otherwise powersgd does
+                run.skip_update()
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
         metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
         self.scales = self.scales.after(~bad)
         self.on_device.copy_(self.scales.values())  # in place: the branches hold its elements
-        return metrics | {
+        metrics |= {
             "resblock_grad_scaling/skipped": self.skipped,
             "resblock_grad_scaling/overflowed_blocks": int(bad.sum()),
             "resblock_grad_scaling/filtered": int(filtered.sum()),
         }
+        run.log(metrics)
 
     def _count(self, filtered: Tensor) -> Tensor:
         """How many gradients of each block are not finite, those of its parameters and those that were filtered.
@@ -148,13 +142,12 @@ class ResblockGradScaling(Algorithm):
         pairs = zip(self.counted, self.branches, strict=True)
         counts = [_nonfinite(_gradients(branch), filtered) if n is None else n for n, branch in pairs]
         counts = torch.stack(counts) + filtered
-        dist.all_reduce(counts, reduce_operation="SUM")
+        all_reduce(counts)
         return counts.cpu()
 
     def state_dict(self) -> dict[str, Any]:
         """The scales, which are the same on every rank."""
-        rule = {"exponents": self.scales.exponents, "since": self.scales.since, "skipped": self.skipped}
-        return super().state_dict() | rule
+        return {"exponents": self.scales.exponents, "since": self.scales.since, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the scales over.

@@ -100,6 +100,11 @@ class _RunCallback(ComposerCallback):
         self.callback.load_state_dict(state)
 
 
+def as_algorithms(levers: Levers, run: ComposerRun) -> list[Algorithm]:
+    """Levers as Composer's algorithms: one that runs all of them, and for each one that has its state."""
+    return [RunLevers(levers, run), *(lever_state(lever) for lever in levers)]
+
+
 def lever_state(lever: Lever) -> Algorithm:
     """What makes Composer save and load a lever's state.
 

@@ -1,104 +1,73 @@
-"""From a checked recipe to a Composer Trainer: the only place that knows every part."""
+"""From a recipe to a Composer Trainer."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
+import warnings
 from pathlib import Path
 
 import torch
-from composer import Callback, DataSpec, Evaluator, Trainer
-from composer.utils import dist, reproducibility
+from composer import DataSpec, Evaluator, Trainer
+from composer.utils import FSDP2Config, dist, reproducibility
 
-from data.loading import Loading, Placement
-from recipes.algorithms.gradients.clipping import ClipByNorm
-from recipes.algorithms.gradients.order import in_gradient_order
-from recipes.algorithms.microbatch.search import MicrobatchSearch
-from recipes.algorithms.sharding.fsdp import Sharding
-from recipes.config.build import build, build_on_meta, encoders_of
+from data.loading import Loading
+from data.log import log
 from recipes.config.recipe import Recipe, to_yaml
+from recipes.engines.composer.adapters import as_algorithms, run_callback
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
+from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
+from recipes.engines.composer.run import ComposerRun, clock_of
+from recipes.engines.parts import Parts, Place, build_parts
+from recipes.training.schedules import Schedule
 
 
-def build_trainer(recipe: Recipe) -> Trainer:
-    """Everything a run needs, ready for `fit()`.
+def train(recipe: Recipe) -> None:
+    """Train a recipe to its end, from its newest checkpoint where it resumes.
 
     Raises:
         ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load.
     """
-    use_gpu = torch.cuda.is_available() if recipe.training.device == "auto" else recipe.training.device == "gpu"
-    if use_gpu and not torch.cuda.is_available():
-        raise ValueError("training.device: gpu was asked for, and PyTorch sees none; use auto or cpu")
-    precision = recipe.training.precision
-    if precision == "auto":
-        precision = "amp_bf16" if use_gpu else "fp32"
-    if not use_gpu and precision != "fp32":
-        raise ValueError(f"training.precision: {precision} needs a GPU; use fp32 or auto on a CPU")
+    trainer = build_trainer(recipe)
+    if clock_of(trainer.state).ended:
+        log.info(f"already trained to {recipe.training.duration}: {recipe.output}")
+    else:
+        trainer.fit()
+    trainer.close()
+
+
+def build_trainer(recipe: Recipe) -> Trainer:
+    """Everything that a run needs, ready for `fit()`. Raises as `train`."""
+    use_gpu = Place.of(recipe, 1).use_gpu
     dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=600.0)
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
-    batch = recipe.training.device_batch(dist.get_world_size())
-
-    task = build(recipe.model)
-    if recipe.checkpoints.load_weights:
-        task.load_export(Path(recipe.checkpoints.load_weights))
-    load = partial(
-        Placement, batch=batch, rank=dist.get_global_rank(), world=dist.get_world_size(), seed=recipe.seed, pin=use_gpu
-    )
-    requirements = task.requirements()
-    data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)
-    evals = {
-        label: build(component, placement=load(training=False), requirements=requirements)
-        for label, component in recipe.evals.items()
-    }
-    context = {
-        "task": task,
-        "run_name": recipe.run_name,
-        "output": recipe.output,
-        "loading": data,
-        "encoders": lambda: encoders_of(data.manifest),
-        "blank": lambda: build_on_meta(recipe.model),
-    }
+    place = Place.of(recipe, dist.get_local_world_size())
+    parts = build_parts(recipe, place)
     save_config(to_yaml(recipe), Path(recipe.output))
-    microbatch, search = microbatches(recipe, task, batch, use_gpu)
+    return new_trainer(recipe, place, parts)
+
+
+def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
+    """Composer's Trainer of a run's parts."""
+    run = ComposerRun(parts.task)
     checkpoints = recipe.checkpoints
-    schedule = build(recipe.schedule)
-    algorithms = [build(algorithm, **context) for algorithm in recipe.algorithms.values()]
-    if recipe.training.grad_clip is not None:
-        algorithms.append(ClipByNorm(recipe.training.grad_clip))
-    fsdp, sharding = recipe.training.fsdp, None
-    if fsdp is not None:
-        sharding = Sharding(
-            task,
-            full_shard=fsdp.strategy == "FULL_SHARD",
-            by_block=fsdp.wrap == "blocks",
-            parameters=fsdp.parameters,
-            replicas=fsdp.replicas_in(dist.get_world_size(), dist.get_local_world_size()),
-            sync=fsdp.sync,
-            checkpoints=fsdp.checkpoints,
-        )
-        algorithms.append(sharding)  # after all that changes modules
+    trained = [p for p in parts.task.parameters() if p.requires_grad]
     return Trainer(
-        model=ComposerTask(task),
-        train_dataloader=data_spec(data),
+        model=ComposerTask(parts.task),
+        train_dataloader=data_spec(parts.data),
         eval_dataloader=[
-            Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=microbatch)
-            for label, loading in evals.items()
+            Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=parts.microbatch)
+            for label, loading in parts.evals.items()
         ],
         eval_interval=at_intervals(recipe.training.eval_every),
         max_duration=recipe.training.duration,
-        optimizers=build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task),
-        schedulers=schedule,
-        algorithms=algorithms + search,
-        algorithm_passes=[in_gradient_order],
-        parallelism_config={"fsdp": sharding.composer_config()} if sharding else None,
-        callbacks=[
-            *(build(callback, **context) for callback in recipe.callbacks.values()),
-            *([schedule] if isinstance(schedule, Callback) else []),  # one that watches the run
-            Generators(),
-        ],
-        loggers=[build(logger, **context) for logger in recipe.loggers.values()],
+        optimizers=parts.new_optimizer(trained),
+        schedulers=composer_schedule(parts.schedule),
+        algorithms=as_algorithms(parts.levers, run),
+        parallelism_config=None if recipe.training.fsdp is None else {"fsdp": fsdp_config(recipe, parts.task)},
+        callbacks=[*(run_callback(callback, run) for callback in parts.callbacks.values()), Generators()],
+        loggers=[composer_logger(logger) for logger in parts.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
         load_path=checkpoints.load_path,
@@ -107,12 +76,30 @@ def build_trainer(recipe: Recipe) -> Trainer:
         save_num_checkpoints_to_keep=checkpoints.keep,
         save_overwrite=not checkpoints.autoresume,
         autoresume=checkpoints.autoresume,
-        device="gpu" if use_gpu else "cpu",
-        precision=precision,
-        device_train_microbatch_size=microbatch,
+        device="gpu" if place.use_gpu else "cpu",
+        precision=place.precision,
+        device_train_microbatch_size=parts.microbatch,
         seed=recipe.seed,
         dist_timeout=600.0,
     )
+
+
+def composer_schedule(schedule: Schedule):
+    """A schedule as Composer calls it."""
+    return lambda state, ssr=1.0: schedule(clock_of(state))
+
+
+def fsdp_config(recipe: Recipe, task: torch.nn.Module) -> FSDP2Config:
+    """What Composer must know of a task that the lever of `training.fsdp` shards.
+
+    Composer's own wrapping knows one number format for the whole model, and has no way to hand over a mesh. It is told
+    to wrap nothing more, and does what remains: checkpoints and resumption.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2 Config/APIs are experimental")
+    warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute will be removed")
+    task._fsdp_wrap = False  # read by Composer
+    fsdp = recipe.training.fsdp
+    return FSDP2Config(reshard_after_forward=fsdp.strategy == "FULL_SHARD", state_dict_type=fsdp.checkpoints)
 
 
 def data_spec(loading: Loading) -> DataSpec:
@@ -132,21 +119,6 @@ def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Ten
 
 def _samples(batch: dict[str, torch.Tensor]) -> int:
     return len(next(iter(batch.values())))
-
-
-def microbatches(
-    recipe: Recipe, task: torch.nn.Module, batch: int, use_gpu: bool
-) -> tuple[int | None, list[MicrobatchSearch]]:
-    """The microbatch that a run starts with (None: the whole device batch), and what changes it on the way."""
-    if recipe.training.microbatch != "auto":
-        return recipe.training.microbatch, []
-    if use_gpu:
-        return 1, [MicrobatchSearch(task, batch)]
-    if dist.get_global_rank() == 0:
-        print(
-            f"microbatch: all {batch} samples of a device; auto measures a GPU's memory, and this is a CPU", flush=True
-        )
-    return None, []
 
 
 def save_config(config: str, output: Path) -> None:

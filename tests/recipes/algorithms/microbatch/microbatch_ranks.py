@@ -18,8 +18,8 @@ from test_microbatch import MB, FakeMemory, Line, data  # noqa: E402
 from recipes.algorithms.averaging.average import own  # noqa: E402
 from recipes.algorithms.microbatch.search import MicrobatchSearch  # noqa: E402
 from recipes.algorithms.modules.compile import Compile  # noqa: E402
-from recipes.algorithms.sharding.fsdp import Sharding  # noqa: E402
 from recipes.algorithms.optimizers import adamw  # noqa: E402
+from recipes.algorithms.sharding.fsdp import Sharding  # noqa: E402
 from recipes.engines.composer.model import ComposerTask  # noqa: E402
 
 

@@ -9,10 +9,10 @@ import torch
 from composer import Callback, Trainer
 from torch.utils.data import DataLoader
 
+from recipes.algorithms.optimizers import adamw
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
-from recipes.algorithms.optimizers import adamw
 from recipes.engines.composer.model import ComposerTask
 
 
