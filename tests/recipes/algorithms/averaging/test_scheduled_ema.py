@@ -15,7 +15,7 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
 from tests.recipes.algorithms.averaging.ema_ranks import CHECKS
 from tests.recipes.algorithms.composer_levers import algorithms_of, fsdp_options, sharding_of
-from tests.recipes.algorithms.stand_in import StandInRun
+from tests.recipes.training.fake_run import FakeRun
 
 DEVICES = ["same", "cpu"]
 
@@ -191,7 +191,7 @@ def test_before_the_average_begins_the_model_keeps_its_weights():
     ema = ScheduledEMA(decay=0.9, start="11ba")
     model = Small()
     before = weights(model)
-    ema.change_modules(StandInRun(model))
+    ema.change_modules(FakeRun(model))
     with ema.applied() as there:
         assert not there
         assert torch.equal(weights(model), before)
@@ -311,7 +311,7 @@ def test_checkpoints_of_earlier_versions_load():
     model = Small()
     before = weights(model)
     ema = ScheduledEMA(decay=0.9)
-    ema.change_modules(StandInRun(model))
+    ema.change_modules(FakeRun(model))
     whole = Average(Small()).whole()
     ema.load_state_dict({"begun": 3, "average": {f"task.{name}": tensor + 1 for name, tensor in whole.items()}})
     assert ema.begun == 3

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from recipes.algorithms.gradients.clipping import ClipByNorm, clip_by_norm
-from tests.recipes.algorithms.stand_in import StandInRun
+from tests.recipes.training.fake_run import FakeRun
 
 
 def model_with_gradients() -> nn.Module:
@@ -34,6 +34,6 @@ def test_a_small_gradient_stays():
 
 @pytest.mark.parametrize(("batch", "logged"), [(0, True), (1, False), (20, True)])
 def test_the_norm_before_clipping_is_logged(batch, logged):
-    run = StandInRun(model_with_gradients(), batch=batch)
+    run = FakeRun(model_with_gradients()).at(batch)
     ClipByNorm(1.0).clip_gradients(run)
-    assert run.figures == ({"gradient/norm": pytest.approx(61**0.5)} if logged else {})
+    assert run.values("gradient/norm") == ({batch: pytest.approx(61**0.5)} if logged else {})

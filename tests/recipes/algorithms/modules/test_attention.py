@@ -6,7 +6,7 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from recipes.algorithms.modules.attention import AttentionImplementation, use_attention, why_not_xformers
 from recipes.models.latent_diffusion.unet import unet
-from tests.recipes.algorithms.stand_in import StandInRun
+from tests.recipes.training.fake_run import FakeRun
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_model_without_attention_is_an_error():
 
 
 def test_the_lever(network, capsys):
-    run = StandInRun(network)
+    run = FakeRun(network)
     AttentionImplementation(implementation="eager").change_modules(run)
     assert processors(network) == {AttnProcessor}
     assert run.settings == {"attention": "eager"}

@@ -13,7 +13,7 @@ from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.models.dvae.network import DVAE
 from recipes.models.kernels.fused_norm import FusedGroupNorm
 from recipes.models.latent_diffusion.unet import unet
-from tests.recipes.algorithms.stand_in import StandInRun
+from tests.recipes.training.fake_run import FakeRun
 
 
 def small_unet():
@@ -123,7 +123,7 @@ def test_nothing_to_change_is_an_error():
 
 
 def test_the_lever(capsys):
-    run = StandInRun(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1)))
+    run = FakeRun(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1)))
     ChannelsLast(run.task).change_modules(run)
     assert re.search(r"^channels_last: 2 convolutions$", capsys.readouterr().out, re.MULTILINE)
     assert run.settings == {"channels_last": 2}

@@ -15,7 +15,7 @@ from recipes.algorithms.modules.compile import Compile, CompiledForward, compile
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
 from tests.recipes.algorithms.composer_levers import algorithms_of, lever_in
-from tests.recipes.algorithms.stand_in import StandInRun
+from tests.recipes.training.fake_run import FakeRun
 
 
 class Block(nn.Module):
@@ -264,7 +264,8 @@ def test_a_recipe_on_a_gpu(small_recipe, fit, tmp_path, mode):
 def test_gradients_have_memory_of_their_own_for_graphs_alone(mode, on_gpu, kept):
     task = Deep()
     lever = Compile(task, backend="aot_eager", mode=mode)
-    run = StandInRun(task, on_gpu=on_gpu)
+    run = FakeRun(task)
+    run.device = torch.device("cuda" if on_gpu else "cpu")  # by which levers decide; tensors stay on the CPU
     lever.compile(run)
     lever.before_forward(run)
     assert (lever.gradients is not None) == kept

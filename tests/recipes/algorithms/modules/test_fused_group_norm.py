@@ -12,7 +12,7 @@ from recipes.algorithms.modules.fused_group_norm import FusedGroupNorms, fuse_gr
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm, lower_norms
 from recipes.models.kernels.fused_norm import Case, FusedGroupNorm, Times
 from recipes.models.latent_diffusion.unet import unet
-from tests.recipes.algorithms.stand_in import StandInRun
+from tests.recipes.training.fake_run import FakeRun
 
 
 def small_unet():
@@ -90,9 +90,9 @@ def test_nothing_to_fuse_is_an_error():
 def test_without_a_gpu(capsys):
     model = small_unet()
     with pytest.raises(ValueError, match="need a GPU; use auto"):
-        FusedGroupNorms(model, when="always").change_modules(StandInRun(model))
+        FusedGroupNorms(model, when="always").change_modules(FakeRun(model))
     lever = FusedGroupNorms(model)
-    lever.change_modules(StandInRun(model))
+    lever.change_modules(FakeRun(model))
     assert capsys.readouterr().out == "fused_group_norm: not used, its kernels need a GPU\n"
     assert not any(isinstance(m, FusedGroupNorm) for m in model.modules())
     assert not lever.to_report
@@ -101,7 +101,8 @@ def test_without_a_gpu(capsys):
 def test_auto_says_once_what_it_took(monkeypatch, capsys):
     case = Case(nn.GroupNorm, (2, 8, 4, 4), 2, torch.bfloat16, torch.bfloat16, True, True)
     model = small_unet()
-    run = StandInRun(model, on_gpu=True)
+    run = FakeRun(model)
+    run.device = torch.device("cuda")  # by which levers decide; tensors stay on the CPU
     lever = FusedGroupNorms(model)
     lever.change_modules(run)
     monkeypatch.setattr(fused_group_norm, "TIMES", {case: Times(0.5, 1.0)})
@@ -117,7 +118,7 @@ def test_auto_says_once_what_it_took(monkeypatch, capsys):
 def test_auto_says_so_when_no_norm_qualified(monkeypatch, capsys):
     monkeypatch.setattr(fused_group_norm, "TIMES", {})
     model = small_unet()
-    FusedGroupNorms(model).report(StandInRun(model, on_gpu=True))
+    FusedGroupNorms(model).report(FakeRun(model))
     assert "no norm had a channels_last input" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from recipes.algorithms.modules.low_precision_norms import (
     lower_norms,
 )
 from recipes.models.latent_diffusion.unet import unet
-from tests.recipes.algorithms.stand_in import StandInRun
+from tests.recipes.training.fake_run import FakeRun
 
 ROUNDING = 2**-8  # of bfloat16, relative
 
@@ -118,8 +118,8 @@ def test_the_lever(capsys):
     task = nn.Sequential(nn.LayerNorm(2))
     lever = LowPrecisionNorms(task)
     with pytest.raises(ValueError, match="fp32 without autocast.*amp_bf16"):
-        lever.change_modules(StandInRun(task, precision="fp32"))
-    run = StandInRun(task, precision="amp_bf16")
+        lever.change_modules(FakeRun(task, precision="fp32"))
+    run = FakeRun(task, precision="amp_bf16")
     lever.change_modules(run)
     assert run.settings == {"low_precision_norms": 1} and capsys.readouterr().out == "low_precision_norms: 1 norms\n"
 
