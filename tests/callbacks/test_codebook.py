@@ -7,6 +7,7 @@ import torch
 
 from callbacks.codebook import Codebook, usage
 from recipes.models.dvae.task import DiscreteAutoencoder
+from recipes.models.task import Task
 from recipes.training import ranks
 from recipes.training.callback import Callback
 from tests.recipes.training.fake_run import FakeRun
@@ -70,5 +71,5 @@ def test_ranks_are_added_up(task, monkeypatch, capsys):
 
 
 def test_a_model_without_codes():
-    with pytest.raises(ValueError, match="codebook: a Linear has no codes to count"):
-        Codebook(torch.nn.Linear(1, 1), "name")
+    with pytest.raises(ValueError, match="codebook: a Task has no codes to count"):
+        Codebook(Task(), "name")

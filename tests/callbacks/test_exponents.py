@@ -14,6 +14,7 @@ from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO, Histogram
 from callbacks.exponents import Exponents, exponent_chart
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.models.task import Task
 from tests.callbacks.exponent_reference import counts_of, naive, run
 
 SUBNORMALS = [2.0**-149, -3 * 2.0**-149, 2.0**-127, 2.0**-126 - 2.0**-149]
@@ -89,8 +90,8 @@ def test_what_is_not_finite_is_counted_though_the_update_is_skipped(tmp_path):
 
 
 def test_a_model_without_blocks_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="exponents: Linear does not say which of its modules are blocks"):
-        Exponents(torch.nn.Linear(2, 2), str(tmp_path))
+    with pytest.raises(ValueError, match="exponents: Task does not say which of its modules are blocks"):
+        Exponents(Task(), str(tmp_path))
 
 
 # --- charts ----------------------------------------------------------------------------------------------------------

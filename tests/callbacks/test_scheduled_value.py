@@ -1,7 +1,6 @@
 """Values of the model that a run moves: their shape by property, their steps by hand."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 
 from callbacks.scheduled_value import ScheduledValue, between
 from recipes.models.dvae.task import DiscreteAutoencoder
+from recipes.models.task import Task
 from recipes.training.clock import Clock
 from tests.recipes.training.fake_run import FakeRun
 
@@ -97,4 +97,4 @@ def test_a_value_that_the_model_has_not():
     with pytest.raises(ValueError, match="has no value `tau` to be scheduled; it has: beta, temperature"):
         ScheduledValue(task(), value="tau", start=0.0, end=1.0)
     with pytest.raises(ValueError, match="has no value `weight` to be scheduled; it has: none"):
-        ScheduledValue(SimpleNamespace(scheduled=()), value="weight", start=0.0, end=1.0)
+        ScheduledValue(Task(), value="weight", start=0.0, end=1.0)

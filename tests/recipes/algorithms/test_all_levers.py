@@ -20,13 +20,14 @@ from recipes.config.schema import Checker
 from recipes.engines.composer.trainer import build_trainer
 from recipes.models.kernels.fused_norm import FusedGroupNorm
 from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.models.task import Task
 
 # Required keys of algorithms, and what they say of a model that has nothing for them.
 REQUIRED = {"scheduled_ema": {"decay": 0.9}, "powersgd": {"rank": 2}}
 EVENTS = (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
 
 
-class Nothing(nn.Module):
+class Nothing(Task):
     """A task without convolution, norm, attention, blocks, or a parameter that is trained."""
 
     def __init__(self):

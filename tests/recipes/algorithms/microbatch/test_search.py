@@ -21,6 +21,7 @@ from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading
 from recipes.algorithms.microbatch.search import HEADROOM, MicrobatchSearch, Plan, bytes_to_come, even
 from recipes.algorithms.modules.compile import Compile
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task
 
 # Imported where they are used, as the two ranks' script, which needs neither, imports this file.
 TRAINER, CONTRASTIVE = "recipes.engines.composer.trainer", "recipes.models.contrastive.task"
@@ -47,7 +48,7 @@ class FakeMemory:
         return Reading(self.held, self.growth(self.sizes[-1] if size is None else size), self.usable)
 
 
-class Line(nn.Module):
+class Line(Task):
     """A task without noise: its gradient of a batch depends on the batch alone."""
 
     eval_names = ["loss"]

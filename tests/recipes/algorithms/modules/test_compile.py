@@ -14,6 +14,7 @@ from recipes.algorithms.modules import compile as compile_module
 from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
 from recipes.algorithms.modules.compile import Compile, CompiledForward, compile_forwards, why_no_compiler
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task
 
 
 class Block(nn.Module):
@@ -25,7 +26,7 @@ class Block(nn.Module):
         return x + self.two(nn.functional.gelu(self.one(x)))
 
 
-class Deep(nn.Module):
+class Deep(Task):
     """A task of three blocks."""
 
     eval_names = ["loss"]

@@ -14,6 +14,7 @@ from recipes.algorithms.sharding.shard import is_sharded, shard
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.engines.composer.trainer import build_trainer
+from recipes.models.task import Task
 
 ROOT = Path(__file__).resolve().parents[4]
 RUN = [
@@ -108,9 +109,7 @@ def test_recomputing_in_a_recipe(small_recipe, tmp_path, capsys):
     assert f"activation_checkpointing: {-(-len(blocks) // 2)} blocks" in capsys.readouterr().out
 
 
-class Blockless(nn.Module):
-    eval_names = []
-
+class Blockless(Task):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)

@@ -14,9 +14,10 @@ from recipes.config.build import build
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task
 
 
-class Line(torch.nn.Module):
+class Line(Task):
     eval_names = ["loss"]
 
     def __init__(self):
