@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torch import nn
-
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from recipes.models.task import Task
 from recipes.training.callback import Callback
 from recipes.training.clock import Clock
 from recipes.training.run import Run
@@ -23,7 +22,7 @@ class ScheduledValue(Callback):
 
     def __init__(
         self,
-        task: nn.Module,
+        task: Task,
         *,
         value: str,
         start: float,

@@ -53,14 +53,14 @@ class Scaling(Callback):
         self.scales.exponents += torch.tensor([0.001, -0.5 if bad else 0.001])
 
 
-class Task(torch.nn.Linear):
+class Squares(torch.nn.Linear):
     def forward(self, batch):
         return {"total": super().forward(batch["x"]).square().mean()}
 
 
 def run(callbacks, load=None, start=0):
     """Eight batches, or what a resumed run has left of them."""
-    fake = FakeRun(Task(2, 2), duration="8ba")
+    fake = FakeRun(Squares(2, 2), duration="8ba")
     if start:
         fake.at(start)
     train(fake, [{"x": torch.ones(4, 2)}] * 3, callbacks, load=load)
@@ -111,7 +111,7 @@ def test_a_resumed_run_keeps_its_history(tmp_path):
         resumed.load_state_dict(saved)
 
     run([scaling, resumed], load, start=4)
-    files = (tmp_path / name / "gradient_scales.json" for name in ("whole", "resumed"))
+    files = [tmp_path / name / "gradient_scales.json" for name in ("whole", "resumed")]
     first, second = (json.loads(file.read_text()) for file in files)
     assert first == second and len(first["rows"]) == 8 and first["rows"][1]["skipped"] == 1
 

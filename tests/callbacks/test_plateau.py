@@ -73,7 +73,7 @@ class Rates(Callback):
         run.optimizer.param_groups[0]["lr"] = 0.1 * self.values[-1]
 
 
-class Task(torch.nn.Linear):
+class Squares(torch.nn.Linear):
     def forward(self, batch):
         return {"total": super().forward(batch["x"]).square().mean()}
 
@@ -82,11 +82,11 @@ def test_the_rate_of_a_run(capsys):
     """A loss that hardly falls: rates are halved to the limit, and a resumed run has the rates of the whole one."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(4, 2)} for _ in range(5)]
-    start = Task(2, 1).state_dict()
+    start = Squares(2, 1).state_dict()
 
     def run(duration, start, schedule_state=None, batch=0):
         """(rates, weights, the schedule's state) of a run from a batch on."""
-        fake = FakeRun(Task(2, 1), duration=f"{duration}ba")
+        fake = FakeRun(Squares(2, 1), duration=f"{duration}ba")
         fake.task.load_state_dict(start)
         if batch:
             fake.at(batch, samples=4)

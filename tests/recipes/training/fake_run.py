@@ -1,4 +1,4 @@
-"""A run without an engine, for tests of levers and callbacks: `FakeRun`, and `train` through all its moments."""
+"""A run without an engine, for tests of levers and callbacks: `FakeRun`, and `train` with all its moments."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
