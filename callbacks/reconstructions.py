@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
@@ -14,6 +13,7 @@ from data.image_grid import picture_grid, save_png, to_uint8
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.models.kl_autoencoder.task import to_signed
+from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.modes import evaluation_mode
 from recipes.training.ranks import is_first_rank
@@ -28,7 +28,7 @@ class Reconstructions(PeriodicCallback):
 
     def __init__(
         self,
-        task: nn.Module,
+        task: Task,
         output: str,
         average: ScheduledEMA | None,
         *,
@@ -39,8 +39,13 @@ class Reconstructions(PeriodicCallback):
         Args:
             every: interval; null: only the end of the run, when a grid is always written.
             pictures: number of images.
+
+        Raises:
+            ValueError: the model reconstructs no images.
         """
         super().__init__(every)
+        if "reconstruct" not in task.entry_points:
+            raise ValueError(f"reconstructions: a {type(task).__name__} reconstructs no images; remove the callback")
         self.task = task
         self.folder = Path(output, "reconstructions")
         self.average = average

@@ -52,7 +52,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "algorithm": {
         "activation_checkpointing": "recipes.algorithms.modules.activation_checkpointing:ActivationCheckpointing",
-        "attention": "recipes.algorithms.modules.attention:Attention",
+        "attention": "recipes.algorithms.modules.attention:AttentionImplementation",
         "channels_last": "recipes.algorithms.modules.channels_last:ChannelsLast",
         "compile": "recipes.algorithms.modules.compile:Compile",
         "fused_group_norm": "recipes.algorithms.modules.fused_group_norm:FusedGroupNorms",

@@ -84,7 +84,7 @@ def report(recipe: Recipe, missing: list[str]) -> str:
     state = FLOAT * total + moments(recipe, task).size
     errors = left_over(recipe, task)
     average = FLOAT * trainable if average_of(recipe) else 0
-    second = FLOAT * total if average and hasattr(task, "export_average") else 0
+    second = FLOAT * total if average and task.exports_average_beside else 0
     lines = [
         to_yaml(recipe),
         f"model: {recipe.model.name}, {total:,} parameters, {trainable:,} of them trained",

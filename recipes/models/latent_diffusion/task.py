@@ -10,13 +10,15 @@ from diffusers import DDIMScheduler
 from torch import Tensor, nn
 
 from recipes.models.latent_diffusion.ddpm import DiffusionLoss, NoiseSchedule
+from recipes.models.task import Task
 from recipes.models.weights import load_safetensors
 
 
-class LatentDiffusion(nn.Module):
+class LatentDiffusion(Task):
     """Latent diffusion (Rombach et al. 2022) over precomputed, normalised latents and text embeddings."""
 
     entry_points = ("denoise",)
+    exports_average_beside = True
 
     def __init__(
         self,

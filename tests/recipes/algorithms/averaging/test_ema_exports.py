@@ -1,4 +1,4 @@
-"""Averaged weights in exports, and from there in pictures."""
+"""Averaged weights in exports, and in images that are generated from them."""
 
 import json
 from contextlib import contextmanager
@@ -9,11 +9,12 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from callbacks.export import export
-from recipes.algorithms.averaging.scheduled_ema import averaged
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.generation.exports import find_export, find_network, load_pipeline
 from recipes.models.kl_autoencoder.task import KLAutoencoder
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
+from tests.recipes.algorithms.composer_levers import lever_in
 
 
 def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
@@ -69,6 +70,6 @@ def test_the_512_recipe_exports_and_samples_its_average(tmp_path, small_recipe, 
     ema, raw = (load_pipeline(folder, "cpu", "fp32", kind).denoiser for kind in (None, "raw"))
     own = made.state.model.task.denoiser
     assert all(torch.equal(a, b) for a, b in zip(raw.parameters(), own.parameters(), strict=True))
-    with averaged(made.state):
+    with lever_in(made, ScheduledEMA).applied():
         assert all(torch.equal(a, b) for a, b in zip(ema.parameters(), own.parameters(), strict=True))
     assert not torch.equal(ema.network.conv_in.weight, raw.network.conv_in.weight)
