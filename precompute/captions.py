@@ -12,7 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from data.bpe import manifest_path, read_manifest, train
-from data.manifest import write_atomically
+from data.files import atomic_write, write_json
+from data.log import log
 from data.sources.base import Rejected, Source
 from data.sources.filters import Filter
 from precompute.config import VocabularyConfig
@@ -59,7 +60,7 @@ class Captions:
                 yield caption
                 if time.monotonic() - printed >= EVERY:
                     printed = time.monotonic()
-                    print(f"vocabulary: {self.count:,} captions", flush=True)
+                    log.info(f"vocabulary: {self.count:,} captions")
 
 
 def write_vocabulary(config: VocabularyConfig) -> None:
@@ -76,7 +77,7 @@ def write_vocabulary(config: VocabularyConfig) -> None:
         if made.get("request") != json.loads(json.dumps(request)):
             raise ValueError(f"out: {out} was made with other options; give another `out`, or delete it to train again")
         if whole:
-            print(f"already complete: {out}; delete it to train again")
+            log.info(f"already complete: {out}; delete it to train again")
             return
     elif out.exists():
         raise ValueError(f"out: {out} is there without its manifest; give another `out`, or delete it")
@@ -90,11 +91,11 @@ def write_vocabulary(config: VocabularyConfig) -> None:
         "request": request,
         "software": {"tokenizers": version("tokenizers")},
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     # The vocabulary last: a manifest without it is no obstacle when the job is started again.
-    write_atomically(manifest_path(out), json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-    write_atomically(out, data)
-    print(
+    write_json(manifest_path(out), facts, indent=1)
+    with atomic_write(out) as partial:
+        partial.write_bytes(data)
+    log.info(
         f"wrote {out}: {config.entries:,} entries from {captions.count:,} captions; "
         f"set aside: {summary(captions.rejected.items())}"
     )

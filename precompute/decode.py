@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.crops import CROPS, LARGEST
 from data.sources.base import DecodedSample, Rejected, Source
 from data.transforms import crop_box, resize
-from precompute.writer import SetAside
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Batch:
     pixels: dict[int, Tensor]
     tokens: Tensor
     pictures: list[Picture]
-    rejected: list[tuple[Place, SetAside]] = field(default_factory=list)
+    rejected: list[tuple[Place, Rejected]] = field(default_factory=list)
     ends: list[tuple[Job, int]] = field(default_factory=list)
     failures: list[tuple[Job, str]] = field(default_factory=list)
 
@@ -161,14 +160,14 @@ class Decoder(IterableDataset):
         if not isinstance(sample, Rejected):
             sample = wanted.filter.decode(sample, wanted.shrink_to)
         if isinstance(sample, Rejected):
-            batch.rejected.append((place, SetAside(sample.key, sample.reason, sample.detail)))
+            batch.rejected.append((place, sample))
             return
         assert isinstance(sample, DecodedSample)
         width, height = sample.original_size
         largest = max(wanted.resolutions)
         if not wanted.upscale and min(width, height) < largest:
             detail = f"{width}x{height} for {largest}; `upscale: true` takes it"
-            batch.rejected.append((place, SetAside(sample.key, "too_small", detail)))
+            batch.rejected.append((place, Rejected(sample.key, "too_small", detail)))
             return
         row = len(batch.pictures)
         boxes = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.manifest import NULL_TEXT, Manifest, write_atomically
+from data.files import atomic_write
+from data.manifest import NULL_TEXT, Manifest
 from precompute.config import EncodeConfig
 from precompute.decode import Decoder, Job, Preparation, batches
 from precompute.pipeline import Pipeline
@@ -253,9 +253,8 @@ def store_null_text(path: Path, texts: TextEncoder) -> None:
         text = texts.encode_tokens(tokens, exact=True).half()
     if not text.isfinite().all():
         raise ValueError(f"text_encoder: {texts.id} gives values that are not finite, also in fp32; check its weights")
-    data = io.BytesIO()
-    np.save(data, text[0].cpu().numpy())
-    write_atomically(path, data.getvalue())
+    with atomic_write(path) as partial, open(partial, "wb") as file:  # a name without .npy, which np.save would add
+        np.save(file, text[0].cpu().numpy())
 
 
 def report(encoded: EncodedSet, manifest: Manifest) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.sources.base import Rejected
 from precompute.decode import Batch, Job
 from precompute.progress import Progress
-from precompute.writer import Encoded, SetAside, ShardWriter, crop_column
+from precompute.writer import Encoded, ShardWriter, crop_column
 from recipes.encoders.base import ImageEncoder, Stored, TextEncoder
 
 NONFINITE_LATENT = "nonfinite_latent"
@@ -204,7 +205,7 @@ class Pipeline:
         try:
             while (result := self._results.get()) is not None:
                 self._write(result)
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
+        except BaseException as error:  # raised again in the main thread
             self._error = error
 
     def _write(self, result: Result) -> None:
@@ -213,7 +214,7 @@ class Pipeline:
             self._add(place.job, place.number, aside)
         for row, picture in enumerate(batch.pictures):
             if row in result.aside:
-                sample: Encoded | SetAside = SetAside(picture.key, result.aside[row], "also in fp32")
+                sample: Encoded | Rejected = Rejected(picture.key, result.aside[row], "also in fp32")
             else:
                 sample = self._sample(result, row)
             self._add(picture.place.job, picture.place.number, sample)
@@ -236,7 +237,7 @@ class Pipeline:
             self.writers[job] = self.open_writer(job)
         return self.writers[job]
 
-    def _add(self, job: Job, number: int, sample: Encoded | SetAside) -> None:
+    def _add(self, job: Job, number: int, sample: Encoded | Rejected) -> None:
         if job not in self.failed:
             self._writer(job).add(number, sample)
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest, write_atomically
+from data.files import atomic_write, write_json
+from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 
 OPTIONS = "options.json"
 DONE = "done.json"
@@ -197,8 +198,9 @@ class EncodedSet:
         if not counted["samples"]:
             reasons = ", ".join(f"{reason} {n}" for reason, n in counted["rejected"].items()) or "the source is empty"
             raise ValueError(f"{self.out}: no picture was encoded ({reasons}); see shards/*/{REJECTED}")
-        write_atomically(self.out / INDEX, json.dumps({"version": 2, "shards": entries}))
-        write_atomically(self.out / REJECTED, b"".join(rejected_lines))
+        write_json(self.out / INDEX, {"version": 2, "shards": entries})
+        with atomic_write(self.out / REJECTED) as partial:
+            partial.write_bytes(b"".join(rejected_lines))
         manifest = Manifest(**describe, **counted, where=str(self.out / NAME))
         manifest.write(self.out)
         self._sweep()

@@ -14,6 +14,7 @@ import numpy as np
 from streaming import MDSWriter
 
 from data.manifest import REJECTED
+from data.sources.base import Rejected, rejected_line
 from precompute.work import DONE
 
 BASIC = {"key": "str", "caption": "str", "width": "int", "height": "int"}
@@ -96,17 +97,8 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """A sample that is not encoded: the fields of a line of rejected.jsonl."""
-
-    key: str
-    reason: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
 class Encoded:
-    """A sample that is.
+    """A sample that was encoded.
 
     Attributes:
         columns: the MDS row.
@@ -150,8 +142,8 @@ class ShardWriter:
         self.upscaled: Counter[int] = Counter()
         self.pixels = {r: shape[1] * shape[2] for r, shape in columns.latents.items()}
         self.sums = {r: np.zeros((3, shape[0])) for r, shape in columns.latents.items()}
-        self._early: dict[int, Encoded | SetAside] = {}
-        # First, because MDSWriter insists on an empty folder.
+        self._rejected_lines: list[str] = []
+        self._early: dict[int, Encoded | Rejected] = {}
         self._mds = MDSWriter(
             out=str(folder),
             columns=columns.encodings(),
@@ -159,9 +151,8 @@ class ShardWriter:
             hashes=list(storage.hashes),
             size_limit=storage.size_limit,
         )
-        self._lines = open(folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed by finish or abandon
 
-    def add(self, number: int, sample: Encoded | SetAside) -> None:
+    def add(self, number: int, sample: Encoded | Rejected) -> None:
         """Takes the sample of that place in the source's order; writes it once all before it are there."""
         assert number >= self.next and number not in self._early, (self.shard, number)
         self._early[number] = sample
@@ -178,11 +169,10 @@ class ShardWriter:
     def complete(self) -> bool:
         return self.next == self.total
 
-    def _write(self, sample: Encoded | SetAside) -> None:
-        if isinstance(sample, SetAside):
+    def _write(self, sample: Encoded | Rejected) -> None:
+        if isinstance(sample, Rejected):
             self.rejected[sample.reason] += 1
-            row = {"key": sample.key, "shard": self.shard, "reason": sample.reason, "detail": sample.detail}
-            self._lines.write(json.dumps(row) + "\n")
+            self._rejected_lines.append(rejected_line(self.shard, sample) + "\n")
             return
         self._mds.write(sample.columns)
         self.samples += 1
@@ -196,7 +186,7 @@ class ShardWriter:
         """Closes the files and writes done.json, whose content it returns."""
         assert self.complete and not self._early, self.shard
         self._mds.finish()
-        self._lines.close()
+        (self.folder / REJECTED).write_text("".join(self._rejected_lines), encoding="utf-8")
         done = {
             "shard": self.shard,
             "samples": self.samples,
@@ -219,6 +209,5 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._lines.close()
         self._mds.cancel_future_jobs()
         shutil.rmtree(self.folder, ignore_errors=True)

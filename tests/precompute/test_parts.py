@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from streaming import StreamingDataset
 
+from data.sources.base import Rejected
 from precompute.decode import Job, assign
 from precompute.progress import Progress, duration
 from precompute.work import EncodedSet, Rank
-from precompute.writer import Columns, Encoded, SetAside, ShardWriter, Storage
+from precompute.writer import Columns, Encoded, ShardWriter, Storage
 
 COLUMNS = Columns({8: (2, 4, 4)}, (3, 5))
 
@@ -68,9 +69,9 @@ def test_writer_keeps_the_source_order(tmp_path):
     encoded = EncodedSet(tmp_path, ["a", "b", "empty"])
     encoded.claim({"x": 1})
     write(encoded, "b", [sample("b0", 3.0)], {"x": 1})
-    write(encoded, "a", [sample("a0"), SetAside("a1", "broken_image", "why"), sample("a2")], {"x": 1})
+    write(encoded, "a", [sample("a0"), Rejected("a1", "broken_image", "why"), sample("a2")], {"x": 1})
     assert encoded.remaining() == ["empty"] and not encoded.is_complete({})
-    write(encoded, "empty", [SetAside("e0", "empty_caption")], {"x": 1})
+    write(encoded, "empty", [Rejected("e0", "empty_caption")], {"x": 1})
     fields = dict.fromkeys(("image_encoder", "text_encoder", "filter", "columns", "software"), {})
     fields |= {"resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "dtype": "float16"}
     fields |= {"normalisation": "", "caption_policy": "", "request": {"r": [8]}}
