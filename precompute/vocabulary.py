@@ -1,9 +1,9 @@
-"""Train the BPE vocabulary that captions are encoded with, on the captions of sources.
+"""Train the BPE vocabulary with which captions are encoded.
 
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml entries=512 out=runs/small/vocabulary.json
 
-Writes a file of the `tokenizers` library, and beside it a manifest that holds its sha256 and what it was made of.
+Writes a file of the `tokenizers` library, and beside it a manifest with its sha256 and what it was made from.
 """
 
 import sys
@@ -21,12 +21,14 @@ def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, VocabularyConfig, __doc__)
     config: VocabularyConfig = command.config
     with user_errors():
-        from precompute.captions import report, write_vocabulary
-
         if command.dry_run:
-            print(report(config, command.missing))
-        else:
-            write_vocabulary(config)
+            from precompute.dry_run import vocabulary_report
+
+            print(vocabulary_report(config, command.missing))
+            return
+        from precompute.vocabulary_job import write_vocabulary
+
+        write_vocabulary(config)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig
 from precompute.dry_run import image_shape, text_shape
-from precompute.writer import Columns
 from recipes.config.recipe import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def test_errors_are_one_line(override, message, recipe, tmp_path):
 def test_dry_run_counts_shards_and_bytes(encoded, recipe, tmp_path):
     path = encoded.parents[1] / "encode.yaml"
     done = run(str(path), "--dry-run", cwd=tmp_path)
-    columns = Columns({16: (4, 8, 8), 32: (4, 16, 16)}, (12, 16))
+    columns = LatentColumns({16: (4, 8, 8), 32: (4, 16, 16)}, (12, 16))
     assert "train: 3 input shards, 3 done, 0 to do" in done.stdout
     expected = columns.bytes_per_sample()
     size = int(done.stdout.partition("expected size: ")[2].partition(" bytes")[0].replace(",", ""))
@@ -94,7 +94,7 @@ def test_shipped_recipes():
     [
         ("out", "s3://bucket/set", "out: s3://bucket/set is remote"),
         ("sources", {}, "sources: empty"),
-        ("sources", {"a/b": {"name": "tars", "urls": "x"}}, "sources.a/b: a label names a folder"),
+        ("sources", {"a/b": {"name": "tars", "urls": "x"}}, "sources.a/b: a label is the name of a folder"),
         ("resolutions", [], "resolutions: []"),
         ("resolutions", [0], "resolutions: [0]"),
         ("batch", 0, "batch: 0"),

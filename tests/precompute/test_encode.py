@@ -142,7 +142,7 @@ def test_interrupted_job_goes_on_where_it_stopped(encoded, read, recipe, tmp_pat
         patch.setattr(ShardWriter, "finish", killed)
         with pytest.raises(SystemExit) as end:
             main([path])
-    assert end.value.code == 130 and "started again, it goes on" in capsys.readouterr().out
+    assert end.value.code == 130 and "encode: interrupted; start it again" in capsys.readouterr().out
     done = {file.parent.name: file.stat().st_mtime_ns for file in out.glob("shards/*/done.json")}
     assert done and all(name.startswith("00000") for name in done)
     assert not (out / "index.json").exists() and not (out / "manifest.json").exists()
@@ -177,7 +177,7 @@ def test_ranks_share_the_shards(encoded, read, recipe, tmp_path, monkeypatch, ca
         patch.setenv("RANK", "0")
         main([path])
         assert len(list(out.glob("shards/*/done.json"))) == 2 and not (out / "manifest.json").exists()
-        assert "1 of 3 shards still to be done by other ranks" in capsys.readouterr().out
+        assert "1 of 3 shards are left to other ranks" in capsys.readouterr().out
         patch.setenv("RANK", "1")
         main([path])
     assert_same(read(encoded), read(out))
@@ -275,7 +275,7 @@ def test_a_weight_beyond_float16_is_rescued_by_fp32(vae_folder, tmp_path, monkey
         vae.quant_conv.bias[0] = 1e5  # infinite in float16; the normalised latent, 5e4, is not
     vae.save_pretrained(tmp_path / "vae")
     monkeypatch.setitem(base.DTYPES, "bf16", torch.float16)  # fp16 proper falls back to fp32 on a CPU
-    from precompute.pipeline import encode
+    from precompute.encodings import encode
     from recipes.encoders.vae import kl_vae
 
     class Texts:
@@ -343,11 +343,11 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
 
 def test_a_set_without_a_picture_is_an_error(recipe, capsys):
     error = expect_error([recipe(filter={"name": "pictures", "min_side": 5000})], capsys)
-    assert "no picture was encoded" in error and "too_small" in error
+    assert "no image was encoded" in error and "too_small" in error
 
 
 def test_a_resolution_that_the_encoder_does_not_divide(recipe, capsys):
-    assert "resolutions: 17 is no multiple of 2" in expect_error([recipe(resolutions=[17])], capsys)
+    assert "resolutions: 17 is not a multiple of 2" in expect_error([recipe(resolutions=[17])], capsys)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):

@@ -8,25 +8,28 @@ import pytest
 from streaming import StreamingDataset
 
 from data.sources.base import Rejected
-from precompute.decode import Job, assign
-from precompute.progress import Progress, duration
-from precompute.work import EncodedSet, Rank
-from precompute.writer import Columns, Encoded, ShardWriter, Storage
+from precompute.batch import InputShard
+from precompute.columns import LatentColumns
+from precompute.decode import assign
+from precompute.output import OutputSet
+from precompute.progress import EncodeProgress, duration
+from precompute.ranks import Rank
+from precompute.writer import EncodedSample, ShardWriter, Storage
 
-COLUMNS = Columns({8: (2, 4, 4)}, (3, 5))
+COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
 
 
-def sample(key: str, value: float = 1.0) -> Encoded:
+def sample(key: str, value: float = 1.0) -> EncodedSample:
     latent = np.full((2, 4, 4), value, dtype=np.float16)
     row = {
         "key": key, "caption": "c", "width": 9, "height": 8, "crop_8": np.arange(4, dtype=np.int32),
         "mean_8": latent, "std_8": latent, "text": np.zeros((3, 5), np.float16),
     }  # fmt: skip
     sums = np.stack([latent.sum((1, 2)), (latent**2).sum((1, 2)), (latent**2).sum((1, 2))]).astype(float)
-    return Encoded(row, {8: sums})
+    return EncodedSample(row, {8: sums})
 
 
-def write(encoded: EncodedSet, shard: str, samples: list, options: dict, rank: int = 0) -> None:
+def write(encoded: OutputSet, shard: str, samples: list, options: dict, rank: int = 0) -> None:
     writer = ShardWriter(encoded.partial(shard, rank), shard, COLUMNS, Storage(), options)
     for number in reversed(range(len(samples))):
         writer.add(number, samples[number])
@@ -46,7 +49,7 @@ def test_every_shard_goes_to_one_rank(world):
 
 @pytest.mark.parametrize(("shards", "workers"), [(0, 3), (1, 1), (1, 4), (2, 5), (3, 3), (10, 3)])
 def test_every_sample_goes_to_one_worker(shards, workers):
-    jobs = [Job("train", str(i)) for i in range(shards)]
+    jobs = [InputShard("train", str(i)) for i in range(shards)]
     taken = [
         (job, number)
         for worker in range(workers)
@@ -66,7 +69,7 @@ def test_environment(monkeypatch):
 
 
 def test_writer_keeps_the_source_order(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a", "b", "empty"])
+    encoded = OutputSet(tmp_path, ["a", "b", "empty"])
     encoded.claim({"x": 1})
     write(encoded, "b", [sample("b0", 3.0)], {"x": 1})
     write(encoded, "a", [sample("a0"), Rejected("a1", "broken_image", "why"), sample("a2")], {"x": 1})
@@ -75,7 +78,7 @@ def test_writer_keeps_the_source_order(tmp_path):
     fields = dict.fromkeys(("image_encoder", "text_encoder", "filter", "columns", "software"), {})
     fields |= {"resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "dtype": "float16"}
     fields |= {"normalisation": "", "caption_policy": "", "request": {"r": [8]}}
-    manifest = encoded.merge(fields | {"options": {"x": 1}})
+    manifest = encoded.merge(fields, {"x": 1})
     assert (manifest.samples, manifest.rejected) == (3, {"broken_image": 1, "empty_caption": 1})
     assert manifest.latents["8"]["mean"] == [pytest.approx(5 / 3)] * 2
     assert manifest.latents["8"]["sample_std"] == [pytest.approx((8 / 9 + 11 / 3) ** 0.5)] * 2
@@ -86,13 +89,13 @@ def test_writer_keeps_the_source_order(tmp_path):
     assert not encoded.is_complete({"r": [8]})  # the null caption's embedding is not there
     (tmp_path / "null_text.npy").write_bytes(b"")
     assert encoded.is_complete({"r": [8]}) and encoded.is_complete({"r": (8,)}) and not encoded.is_complete({"r": [9]})
-    assert not EncodedSet(tmp_path, ["a", "b"]).is_complete({"r": [8]})
-    assert EncodedSet(tmp_path, ["a", "b"]).strangers() == 1
-    assert encoded.samples_a_shard() == pytest.approx(5 / 3)
+    assert not OutputSet(tmp_path, ["a", "b"]).is_complete({"r": [8]})
+    assert OutputSet(tmp_path, ["a", "b"]).unknown_shards() == 1
+    assert encoded.samples_per_shard() == pytest.approx(5 / 3)
 
 
 def test_two_ranks_with_one_shard(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a"])
+    encoded = OutputSet(tmp_path, ["a"])
     encoded.claim({"x": 1})
     write(encoded, "a", [sample("first")], {"x": 1}, rank=0)
     kept = (encoded.folder("a") / "shard.00000.mds").read_bytes()
@@ -102,7 +105,7 @@ def test_two_ranks_with_one_shard(tmp_path):
 
 
 def test_a_folder_without_its_marker_is_replaced(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a"])
+    encoded = OutputSet(tmp_path, ["a"])
     encoded.folder("a").mkdir(parents=True)
     (encoded.folder("a") / "shard.00000.mds").write_bytes(b"half a copy")
     assert encoded.remaining() == ["a"]
@@ -111,7 +114,7 @@ def test_a_folder_without_its_marker_is_replaced(tmp_path):
 
 
 def test_claims(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a", "b"])
+    encoded = OutputSet(tmp_path, ["a", "b"])
     encoded.claim({"resolutions": [8], "crop": "center"})
     encoded.claim({"resolutions": (8,), "crop": "center"})
     with pytest.raises(ValueError, match=r"made with resolutions \[8\], this job has \[16\]; give another `out`"):
@@ -122,7 +125,7 @@ def test_claims(tmp_path):
     write(encoded, "a", [sample("a0")], {"resolutions": [8], "crop": "center"})
     write(encoded, "b", [sample("b0")], {"resolutions": [8], "crop": "random"})
     with pytest.raises(ValueError, match="made with crop random"):
-        encoded.merge({"options": {"resolutions": [8], "crop": "center"}})
+        encoded.merge({}, {"resolutions": [8], "crop": "center"})
     assert not (tmp_path / "index.json").exists()
 
 
@@ -131,13 +134,13 @@ def test_a_claim_without_hard_links(tmp_path, monkeypatch):
         raise PermissionError("no links here")
 
     monkeypatch.setattr("os.link", refuse)
-    EncodedSet(tmp_path, []).claim({"x": 1})
+    OutputSet(tmp_path, []).claim({"x": 1})
     with pytest.raises(ValueError, match="made with x 1"):
-        EncodedSet(tmp_path, []).claim({"x": 2})
+        OutputSet(tmp_path, []).claim({"x": 2})
 
 
 def test_sizes_of_stable_diffusion_2():
-    columns = Columns({256: (4, 32, 32), 512: (4, 64, 64)}, (77, 1024))
+    columns = LatentColumns({256: (4, 32, 32), 512: (4, 64, 64)}, (77, 1024))
     assert columns.bytes_per_sample() == 2 * 2 * 4 * (32**2 + 64**2) + 2 * 77 * 1024 + 2 * 16 + 16
     assert columns.encodings()["mean_512"] == "ndarray:float16:4,64,64"
 
@@ -146,11 +149,11 @@ def test_progress(monkeypatch):
     now = iter([0.0, 5.0, 11.0, 20.0, 20.0, 20.0, 20.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now, 20.0))
     out = io.StringIO()
-    progress = Progress(shards=4, out=out)
+    progress = EncodeProgress(shards=4, out=out)
     progress.update(50, 0)
     assert out.getvalue() == ""  # not yet ten seconds
     progress.update(45, 5)
-    assert "95 pictures, shard 1/4" in out.getvalue() and "ETA ?" in out.getvalue()
+    assert "95 images, shard 1/4" in out.getvalue() and "ETA ?" in out.getvalue()
     progress.shard_done(100)
-    assert progress.line() == "encode: 95 pictures, shard 2/4, 4.8 images/s, ETA 1:00"
+    assert progress.line() == "encode: 95 images, shard 2/4, 4.8 images/s, ETA 1:00"
     assert [duration(s) for s in (9.6, 61, 3725)] == ["10s", "1:01", "1:02:05"]

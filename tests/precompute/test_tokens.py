@@ -286,12 +286,12 @@ def test_too_many_codes(dvae_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["text_encoder={name: open_clip_text}"], "text_encoder: `dvae` makes tokens, whose captions are encoded in"),
+        (["text_encoder={name: open_clip_text}"], "text_encoder: `dvae` makes tokens, whose captions are encoded"),
         (["crops=0"], "crops: 0; give 1 or more"),
         (["crop=center"], "crop: center is the same square for all 3 crops"),
-        (["image_encoder={name: kl_vae, path: a/b}"], "text_encoder: missing; `kl_vae` makes latents, which are"),
+        (["image_encoder={name: kl_vae, path: a/b}"], "text_encoder: missing; `kl_vae` makes latents, which need"),
         (["image_encoder={name: kl_vae, path: a/b}"], "crop: transformer is for tokens, `kl_vae` makes latents"),
-        (["image_encoder={name: kl_vae, path: a/b}"], "crops: 3; `kl_vae` makes latents, of one crop a picture"),
+        (["image_encoder={name: kl_vae, path: a/b}"], "crops: 3; `kl_vae` makes latents, of one crop per image"),
     ],
 )
 def test_what_does_not_go_together_is_named(token_recipe, overrides, message):

@@ -37,7 +37,7 @@ def expect_error(arguments: list[str], capsys) -> str:
 def test_it_is_written_once_with_its_manifest(arguments, tmp_path, capsys):
     out = tmp_path / "new" / "words.json"
     main(arguments())
-    assert f"wrote {out}: 270 entries from 40 captions; set aside: none" in capsys.readouterr().out
+    assert f"wrote {out}: 270 entries from 40 captions; rejected: none" in capsys.readouterr().out
     made = json.loads(manifest_path(out).read_text())
     assert (made["entries"], made["captions"], made["rejected"]) == (270, 40, {})
     assert {path.name for path in out.parent.iterdir()} == {"words.json", "words.manifest.json"}
@@ -64,13 +64,13 @@ def test_what_it_refuses(arguments, tmp_path, capsys):
     error = expect_error(arguments("entries=271"), capsys)
     assert "was made with other options; give another `out`" in error
     manifest_path(tmp_path / "new" / "words.json").unlink()
-    assert "is there without its manifest" in expect_error(arguments(), capsys)
+    assert "exists without its manifest" in expect_error(arguments(), capsys)
 
 
 def test_filters_and_limits(arguments, tmp_path, capsys):
     rules = "filter={name: pictures, boilerplate: [drawing of . stars.*]}"
     main(arguments(rules, "entries=265"))
-    assert "from 35 captions; set aside: boilerplate 5" in capsys.readouterr().out  # 0, 2, 4, 6, 8
+    assert "from 35 captions; rejected: boilerplate 5" in capsys.readouterr().out  # 0, 2, 4, 6, 8
     main(arguments("entries=265", "limit=12", f"out={tmp_path}/few.json"))
     assert "from 12 captions" in capsys.readouterr().out
 
