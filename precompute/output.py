@@ -147,14 +147,15 @@ class OutputSet:
             options: see `claim`.
 
         Raises:
-            ValueError: a shard was made with other options, or there is no sample at all.
+            ValueError: a shard was made with other options or is damaged, or there is no sample at all.
         """
         entries, rejected_lines, markers = [], [], []
         for shard in self.shards:
             marker = self._done(shard)
             self._compare(marker["options"], options)
             markers.append(marker)
-            for info in _read_json(self.folder(shard) / INDEX)["shards"]:
+            for info in _read_json(self.folder(shard) / INDEX, "shards")["shards"]:
+                self._check_size(shard, info.get("zip_data") or info["raw_data"])
                 # `streaming.base.util.merge_index` keeps one folder level only.
                 for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
                     data["basename"] = f"shards/{shard}/{data['basename']}"
@@ -172,6 +173,15 @@ class OutputSet:
         self._remove_stale()
         return manifest
 
+    def _check_size(self, shard: str, stored: dict[str, Any]) -> None:
+        """Compares an MDS file with its entry in the shard's index. A folder that was copied may lack a part of it."""
+        path = self.folder(shard) / stored["basename"]
+        size = path.stat().st_size if path.is_file() else 0
+        if size != stored["bytes"]:
+            raise ValueError(
+                f"{path}: damaged ({size:,} bytes instead of {stored['bytes']:,}); delete its folder and start again"
+            )
+
     def _remove_stale(self) -> None:
         """Removes what killed processes left of shards that another process finished."""
         for path in (self.out / "shards").glob("*.tmp-*"):
@@ -179,14 +189,18 @@ class OutputSet:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _done(self, shard: str) -> dict[str, Any]:
-        return _read_json(self.folder(shard) / DONE)
+        return _read_json(self.folder(shard) / DONE, "options")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, key: str | None = None) -> dict[str, Any]:
+    """A JSON object that this job wrote; it must hold `key`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or (key is not None and key not in values):
+            raise ValueError(f"no `{key}`" if isinstance(values, dict) else "not an object")
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); delete its folder and start again") from None
+    return values
 
 
 def _as_json(value: Any) -> Any:

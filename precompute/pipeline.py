@@ -158,8 +158,9 @@ class EncodePipeline:
             self._add(image.position.shard, image.position.number, sample)
         for end in batch.ends:
             if end.shard not in self.failed:
+                writer = self._writer(end.shard)
                 try:
-                    self._writer(end.shard).end(end.samples, end.parts)
+                    writer.end(end.samples, end.parts)
                 except ValueError as error:
                     self._fail(end.shard, str(error))
         for shard, problem in batch.failures:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.log import log
 from precompute.config import VocabularyConfig
 from recipes.config.command_line import read_command_line, user_errors
 
@@ -28,7 +29,11 @@ def main(arguments: list[str]) -> None:
             return
         from precompute.vocabulary_job import write_vocabulary
 
-        write_vocabulary(config)
+        try:
+            write_vocabulary(config)
+        except KeyboardInterrupt:
+            log.warning("\nvocabulary: interrupted, nothing was written; start it again to train the vocabulary")
+            sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class ShardWriter:
             ValueError: the reader of another part counted another number of samples.
         """
         if self.total not in (None, total):
-            raise ValueError(f"had {self.total} samples when one process read it, and {total} for another process")
+            raise ValueError(f"one process read samples up to number {self.total}, another up to number {total}")
         self.total = total
         self._parts = parts
         self._ends += 1
