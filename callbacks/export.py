@@ -18,6 +18,7 @@ from torch import nn
 from callbacks.interval import at_intervals, ended
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.bpe import copy_vocabulary
+from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.loading import Loading
 from recipes.algorithms.averaging.scheduled_ema import averaged, running_average
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
@@ -77,6 +78,14 @@ class Export(Callback):
         export(task, self.loading, self.folder, record, complete, average)
         if complete:
             print(f"weights: {self.folder}", flush=True)
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The weights that it writes, see `data.cost`."""
+        size = FLOAT * plan.parameters
+        both = plan.averaged and hasattr(plan.task, "export_average")
+        what = f"{size_text(size)} of weights" + (f", {size_text(2 * size)} with the averaged ones" if both else "")
+        return Cost(files=Files(args["every"], what, f"{plan.output}/export"))
 
     def _gathered(
         self, average: Callable[[], AbstractContextManager] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from callbacks.interval import at_intervals
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.cost import Cost, Files, Plan
 from data.image_grid import picture_grid, save_png, to_uint8
 from recipes.algorithms.averaging.scheduled_ema import averaged
 from recipes.algorithms.sharding.shard import is_sharded
@@ -33,6 +35,11 @@ class Reconstructions(Callback):
         self.due = at_intervals(every)
         self.pictures = pictures
         self.originals: torch.Tensor | None = None
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The grids that it writes, see `data.cost`."""
+        return Cost(files=Files(args["every"], "a grid of images", f"{plan.output}/reconstructions"))
 
     def before_forward(self, state: State, logger: Logger) -> None:
         if self.originals is None:  # the same pictures all the time, so that grids compare

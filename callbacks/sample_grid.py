@@ -15,6 +15,7 @@ from torch import nn
 
 from callbacks.interval import at_intervals
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.cost import Cost, Files, Plan, count_text
 from data.image_grid import picture_grid, save_png, to_uint8
 from data.loading import Loading
 from recipes.algorithms.averaging.scheduled_ema import averaged
@@ -49,6 +50,12 @@ class PromptGrid(Callback, ABC):
         self.columns = columns
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The grids that it writes, see `data.cost`."""
+        what = f"a grid of {count_text(len(args['prompts']), 'image')}"
+        return Cost(files=Files(args["every"], what, f"{plan.output}/samples"))
 
     @abstractmethod
     def prepare(self) -> tuple[Any, torch.Tensor]:

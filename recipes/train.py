@@ -24,10 +24,10 @@ def main() -> None:
     # From here on imports take seconds; everything that the config can get wrong was said above.
     with user_errors():
         if command.dry_run:
-            from recipes.planning.dry_run import report
+            from recipes.planning.dry_run import describe_run
 
             if os.environ.get("RANK", "0") == "0":
-                print(report(command.config, command.missing))
+                print(describe_run(command.config, command.missing))
             return
         from callbacks.interval import ended
         from recipes.engines.composer.trainer import build_trainer

@@ -13,6 +13,7 @@ from composer.utils import dist
 from torch import nn
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.cost import FLOAT, Cost, Plan
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
 
 Length = tuple[float, TimeUnit]
@@ -165,6 +166,21 @@ class ScheduledEMA(Algorithm):
 
     def _new_average(self, state: State) -> Average:
         return (HostAverage if self.device == "cpu" else Average)(state.model)
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """Memory of the average, and its size in checkpoints; see `data.cost`."""
+        begins = "from the start on"
+        if args["last"]:
+            begins = f"in the last {args['last']}"
+        elif args["start"]:
+            begins = f"from {args['start']} on"
+        whole = FLOAT * plan.trained
+        if args["device"] == "cpu":
+            return Cost(
+                host_bytes=2 * whole / plan.shards, note=f"for the average and a copy, {begins}", averaged_bytes=whole
+            )
+        return Cost(device_bytes=whole / plan.shards, note=f"for the average, {begins}", averaged_bytes=whole)
 
     def bytes_to_come(self, model: nn.Module) -> int:
         """Memory on this rank's device that the average will take when it begins; 0 once it has."""

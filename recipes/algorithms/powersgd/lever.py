@@ -20,6 +20,7 @@ from recipes.algorithms.gradients.accumulation import passes_of_batch
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.gradients.order import GradientStage
 from recipes.algorithms.powersgd.block_gradients import Matrices, blocks_of, gradient_of, placements
+from recipes.algorithms.powersgd.cost import powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
 from recipes.algorithms.powersgd.wire import bytes_sent
@@ -92,6 +93,8 @@ class PowerSGD(Algorithm):
         self.overlapped: Overlap[Compressed] | None = None
         self.loaded: dict[str, Tensor] | None = None
         self.skipped = 0
+
+    cost = staticmethod(powersgd_cost)
 
     def divide(self, mesh: DeviceMesh, *, once: bool = False) -> dict[int, Shard]:
         """How each of the blocks' matrices is to be divided over a machine's devices, by the parameter's id.

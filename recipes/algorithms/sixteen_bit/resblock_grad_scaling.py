@@ -11,6 +11,7 @@ from composer.utils import dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from data.cost import Cost, Plan
 from recipes.algorithms.gradients.order import GradientStage
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sixteen_bit.block_scaling import Scales, scale_branch, unscale
@@ -86,6 +87,11 @@ class ResblockGradScaling(Algorithm):
         self.averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
         if self.averaging is not None:
             self.averaging.unscale = self.unscale_block
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The format in which FSDP gathers blocks, see `data.cost`."""
+        return Cost(gathered="fp16")
 
     @torch.no_grad()
     def unscale_block(self, number: int) -> None:
