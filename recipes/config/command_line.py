@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import load
+from recipes.config.recipe import load, to_yaml
 from recipes.config.schema import ROOT, Signature, read_section, read_signature, subsections
 from recipes.config.values import ConfigError
+
+FLAGS = ("--dry-run", "--print-config")
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Com
     if "--help" in arguments or "-h" in arguments:
         print(help_text(cls, usage or ""))
         sys.exit(0)
-    flags = [a for a in arguments if a == "--dry-run"]
-    rest = [a for a in arguments if a != "--dry-run"]
+    flags = {a for a in arguments if a in FLAGS}
+    rest = [a for a in arguments if a not in FLAGS]
     if not rest or "=" in rest[0] or rest[0].startswith("-"):
         got = f", got {rest[0]!r}" if rest else ""
         print((usage or "").strip(), file=sys.stderr)
@@ -46,7 +49,11 @@ def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Com
         config = load(rest[0], rest[1:], cls, missing if flags else None)
     except ConfigError as error:
         fail(error.lines)
-    return Command(config, bool(flags), missing)
+    if "--print-config" in flags:
+        if os.environ.get("RANK", "0") == "0":
+            print(to_yaml(config), end="")
+        sys.exit(0)
+    return Command(config, "--dry-run" in flags, missing)
 
 
 def fail(lines: list[str]) -> None:

@@ -60,6 +60,8 @@ class FSDP:
 class Training:
     """How long, how large a batch, on what."""
 
+    engine: Literal["composer", "lightning"] = "composer"
+    """The library whose trainer runs the recipe: MosaicML Composer or PyTorch Lightning. Results are the same."""
     duration: Duration
     """Length of the run: batches (ba), epochs (ep) or samples (sp)."""
     global_batch: int

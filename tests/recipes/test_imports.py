@@ -21,7 +21,7 @@ ARROWS = {
     "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/algorithms"),
     "recipes/generation": SHARED,
     "recipes/planning": (*SHARED, "recipes/algorithms"),
-    "recipes/engines": (*SHARED, "recipes/algorithms", "callbacks"),
+    "recipes/engines": (*SHARED, "recipes/algorithms", "callbacks", "recipes/planning"),
     "precompute": ("data", "recipes/config", "recipes/encoders"),
     # Entry points.
     "recipes": (

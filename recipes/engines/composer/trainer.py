@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +10,10 @@ from composer import Callback, DataSpec, Evaluator, Trainer
 from composer.utils import dist, reproducibility
 
 from callbacks.generators import Generators
-from callbacks.interval import CHECKPOINT, at_intervals
+from callbacks.interval import CHECKPOINT, at_intervals, ended
+from data.files import write_text
 from data.loading import Loading, Placement
+from data.log import log
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.gradients.order import in_gradient_order
 from recipes.algorithms.microbatch.search import MicrobatchSearch
@@ -20,6 +21,21 @@ from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, to_yaml
 from recipes.engines.composer.model import ComposerTask
+from recipes.planning.opening import CONFIG, opening
+
+
+def train(recipe: Recipe) -> None:
+    """Train a recipe to its end; a run that has reached it already is left as it is.
+
+    Raises:
+        ValueError: as `build_trainer`.
+    """
+    trainer = build_trainer(recipe)
+    if ended(trainer.state):
+        log.info(f"already trained to {recipe.training.duration}: {recipe.output}")
+    else:
+        trainer.fit()
+    trainer.close()
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
@@ -61,6 +77,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         "blank": lambda: build_on_meta(recipe.model),
     }
     save_config(to_yaml(recipe), Path(recipe.output))
+    log.info(opening(recipe, task, data, evals, world=dist.get_world_size(), precision=precision))
     microbatch, search = microbatches(recipe, task, batch, use_gpu)
     checkpoints = recipe.checkpoints
     schedule = build(recipe.schedule)
@@ -150,11 +167,6 @@ def microbatches(
 
 
 def save_config(config: str, output: Path) -> None:
-    """Print the resolved config and write it as <output>/config.yaml, on the first rank."""
-    if dist.get_global_rank() != 0:
-        return
-    print(config, flush=True)
-    output.mkdir(parents=True, exist_ok=True)
-    partial_file = output / f"config.yaml.tmp{os.getpid()}"
-    partial_file.write_text(config, encoding="utf-8")
-    partial_file.replace(output / "config.yaml")
+    """Write the resolved config as <output>/config.yaml, on the first rank."""
+    if dist.get_global_rank() == 0:
+        write_text(output / CONFIG, config)

@@ -212,7 +212,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["global_batch=1"], ["global_batch: unknown key; did you mean `training.global_batch`?"]),
         (
             ["training=long"],
-            ["training: takes keys (duration, global_batch, microbatch, precision, device, eval_every, "],
+            ["training: takes keys (engine, duration, global_batch, microbatch, precision, device, "],
         ),
         (["training.duration=0ba"], ["training.duration: `0ba`; give 1ba, 1ep or 1sp or more"]),
         (["training.duration=0.5dur"], ["training.duration: `0.5dur`; give 1ba, 1ep or 1sp or more"]),
