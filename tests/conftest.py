@@ -47,7 +47,7 @@ SMALL = [
     "callbacks.sample_grid=null",
     "callbacks.export=null",
     "algorithms.low_precision_norms=null",  # there is no autocast on a CPU
-    "callbacks.memory=null",  # it warns without a GPU
+    "callbacks.memory_monitor=null",  # it warns without a GPU
     "loggers={}",
 ]
 

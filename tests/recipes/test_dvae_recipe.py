@@ -18,7 +18,7 @@ SMALL = [
     "optimizer.lr=4e-3",
     "training={duration: 12ba, global_batch: 8, microbatch: null, precision: auto, device: cpu, eval_every: 6ba}",
     "checkpoints={every: 6ba, keep: -1, autoresume: false}",
-    "callbacks.memory=null",
+    "callbacks.memory_monitor=null",
     "loggers={}",
 ]
 
@@ -78,7 +78,14 @@ def test_what_a_run_leaves(whole):
 
 
 def test_codes_of_every_validation_are_counted(small, fit, tmp_path, capsys):
-    fit(small(tmp_path, "training={duration: 2ba, eval_every: 1ba}", "checkpoints.save=false", "algorithms.ema=null"))
+    fit(
+        small(
+            tmp_path,
+            "training={duration: 2ba, eval_every: 1ba}",
+            "checkpoints.save=false",
+            "algorithms.scheduled_ema=null",
+        )
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if "of 32 codes used, perplexity" in line]
     assert [line.split(": ")[1] for line in lines] == ["val at batch 1", "val at batch 2"]
 

@@ -36,8 +36,8 @@ SMALL = [
     "training.eval_every=7ba",
     "training.device=cpu",
     "checkpoints={every: 6ba, keep: -1}",
-    "callbacks={progress: {name: progress, seconds: 0}, throughput: null, lr: null}",
-    "callbacks.samples={name: token_grid, every: 7ba, guidance: 2.0, prompts: [a dot, a star, a wall], batch: 2}",
+    "callbacks={progress: {name: progress, seconds: 0}, throughput: null, lr_monitor: null}",
+    "callbacks.token_grid={name: token_grid, every: 7ba, guidance: 2.0, prompts: [a dot, a star, a wall], batch: 2}",
     "callbacks.export.every=7ba",
     "loggers={}",
 ]

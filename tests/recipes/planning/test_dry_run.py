@@ -86,27 +86,29 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
 
 
-EMA = "algorithms.ema={name: scheduled_ema, decay: 0.9999, last: 50000ba%s}"
+EMA = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9999, last: 50000ba%s}"
 SHARDED = "training.fsdp={strategy: %s, wrap: %s, replicas: %d}"
 
 
 def test_the_average(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     lines = dry("sd2_base.yaml", EMA % "", "training.fsdp=null")
-    assert "algorithms.ema: 3.5 GB more on each device for the average, in the last 50000ba" in lines
+    assert "algorithms.scheduled_ema: 3.5 GB more on each device for the average, in the last 50000ba" in lines
     assert any("about 10.4 GB each, 13.9 GB with the average, 3 kept (41.6 GB)" in line for line in lines)
     assert any("3.5 GB of weights, 6.9 GB with the averaged ones, in" in line for line in lines)
-    host = "algorithms.ema: 6.9 GB of host memory for each device for the average and a copy, from the start on"
+    host = (
+        "algorithms.scheduled_ema: 6.9 GB of host memory for each device for the average and a copy, from the start on"
+    )
     assert host in dry(
         "sd2_base.yaml",
         "training.fsdp=null",
-        "algorithms.ema={name: scheduled_ema, decay: 0.99, every: 25, device: cpu}",
+        "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.99, every: 25, device: cpu}",
     )
     sharded = dry("sd2_base.yaml", EMA % "", SHARDED % ("SHARD_GRAD_OP", "blocks", 1))
-    assert "algorithms.ema: 433.0 MB more on each device for the average, in the last 50000ba" in sharded
+    assert "algorithms.scheduled_ema: 433.0 MB more on each device for the average, in the last 50000ba" in sharded
     # An autoencoder's export has the average in the place of the weights.
-    lines = dry("openmoji_vae.yaml", "algorithms.ema={name: scheduled_ema, decay: 0.9, start: 0.5dur}")
-    assert any(line.startswith("algorithms.ema: ") and line.endswith(", from 0.5dur on") for line in lines)
+    lines = dry("openmoji_vae.yaml", "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 0.5dur}")
+    assert any(line.startswith("algorithms.scheduled_ema: ") and line.endswith(", from 0.5dur on") for line in lines)
     assert not any("with the averaged ones" in line for line in lines)
 
 
