@@ -21,7 +21,7 @@ from precompute.progress import Progress, duration
 from precompute.work import EncodedSet, Rank, summary
 from precompute.writer import Columns, ShardWriter, Storage, TokenColumns
 from recipes.config.build import build
-from recipes.config.recipe import plain
+from recipes.config.recipe import plain_values
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
 NORMALISATION = {
@@ -178,7 +178,7 @@ def options_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder | 
         "resolutions": list(config.resolutions),
         "crop": config.crop,
         "upscale": config.upscale,
-        "filter": plain(config.filter),
+        "filter": plain_values(config.filter),
         "image_weights": images.weights_hash,
         "image_precision": images.precision,
         **own,
@@ -198,7 +198,7 @@ def describe(
     return {
         "options": options,
         "image_encoder": {
-            "component": plain(config.image_encoder),
+            "component": plain_values(config.image_encoder),
             "id": images.id,
             "weights_hash": images.weights_hash,
             "precision": images.precision,
@@ -207,7 +207,7 @@ def describe(
         "text_encoder": None
         if texts is None
         else {
-            "component": plain(config.text_encoder),
+            "component": plain_values(config.text_encoder),
             "id": texts.id,
             "weights_hash": texts.weights_hash,
             "precision": texts.precision,
@@ -221,7 +221,7 @@ def describe(
         "crops": config.crops,
         "upscale": config.upscale,
         "seed": config.seed,
-        "filter": plain(config.filter),
+        "filter": plain_values(config.filter),
         "kind": images.kind,
         "dtype": images.dtype,
         "normalisation": NORMALISATION[images.kind],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.models.dvae.network import load_dvae
 from recipes.planning.dry_run import describe_run
 
@@ -29,7 +29,7 @@ def small(drawings):
 
     def make(output, *overrides):
         tars = {split: f"{drawings}/{split}/*.tar" for split in ("train", "val")}
-        return load(
+        return load_config(
             ROOT / "yamls" / "dvae.yaml",
             [
                 *SMALL,
@@ -107,7 +107,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(whole, small, fit, tmp_path
 
 
 def test_the_published_recipe_says_its_size():
-    recipe = load(ROOT / "yamls" / "dvae.yaml", [], Recipe, missing := [])
+    recipe = load_config(ROOT / "yamls" / "dvae.yaml", [], Recipe, missing := [])
     text = describe_run(recipe, missing)
     assert "model: dvae, 97,616,006 parameters, 97,616,006 of them trained" in text
     assert "512 samples a step over 1 device (WORLD_SIZE), 512 on each, in 64 microbatches of 8" in text

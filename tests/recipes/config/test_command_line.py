@@ -8,7 +8,7 @@ import pytest
 
 from precompute.config import EncodeConfig
 from recipes.config.command_line import groups_of, help_text, read_command_line, user_errors
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, ENCODE = "recipes/train.py", "precompute/encode.py"
@@ -99,7 +99,7 @@ def test_the_resolved_config_is_printed(tmp_path, monkeypatch, capsys):
     assert left.value.code == 0
     output = capsys.readouterr().out
     (tmp_path / "printed.yaml").write_text(output)
-    assert load(tmp_path / "printed.yaml", [], Recipe, []) == load(arguments[0], ["seed=3"], Recipe, [])
+    assert load_config(tmp_path / "printed.yaml", [], Recipe, []) == load_config(arguments[0], ["seed=3"], Recipe, [])
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         read_command_line(arguments, Recipe, "")

@@ -9,7 +9,7 @@ import pytest
 from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.config import recipe as config_module
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.schema import Checker, subsections
 from recipes.config.values import Component, ConfigError
 
@@ -38,7 +38,7 @@ def small(tmp_path, monkeypatch):
 
     def read(*overrides, file="small.yaml", missing=None):
         try:
-            return load(file, list(overrides), Recipe, missing)
+            return load_config(file, list(overrides), Recipe, missing)
         except ConfigError as error:
             assert all("\n" not in line for line in error.lines)
             return error.lines
@@ -67,7 +67,7 @@ callbacks:
 
 def test_a_shipped_recipe_loads(shipped):
     missing = []
-    config = load(shipped, [], class_of(shipped), missing)
+    config = load_config(shipped, [], class_of(shipped), missing)
     assert all(re.match(r"[\w.]+: `[^`]+` does not exist", line) for line in missing)
     for path in (line.split("`")[1] for line in missing):
         assert path.startswith("runs/"), f"{path}: what the recipes write lies in runs/"
@@ -90,9 +90,9 @@ def test_a_shipped_recipe_opens_with_its_facts(shipped):
 
 
 def test_a_resolved_recipe_is_a_recipe(shipped, tmp_path):
-    config = load(shipped, [], class_of(shipped), [])
+    config = load_config(shipped, [], class_of(shipped), [])
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "resolved.yaml", [], class_of(shipped), []) == config
+    assert load_config(tmp_path / "resolved.yaml", [], class_of(shipped), []) == config
 
 
 def schema_keys(config, values, path=()):
@@ -135,7 +135,7 @@ def places(path):
     """(class, values, places of keys) of a shipped YAML."""
     cls = class_of(path)
     values = config_module._read(path)
-    found = list(schema_keys(load(path, [], cls, []), values))
+    found = list(schema_keys(load_config(path, [], cls, []), values))
     assert len(found) >= 5
     return cls, values, found
 
@@ -224,11 +224,11 @@ def test_another_name_drops_the_old_arguments(small):
         (["checkpoints.keep=0"], ["checkpoints.keep: 0; give 1 or more, or -1 for all; save: false for none"]),
         (
             ["checkpoints.load_path=pictures", "checkpoints.load_weights=pictures"],
-            ["checkpoints.load_weights: load_path takes the weights too; give one of them"],
+            ["checkpoints.load_weights: load_path loads the weights too; give one of them"],
         ),
         (
             ["checkpoints.save=false", "checkpoints.autoresume=true"],
-            ["checkpoints.autoresume: needs save: true, there is nothing to go on from"],
+            ["checkpoints.autoresume: needs save: true, or there is nothing to resume from"],
         ),
         (["run_name="], ["run_name: expected str, got null"]),
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
@@ -281,8 +281,8 @@ def test_interpolation(small):
             "base: smal.yaml",
             "BASE/smal.yaml: no such YAML file (the base of broken.yaml); did you mean BASE/small.yaml?",
         ),
-        ("base: broken.yaml", "is its own base, by way of broken.yaml"),
-        ("base: other/circle.yaml", "is its own base, by way of broken.yaml, circle.yaml"),
+        ("base: broken.yaml", "is its own base, through broken.yaml"),
+        ("base: other/circle.yaml", "is its own base, through broken.yaml, circle.yaml"),
     ],
 )
 def test_a_broken_yaml_is_said_in_a_line(small, tmp_path, text, message):

@@ -10,7 +10,7 @@ from data.cost import Plan, size_text
 from data.manifest import Manifest
 from recipes.config.build import build, build_on_meta
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.config.schema import Checker
 from recipes.planning.costs import cost_of
 from recipes.planning.dry_run import describe_run
@@ -32,7 +32,7 @@ def elsewhere(tmp_path, monkeypatch):
 def dry(yaml, *overrides):
     """The lines after the resolved config."""
     missing = []
-    recipe = load(ROOT / "yamls" / yaml, list(overrides), Recipe, missing)
+    recipe = load_config(ROOT / "yamls" / yaml, list(overrides), Recipe, missing)
     config, _, lines = describe_run(recipe, missing).partition("\n\n")
     assert f"run_name: {recipe.run_name}" in config
     return lines.splitlines()
@@ -129,7 +129,7 @@ def test_sharded(monkeypatch, strategy, wrap, replicas, text):
 
 def test_the_largest_block_is_gathered(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    task = build_on_meta(load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, []).model)
+    task = build_on_meta(load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, []).model)
     largest = max(sum(p.numel() for p in block.parameters()) for block in task.blocks())
     assert largest < sum(p.numel() for p in task.parameters()) / 2
     (line,) = [line for line in dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 1)) if "memory" in line]
@@ -189,7 +189,7 @@ def test_16_bit_moments_take_half():
 
 
 def test_no_memory_is_taken_for_weights():
-    recipe = load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
+    recipe = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     assert all(parameter.is_meta for parameter in build_on_meta(recipe.model).parameters())
 
 

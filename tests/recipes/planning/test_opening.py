@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.config.build import build_on_meta
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.planning.opening import opening
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def lines(yaml, *overrides, samples=None, evals=None, world=1, precision="fp32"):
-    recipe = load(ROOT / "yamls" / yaml, list(overrides), Recipe, [])
+    recipe = load_config(ROOT / "yamls" / yaml, list(overrides), Recipe, [])
     evals = {label: SimpleNamespace(samples=count) for label, count in (evals or {}).items()}
     task = build_on_meta(recipe.model)
     return opening(recipe, task, SimpleNamespace(samples=samples), evals, world=world, precision=precision).splitlines()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from recipes.algorithms.modules.activation_checkpointing import recompute  # noqa: E402
 from recipes.algorithms.sharding.shard import shard, whole_weights  # noqa: E402
 from recipes.config.build import build  # noqa: E402
-from recipes.config.recipe import Recipe, load  # noqa: E402
+from recipes.config.recipe import Recipe, load_config  # noqa: E402
 from recipes.engines.composer.trainer import build_trainer  # noqa: E402
 from recipes.models.latent_diffusion.task import LatentDiffusion  # noqa: E402
 
@@ -186,7 +186,7 @@ def checkpoint(run: Path, kind: str) -> Path:
 
 
 def fit(recipe_file: str, overrides: list[str]) -> dict[str, torch.Tensor]:
-    trainer = build_trainer(load(recipe_file, overrides, Recipe))
+    trainer = build_trainer(load_config(recipe_file, overrides, Recipe))
     trainer.fit()
     weights = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -199,9 +199,9 @@ def fit(recipe_file: str, overrides: list[str]) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    check_gradients(load(sys.argv[1], [], Recipe))
+    check_gradients(load_config(sys.argv[1], [], Recipe))
     # More than a channel a group: else 16 bits are too few for these gradients, sharded or not.
-    check_low_precision(load(sys.argv[1], ["model.denoiser.norm_groups=8"], Recipe))
+    check_low_precision(load_config(sys.argv[1], ["model.denoiser.norm_groups=8"], Recipe))
     check_runs(sys.argv[1], Path(sys.argv[2]))
     print("all as it should be", flush=True)
 
