@@ -5,6 +5,7 @@ python docs/make_recipes.py --out docs/recipes.md
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,15 +108,20 @@ def title(cls: type) -> str:
 
 def section_tables(cls: type) -> str:
     """One table of the config's own keys, and one per section."""
-    signature = read_section(cls)
+    doc = read_section(cls).doc
+    return ("" if doc == f"{title(cls)}." else f"{doc}\n\n") + "\n".join(key_tables(cls, ""))
+
+
+def key_tables(cls: type, prefix: str) -> Iterator[str]:
+    """The table of a section's own keys, then the tables of the sections inside it."""
     inner = subsections(cls)
-    own = {name: p for name, p in signature.parameters.items() if name not in inner}
-    doc = "" if signature.doc == f"{title(cls)}." else f"{signature.doc}\n\n"
-    parts = [f"{doc}{table(Signature(own, ''), 'key')}"]
-    parts += [
-        f"`{name}`: {read_section(c).doc}\n\n{table(read_section(c), 'key', f'{name}.')}" for name, c in inner.items()
-    ]
-    return "\n".join(parts)
+    parameters = read_section(cls).parameters
+    own = {name: p for name, p in parameters.items() if name not in inner or p.allows_null}
+    yield table(Signature(own, ""), "key", prefix)
+    for name, section in inner.items():
+        first, *rest = key_tables(section, f"{prefix}{name}.")
+        yield f"`{prefix}{name}`: {read_section(section).doc}\n\n{first}"
+        yield from rest
 
 
 def group_list() -> str:

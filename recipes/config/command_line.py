@@ -126,11 +126,11 @@ def _section_lines(cls: type, prefix: str) -> list[str]:
     inner = subsections(cls)
     lines = []
     for parameter in read_section(cls).parameters.values():
+        if parameter.name not in inner or parameter.allows_null:
+            default = "required" if parameter.required else f"default {parameter.default}"
+            lines.append(f"  {prefix}{parameter.name} ({parameter.type_text}; {default})\n      {parameter.doc}")
         if parameter.name in inner:
             lines += _section_lines(inner[parameter.name], f"{prefix}{parameter.name}.")
-            continue
-        default = "required" if parameter.required else f"default {parameter.default}"
-        lines.append(f"  {prefix}{parameter.name} ({parameter.type_text}; {default})\n      {parameter.doc}")
     return lines
 
 

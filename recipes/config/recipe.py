@@ -308,5 +308,5 @@ def _one_line(error: Exception, where: str = "") -> str:
     key = getattr(error, "full_key", None) or where
     text = " ".join(str(error).split("\n    full_key")[0].split())
     if isinstance(error, GrammarParseError):
-        text += r"; a text that holds ${ is written \${"
+        text += r"; a text that contains ${ is written \${"
     return f"{key}: {text}" if key else text

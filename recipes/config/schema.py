@@ -44,6 +44,10 @@ class Parameter:
     def type_text(self) -> str:
         return type_text(self.annotation)
 
+    @property
+    def allows_null(self) -> bool:
+        return _allows_null(_alternatives(self.annotation))
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -142,10 +146,14 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def subsections(section: type) -> dict[str, type]:
-    """The fields that are fixed sections themselves: key -> dataclass."""
+    """The fields that are sections themselves, those that may be null included: key -> dataclass."""
     namespace = vars(sys.modules[section.__module__])
-    named = {name: namespace.get(ast.unparse(p.annotation)) for name, p in read_section(section).parameters.items()}
-    return {name: inner for name, inner in named.items() if dataclasses.is_dataclass(inner)}
+    found = {}
+    for name, parameter in read_section(section).parameters.items():
+        for option in _alternatives(parameter.annotation):
+            if dataclasses.is_dataclass(inner := namespace.get(ast.unparse(option))):
+                found[name] = inner
+    return found
 
 
 # --- types ---------------------------------------------------------------------------------------------------------
@@ -230,7 +238,7 @@ class Checker:
             if close:
                 self.fail(f"{path}.{close[0]}", f"unknown key of a {group} component; did you mean `name`?")
             else:
-                self.fail(f"{path}.name", f"missing; which {group} is it? {nearest('', builders)}")
+                self.fail(f"{path}.name", f"missing; {nearest('', builders)}")
             return None
         name = value["name"]
         if not isinstance(name, str) or name not in builders:

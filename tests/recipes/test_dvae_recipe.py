@@ -110,4 +110,4 @@ def test_the_published_recipe_says_its_size():
     recipe = load_config(ROOT / "yamls" / "dvae.yaml", [], Recipe, missing := [])
     text = describe_run(recipe, missing)
     assert "model: dvae, 97,616,006 parameters, 97,616,006 of them trained" in text
-    assert "512 samples a step over 1 device (WORLD_SIZE), 512 on each, in 64 microbatches of 8" in text
+    assert "512 samples per step over 1 device (WORLD_SIZE), 512 on each, in 64 microbatches of 8" in text

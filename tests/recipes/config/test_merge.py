@@ -1,4 +1,4 @@
-"""Properties of merging and of the way from a config to YAML and back."""
+"""Properties of merging, and of writing a config as YAML and reading it back."""
 
 import yaml
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Recipes from YAML: every shipped one loads, and everything that is wrong in one is named in a line."""
+"""Recipes from YAML files: all files of yamls/ load, and each mistake is reported in one line."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import pytest
 from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.config import recipe as config_module
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.config.recipe import Recipe, Training, load_config, to_yaml
 from recipes.config.schema import Checker, subsections
 from recipes.config.values import Component, ConfigError
 
@@ -234,7 +234,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
-        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: codebook, "]),
+        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; allowed: codebook, "]),
         (["data.source.path=nowhere"], ["data.source.path: `nowhere` does not exist (looked in "]),
         (["checkpoints.load_path=nowhere.pt"], ["checkpoints.load_path: `nowhere.pt` does not exist (looked in "]),
         (["seed=${nope}"], ["seed: Interpolation key 'nope' not found"]),
@@ -272,7 +272,7 @@ def test_interpolation(small):
         ("a: 1\na: 2", "not readable as YAML: while constructing a mapping"),
         ("\ta: 1", "not readable as YAML: while scanning"),
         ("a: !!python/object/apply:os.getcwd []", "not readable as YAML: could not determine a constructor"),
-        ("a: ${", "not readable as YAML: a: no viable alternative at input '${'; a text that holds ${ is written "),
+        ("a: ${", "not readable as YAML: a: no viable alternative at input '${'; a text that contains ${ is written "),
         ("- 1", "expected keys and values at the top level"),
         ("~: 1", "not readable as YAML: Incompatible key type 'NoneType'"),
         ("\x00", "not readable as YAML: unacceptable character"),
@@ -332,4 +332,5 @@ def test_device_batch(small):
 
 def test_sections_are_found():
     assert list(subsections(Recipe)) == ["training", "checkpoints"]
+    assert list(subsections(Training)) == ["fsdp"]
     assert subsections(EncodeConfig) == {}

@@ -1,4 +1,4 @@
-"""The checker on components of its own: types, nesting, and messages that name the key and the nearest one."""
+"""The checker, on made-up components: types, nesting, and messages with the key and the most similar name."""
 
 import ast
 import textwrap
@@ -235,7 +235,7 @@ def test_components_nest():
     [
         ("plian", "x: got 'plian'; a toy component is written {name: ..., arguments}; did you mean `plain`?"),
         (3, "x: got 3; a toy component is written {name: ..., arguments}; allowed: empty, outer, plain"),
-        ({}, "x.name: missing; which toy is it? allowed: empty, outer, plain"),
+        ({}, "x.name: missing; allowed: empty, outer, plain"),
         ({"nmae": "plain"}, "x.nmae: unknown key of a toy component; did you mean `name`?"),
         ({"name": "plian"}, "x.name: unknown toy 'plian'; did you mean `plain`?"),
         ({"name": None}, "x.name: unknown toy None; allowed: empty, outer, plain"),
