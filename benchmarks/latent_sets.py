@@ -44,7 +44,7 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
     from precompute.output import OutputSet
     from precompute.ranks import Rank
     from recipes.config.build import build
-    from recipes.config.recipe import load
+    from recipes.config.recipe import load_config
 
     (folder / "encoders").mkdir(parents=True)
     write_encoders(encoders.vae, encoders.text, folder / "encoders")
@@ -59,7 +59,7 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
         **encoder_components(folder, gpu),
     }
     (folder / "encode.yaml").write_text(yaml.safe_dump(values))
-    config = load(folder / "encode.yaml", [], EncodeConfig)
+    config = load_config(folder / "encode.yaml", [], EncodeConfig)
     sources = build(config.sources)
     sets = {"train": OutputSet(f"{config.out}/train", sources["train"].shards())}
     run(config, sources, sets, Rank())

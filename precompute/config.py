@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import plain
+from recipes.config.recipe import plain_values
 from recipes.config.schema import Component, ConfigError
 
 # Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
@@ -113,7 +113,7 @@ class EncodeConfig:
         keys = ["filter", "resolutions", "crop", "upscale", "image_encoder", "text_encoder", "seed"]
         if self.kind == "tokens":
             keys.append("crops")
-        values = {key: plain(getattr(self, key)) for key in keys}
+        values = {key: plain_values(getattr(self, key)) for key in keys}
         encoders = [encoder for encoder in (self.image_encoder, self.text_encoder) if encoder is not None]
         values["files"] = {file: digest for encoder in encoders for file, digest in _digests(encoder).items()}
         return values
@@ -157,7 +157,7 @@ class VocabularyConfig:
 
     def request(self) -> dict[str, Any]:
         """Everything that determines the vocabulary."""
-        return {key: plain(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
+        return {key: plain_values(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
 
 
 def _default_filter() -> Component:

@@ -9,7 +9,7 @@ from typing import Any
 from data.manifest import NULL_TEXT
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
-from recipes.config.recipe import plain
+from recipes.config.recipe import plain_values
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
 NORMALISATION = {
@@ -42,7 +42,7 @@ def encoding_options(config: EncodeConfig, images: ImageEncoder, texts: TextEnco
         "resolutions": list(config.resolutions),
         "crop": config.crop,
         "upscale": config.upscale,
-        "filter": plain(config.filter),
+        "filter": plain_values(config.filter),
         "image_weights": images.weights_hash,
         "image_precision": images.precision,
         **own,
@@ -56,7 +56,7 @@ def manifest_fields(
 ) -> dict[str, Any]:
     """The fields of `data.manifest.Manifest` that are not counted from the shards."""
     image_encoder = {
-        "component": plain(config.image_encoder),
+        "component": plain_values(config.image_encoder),
         "id": images.id,
         "weights_hash": images.weights_hash,
         "precision": images.precision,
@@ -65,7 +65,7 @@ def manifest_fields(
     text_encoder = None
     if texts is not None:
         text_encoder = {
-            "component": plain(config.text_encoder),
+            "component": plain_values(config.text_encoder),
             "id": texts.id,
             "weights_hash": texts.weights_hash,
             "precision": texts.precision,
@@ -82,7 +82,7 @@ def manifest_fields(
         "crops": config.crops,
         "upscale": config.upscale,
         "seed": config.seed,
-        "filter": plain(config.filter),
+        "filter": plain_values(config.filter),
         "kind": images.kind,
         "dtype": images.dtype,
         "normalisation": NORMALISATION[images.kind],

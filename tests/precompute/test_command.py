@@ -10,7 +10,7 @@ import pytest
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig
 from precompute.dry_run import image_shape, text_shape
-from recipes.config.recipe import load
+from recipes.config.recipe import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs the script as a program and prints, as the last line, whether torch was imported when it ended.
@@ -75,11 +75,11 @@ def test_a_complete_set_is_skipped_without_torch(encoded, tmp_path):
 
 
 def test_shipped_recipes():
-    config = load(ROOT / "yamls" / "sd2_encode.yaml", [], EncodeConfig, missing=[])
+    config = load_config(ROOT / "yamls" / "sd2_encode.yaml", [], EncodeConfig, missing=[])
     assert config.resolutions == [256, 512] and image_shape(config.image_encoder) == ((4, 8), False)
     assert text_shape(config.text_encoder) == ((77, 1024), True)
     assert config.text_encoder.args["layer"] == "penultimate"
-    config = load(ROOT / "yamls" / "openmoji_encode.yaml", [], EncodeConfig, missing=[])
+    config = load_config(ROOT / "yamls" / "openmoji_encode.yaml", [], EncodeConfig, missing=[])
     assert list(config.sources) == ["train", "val"]
     for name in ("sd2_encode", "openmoji_encode"):
         head = (ROOT / "yamls" / f"{name}.yaml").read_text().partition("\n\n")[0]
@@ -105,5 +105,5 @@ def test_shipped_recipes():
 )
 def test_values_are_checked(recipe, key, value, message):
     with pytest.raises(ValueError) as error:
-        load(recipe(**{key: value}), [], EncodeConfig)
+        load_config(recipe(**{key: value}), [], EncodeConfig)
     assert message in str(error.value)

@@ -16,7 +16,7 @@ from precompute.encode import main
 from precompute.writer import ShardWriter
 from recipes.config.build import encoders_of
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import ConfigError, load
+from recipes.config.recipe import ConfigError, load_config
 from recipes.encoders import base
 from recipes.encoders.dvae import DVAEEncoder, dvae
 from recipes.encoders.vae import KLVae
@@ -274,7 +274,7 @@ def test_too_many_codes(dvae_folder, monkeypatch):
 )
 def test_what_does_not_go_together_is_named(token_recipe, overrides, message):
     with pytest.raises(ConfigError) as error:
-        load(token_recipe(), overrides, EncodeConfig)
+        load_config(token_recipe(), overrides, EncodeConfig)
     assert any(message in line for line in error.value.lines)
 
 

@@ -22,7 +22,7 @@ ARROWS = {
     "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/training", "recipes/algorithms"),
     "recipes/generation": SHARED,
     "recipes/planning": (*SHARED, "recipes/algorithms"),
-    "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks"),
+    "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks", "recipes/planning"),
     "precompute": ("data", "recipes/config", "recipes/encoders"),
     # Entry points.
     "recipes": (

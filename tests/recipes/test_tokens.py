@@ -15,7 +15,7 @@ import torch
 from composer import Callback
 from PIL import Image
 
-from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.composer.trainer import build_trainer
 from recipes.generate import main
 from recipes.generation.exports import find_network, kind_of, load_pipeline
@@ -36,8 +36,8 @@ SMALL = [
     "training.eval_every=7ba",
     "training.device=cpu",
     "checkpoints={every: 6ba, keep: -1}",
-    "callbacks={progress: {name: progress, seconds: 0}, throughput: null, lr: null}",
-    "callbacks.samples={name: token_grid, every: 7ba, guidance: 2.0, prompts: [a dot, a star, a wall], batch: 2}",
+    "callbacks={progress: {name: progress, seconds: 0}, throughput: null, lr_monitor: null}",
+    "callbacks.token_grid={name: token_grid, every: 7ba, guidance: 2.0, prompts: [a dot, a star, a wall], batch: 2}",
     "callbacks.export.every=7ba",
     "loggers={}",
 ]
@@ -64,7 +64,7 @@ def small(token_sets):
             f"evals.val.vocabulary={token_sets}/vocabulary.json",
             f"output={output}",
         ]
-        return load(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths, *overrides], Recipe)
+        return load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths, *overrides], Recipe)
 
     return make
 
@@ -284,7 +284,7 @@ def test_the_published_sizes():
 
     counts = {"12b": 12.3e9, "5b": 5.7e9, "2b": 2.9e9, "1b": 1.3e9}
     for name, count in counts.items():
-        recipe = load(ROOT / "yamls" / f"dalle_{name}.yaml", [], Recipe, [])
+        recipe = load_config(ROOT / "yamls" / f"dalle_{name}.yaml", [], Recipe, [])
         task = build_on_meta(recipe.model)
         assert isinstance(task, Autoregressive)
         assert sum(p.numel() for p in task.parameters()) == pytest.approx(count, rel=0.01)

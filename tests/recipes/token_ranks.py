@@ -20,7 +20,7 @@ from callbacks.plateau import Plateau  # noqa: E402
 from recipes.algorithms.modules.activation_checkpointing import recompute  # noqa: E402
 from recipes.algorithms.powersgd.lever import PowerSGD  # noqa: E402
 from recipes.algorithms.sharding.shard import shard  # noqa: E402
-from recipes.config.recipe import Recipe, load  # noqa: E402
+from recipes.config.recipe import Recipe, load_config  # noqa: E402
 from recipes.engines.composer.trainer import build_trainer  # noqa: E402
 from recipes.models.autoregressive.sampler import Choice, uniforms  # noqa: E402
 from recipes.models.autoregressive.task import Autoregressive  # noqa: E402
@@ -84,7 +84,7 @@ def check_16_bit_training(recipe: str, folder: Path) -> None:
         "algorithms.scaling={name: resblock_grad_scaling}",
         "algorithms.averaging={name: powersgd, rank: 4, overlap: true, clip: 4.0}",
     ]
-    trainer = build_trainer(load(recipe, overrides, Recipe))
+    trainer = build_trainer(load_config(recipe, overrides, Recipe))
     trainer.fit()
     averaging = lever_of(trainer, PowerSGD)
     assert averaging.skipped == 0 and averaging.overlapped is not None
@@ -100,7 +100,7 @@ def check_16_bit_training(recipe: str, folder: Path) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     check_sharding()
-    trainer = build_trainer(load(sys.argv[1], [], Recipe))
+    trainer = build_trainer(load_config(sys.argv[1], [], Recipe))
     trainer.fit()
     schedule = callback_of(trainer, Plateau)
     plateaus = torch.tensor([schedule.rule.plateaus])

@@ -15,7 +15,7 @@ from composer import Callback  # noqa: E402
 from composer.utils import dist  # noqa: E402
 
 from callbacks.throughput import Throughput  # noqa: E402
-from recipes.config.recipe import Recipe, load  # noqa: E402
+from recipes.config.recipe import Recipe, load_config  # noqa: E402
 from recipes.engines.composer.trainer import build_trainer  # noqa: E402
 from tests.recipes.engines.composer.inside import callback_of  # noqa: E402
 
@@ -55,7 +55,7 @@ class Watch(Callback):
 
 
 def main():
-    trainer = build_trainer(load(sys.argv[1], [], Recipe))
+    trainer = build_trainer(load_config(sys.argv[1], [], Recipe))
     initial = [p.detach().clone() for p in trainer.state.model.parameters()]
     watch = Watch()
     trainer.state.callbacks.append(watch)

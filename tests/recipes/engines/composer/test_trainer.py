@@ -12,7 +12,7 @@ import torch
 from composer import Callback
 from PIL import Image
 
-from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
 from recipes.engines.composer.run import clock_of
 from recipes.engines.composer.trainer import build_trainer
@@ -67,7 +67,7 @@ def test_the_resolved_config_is_saved_and_loads_back(exported):
     recipe, _ = exported
     text = Path(recipe.output, "config.yaml").read_text()
     assert text == to_yaml(recipe)
-    assert load(Path(recipe.output, "config.yaml"), [], Recipe) == recipe
+    assert load_config(Path(recipe.output, "config.yaml"), [], Recipe) == recipe
 
 
 def test_validation_figures(exported):

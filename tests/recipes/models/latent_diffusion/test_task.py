@@ -8,7 +8,7 @@ import torch
 from diffusers import DDIMScheduler, UNet2DConditionModel
 
 from recipes.config.build import build_on_meta
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
 
@@ -164,7 +164,7 @@ def test_widths_that_do_not_fit(changes, message):
 
 
 def test_the_network_of_stable_diffusion_2():
-    recipe = load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
+    recipe = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     task = build_on_meta(recipe.model)
     network = task.denoiser.network
     assert sum(p.numel() for p in task.parameters()) == 865_910_724
