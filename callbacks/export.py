@@ -132,6 +132,7 @@ def export(
         else:
             with nullcontext() if average is None else average():
                 task.export(partial)
+        record = {**record, **task.export_record()}
         if loading.manifest is not None:
             loading.manifest.write(partial)
             if loading.null_text is not None:

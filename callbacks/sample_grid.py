@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from composer import Callback, Event, Logger, State
@@ -19,7 +19,7 @@ from data.image_grid import picture_grid, save_png, to_uint8
 from data.loading import Loading
 from recipes.algorithms.averaging.scheduled_ema import averaged
 from recipes.algorithms.sharding.shard import is_sharded
-from recipes.models.latent_diffusion.samplers import initial_noise, make_scheduler, sample
+from recipes.models.latent_diffusion.objective import seeded_noise
 from recipes.models.latent_diffusion.task import LatentDiffusion
 
 
@@ -114,7 +114,7 @@ class SampleGrid(PromptGrid):
         seed: int = 0,
         steps: int = 25,
         guidance: float = 5.0,
-        sampler: Literal["ddim", "dpm++"] = "dpm++",
+        sampler: str | None = None,
         columns: int | None = None,
         batch: int = 16,
     ) -> None:
@@ -126,7 +126,7 @@ class SampleGrid(PromptGrid):
             seed: the i-th picture's noise is drawn from seed + i.
             steps: network evaluations a picture.
             guidance: classifier-free guidance; 1 for none.
-            sampler: which solver.
+            sampler: one of the objective's samplers, such as dpm++ or ddim; null: its default.
             columns: pictures a row; null: nearest to a square.
             batch: pictures sampled at once.
         """
@@ -136,7 +136,7 @@ class SampleGrid(PromptGrid):
         self.seed = seed
         self.steps = steps
         self.guidance = guidance
-        self.sampler = sampler
+        self.sampler = task.objective.check_sampler(sampler)
         self.batch = batch
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
@@ -148,21 +148,20 @@ class SampleGrid(PromptGrid):
         """Latents; see `PromptGrid.draw`."""
         device = next(self.task.parameters()).device
         shape = self.loading.manifest.latent_shape(self.loading.resolution)
-        noise = initial_noise([self.seed + i for i in range(len(self.prompts))], shape)
+        noise = seeded_noise([self.seed + i for i in range(len(self.prompts))], shape)
         null_text = self.loading.null_text.to(device, torch.float32)
-        scheduler_config = self.task.scheduler_config()
         latents = []
         for start in range(0, len(self.prompts), self.batch):
             part = slice(start, start + self.batch)
             latents.append(
-                sample(
+                self.task.objective.sample(
                     self.task.denoise,
-                    make_scheduler(self.sampler, scheduler_config),
                     noise[part].to(device),
                     self.text[part].to(device, torch.float32),
                     null_text,
                     self.steps,
                     self.guidance,
+                    sampler=self.sampler,
                 )
             )
         return latents
