@@ -141,6 +141,7 @@ def export(
         else:
             with nullcontext() if average is None else average():
                 task.export(new)
+        record = {**record, **task.export_record()}
         if loading.manifest is not None:
             loading.manifest.write(new)
             if loading.null_text is not None:

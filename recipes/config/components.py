@@ -14,6 +14,10 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "denoiser": {
         "unet": "recipes.models.latent_diffusion.unet:unet",
     },
+    "objective": {
+        "ddpm": "recipes.models.latent_diffusion.ddpm:DDPM",
+        "rectified_flow": "recipes.models.latent_diffusion.rectified_flow:RectifiedFlow",
+    },
     "data": {
         "latents": "data.latents:latents",
         "tokens": "data.tokens:tokens",

@@ -246,8 +246,19 @@ class Checker:
             return None
         args = {key: item for key, item in value.items() if key != "name"}
         parameters = read_signature(builders[name]).parameters
-        checked = self._keys(parameters, args, path, f" of {group} `{name}`", {}, {})
+        checked = self._keys(parameters, args, path, f" of {group} `{name}`", {}, self._nested_keys(parameters))
         return None if checked is None else Component(group, name, checked, builders[name], path)
+
+    def _nested_keys(self, parameters: Mapping[str, Parameter]) -> dict[str, str]:
+        """Keys of the components that a component holds: `prediction` -> `objective.prediction`."""
+        groups = {name: re.fullmatch(r"(\w+) component", p.type_text) for name, p in parameters.items()}
+        return {
+            key: f"{name}.{key}"
+            for name, match in groups.items()
+            if match
+            for target in self.components[match[1]].values()
+            for key in read_signature(target).parameters
+        }
 
     def _keys(
         self,

@@ -51,6 +51,9 @@ LIGHT = (
     "recipes/config/schema.py",
     "recipes/config/values.py",
     "recipes/generation/exports.py",
+    "recipes/models/autoregressive/family.py",
+    "recipes/models/family.py",
+    "recipes/models/latent_diffusion/family.py",
     "recipes/train.py",
 )
 HEAVY = {"torch", "composer", "diffusers", "streaming", "numpy", "open_clip", "transformers", "PIL"}

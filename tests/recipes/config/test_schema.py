@@ -210,7 +210,7 @@ def test_a_missing_key_is_named_with_its_type():
 def test_all_errors_are_reported_at_once():
     errors = check(name="outer", count=1, inner={"name": "plain", "count": "a", "shear": 1}, several=[{"name": "x"}])[1]
     assert errors == [
-        "x.count: unknown key of toy `outer`; allowed: inner, labelled, maybe, several",
+        "x.count: unknown key of toy `outer`; did you mean `x.inner.count`?",
         "x.inner.count: expected int, got 'a'",
         "x.inner.shear: unknown key of toy `plain`; did you mean `share`?",
         "x.several.0.name: unknown toy 'x'; allowed: empty, outer, plain",

@@ -39,7 +39,7 @@ class FixedNoise(LatentDiffusion):
     """Noise and timesteps come with the batch, so that any number of ranks sees the same."""
 
     def forward(self, batch):
-        losses = self.loss(
+        losses = self.objective(
             lambda x, t: self.denoiser(x, t, batch["text"]), batch["latents"], batch["noise"], batch["timesteps"]
         )
         return {"total": losses.mean()}

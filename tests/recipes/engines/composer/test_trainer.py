@@ -116,7 +116,7 @@ def test_only_weights_can_be_taken(exported, small_recipe, tmp_path):
 def test_it_learns_and_every_set_is_validated(small_recipe, latent_sets, tmp_path, capsys):
     seen = f"{{name: latents, streams: {{s: {{name: local, path: {latent_sets}/train}}}}, resolution: 16, workers: 0}}"
     changes = ["training.duration=60ba", "training.eval_every=30ba", "checkpoints.save=false", f"evals.seen={seen}"]
-    trainer = build_trainer(small_recipe(tmp_path, *changes, "model.prediction=v_prediction"))
+    trainer = build_trainer(small_recipe(tmp_path, *changes, "model.objective.prediction=v_prediction"))
     trainer.eval()
     before = {label: float(metrics["loss"].compute()) for label, metrics in trainer.state.eval_metrics.items()}
     capsys.readouterr()
