@@ -15,7 +15,7 @@ RUN pip install --no-cache-dir --no-compile --no-deps "$(grep '^uv==' "/tmp/lock
     && uv pip install --system --no-cache --compile-bytecode --no-deps -r "/tmp/locks/$LOCK"
 
 WORKDIR /precompose
-COPY LICENSE ./
+COPY LICENSE NOTICE ./
 COPY recipes ./recipes
 COPY callbacks ./callbacks
 COPY data ./data

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("requirements.lock", "requirements-torch211.lock")
 TARGETS = ["install", "test", "lint", "quickstart", "quickstart-tokens", "docs", "lock", "clean", "distclean"]
 MIB = 2**20
+BY_SA = "https://creativecommons.org/licenses/by-sa/4.0/"
 
 
 def normalise(name: str) -> str:
@@ -173,6 +174,22 @@ def test_licence_is_apache_2():
     assert digest == "283ea6cc2997a1a70da0049e09adf9317bb60ca1b51279b65196b83a69e1996b"
     with open(ROOT / "pyproject.toml", "rb") as file:
         assert tomllib.load(file)["project"]["license"] == "Apache-2.0"
+
+
+def test_notice_names_the_copyright_holder_and_openmoji():
+    text = (ROOT / "NOTICE").read_text()
+    assert re.search(r"^Copyright \d{4} The Precompose authors$", text, re.MULTILINE)
+    for words in ("OpenMoji", "https://openmoji.org", "CC BY-SA 4.0", BY_SA):
+        assert words in text
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        assert tomllib.load(file)["project"]["license-files"] == ["LICENSE", "NOTICE"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/dalle.md"])
+def test_samples_are_shown_with_openmojis_attribution(page):
+    text = (ROOT / page).read_text()
+    assert "samples.png)" in text
+    assert "(https://openmoji.org)" in text and f"[CC BY-SA 4.0]({BY_SA})" in text
 
 
 def test_no_file_is_large(files):
