@@ -31,18 +31,18 @@ TABLE_LINE = re.compile(r'^# recipes/config/components\.py, group "(\w+)"\n')
 LAUNCHERS = {"python", "python3", "composer", "torchrun"}
 PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 YAMLS = sorted((ROOT / "yamls").glob("*.yaml"))
-# Documented commands of other programs: nothing to check but that they are meant.
+# Other programs that the docs may name; only the name is checked.
 OTHERS = {"git", "cd", "docker", "tensorboard", "ls", "nvidia-smi", "pytest", "aws", "curl", "export", "hadolint"}
 
 
 def blocks(text, languages):
-    """The contents of a page's code blocks in some languages."""
+    """The contents of a page's code blocks in the given languages."""
     found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
     return [re.sub(rf"^{indent}", "", body, flags=re.MULTILINE) for indent, name, body in found if name in languages]
 
 
 def commands(text):
-    """The commands of shell text, as words; comments, prompts and line continuations are taken away."""
+    """The commands of shell text, each split into words, without comments, prompts and line continuations."""
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"\s(?:&&|\|\||\||;)\s", line.strip().removeprefix("$ ")):
             words = shlex.split(part, comments=True)
@@ -81,7 +81,7 @@ def problem(words):
 
 
 def yaml_problem(cls, arguments):
-    """What a config says of its arguments."""
+    """The error of a command line for the config `cls`, or None."""
     if arguments == ["--help"]:
         return None
     try:
