@@ -192,11 +192,10 @@ def test_extending_lists_every_object_that_builders_ask_for():
     start = next(i for i, row in enumerate(table) if row[0] == "group")
     rows = table[start + 2 : next(i for i, row in enumerate(table) if row[0] == "all others")]
     # An object is named at the start of its entry; other code in the text explains it.
-    documented = {
-        group: set(re.findall(r"(?:^|; )`(\w+)`", objects))
-        for groups, objects in rows
-        for group in re.findall(r"`(\w+)`", groups)
-    }
+    documented: dict[str, set[str]] = {}
+    for groups, objects in rows:
+        for group in re.findall(r"`(\w+)`", groups):
+            documented.setdefault(group, set()).update(re.findall(r"(?:^|; )`(\w+)`", objects))
     assert documented.keys() <= COMPONENTS.keys()
     missing = {
         f"{group} {name}": wanted
