@@ -83,6 +83,8 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 COMPOSER := $(BIN)/composer $(if $(GPU),,-n 1)
 SAMPLES := runs/openmoji_diffusion/samples.png
 TOKEN_SAMPLES := runs/openmoji_dalle/samples.png
+# ENGINE=lightning trains with Lightning; without it the recipes' own engine does.
+ENGINE ?=
 
 # $(call train,STAGE,TITLE,RECIPE) trains, unless the export of the recipe is complete (done.json is written last).
 define train
@@ -90,11 +92,11 @@ define train
 	if [ -f runs/$(3)/export/done.json ]; then \
 	    echo "already complete: runs/$(3)/export; delete it to run again"; \
 	else \
-	    $(COMPOSER) recipes/train.py yamls/$(3).yaml; \
+	    $(COMPOSER) recipes/train.py yamls/$(3).yaml $(if $(ENGINE),training.engine=$(ENGINE)); \
 	fi
 endef
 
-quickstart: install  ## OpenMoji from nothing to samples: data, VAE, text encoder, latents, diffusion model
+quickstart: install  ## OpenMoji from nothing to samples: VAE, text encoder, latents, diffusion model; ENGINE=lightning
 	@echo "== 1/6 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
 	$(call train,2/6,train the VAE,openmoji_vae)
 	$(call train,3/6,train the text encoder,openmoji_text)
