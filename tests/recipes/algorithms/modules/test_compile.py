@@ -191,13 +191,13 @@ def test_errors(monkeypatch):
     monkeypatch.setattr(compile_module, "has_triton", lambda: False)
     assert "Triton" in why_no_compiler(on_gpu=True)
     monkeypatch.setattr(compile_module, "why_no_compiler", lambda on_gpu: "no C++ compiler")
-    with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler; or remove the algorithm"):
+    with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler; or remove the lever"):
         train(Compile(None))
 
 
 def test_graphs_of_shards_are_refused(monkeypatch):
     monkeypatch.setattr(compile_module, "is_sharded", lambda task: True)
-    with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must stay"):
+    with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must keep"):
         train(Compile(None, mode="reduce-overhead", backend="aot_eager"))
 
 
