@@ -153,6 +153,10 @@ class Autoregressive(Task):
         (folder / CONFIG).write_text(json.dumps(self.sizes, indent=2) + "\n", encoding="utf-8")
         save_file(self.network.state_dict(), folder / WEIGHTS)
 
+    def export_record(self) -> dict[str, Any]:
+        """See `Task.export_record`."""
+        return {"family": "autoregressive", "network": FOLDER}
+
     def load_export(self, folder: Path) -> None:
         """Take the weights of an exported folder, strictly.
 

@@ -12,6 +12,7 @@ from callbacks.export import export
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.generation.exports import find_export, find_network, load_pipeline
 from recipes.models.kl_autoencoder.task import KLAutoencoder
+from recipes.models.latent_diffusion.ddpm import DDPM
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
 from tests.recipes.algorithms.composer_levers import lever_in
@@ -34,7 +35,8 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
 
     net = unet(channels=[8, 8], attention=[False, True], heads=[1, 1], text_width=8, blocks=1, norm_groups=4)
     folder = tmp_path / "diffusion"
-    raw = export_of(LatentDiffusion(denoiser=net), folder, lambda task: task.denoiser.network.conv_in.bias)
+    diffusion = LatentDiffusion(denoiser=net, objective=DDPM())
+    raw = export_of(diffusion, folder, lambda task: task.denoiser.network.conv_in.bias)
     for subfolder, shift in (("unet", 0), ("unet_ema", 1)):
         read = UNet2DConditionModel.from_pretrained(str(folder), subfolder=subfolder, low_cpu_mem_usage=False)
         assert torch.equal(read.conv_in.bias, raw + shift)
@@ -46,7 +48,7 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
     vae.load_export(tmp_path / "vae")
     assert torch.equal(vae.network.decoder.conv_in.bias, raw + 1)
 
-    export(LatentDiffusion(denoiser=net), SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
+    export(diffusion, SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
     assert find_network(tmp_path / "plain", None) == tmp_path / "plain" / "unet"
     with pytest.raises(FileNotFoundError, match="--weights ema"):
         find_network(tmp_path / "plain", "ema")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.shard import shard, whole_weights
 from recipes.config.build import build
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.models.latent_diffusion.task import LatentDiffusion
 
 # What every recipe of the launch has.
@@ -39,7 +39,7 @@ class FixedNoise(LatentDiffusion):
     """Noise and timesteps come with the batch, so that any number of ranks sees the same."""
 
     def forward(self, batch):
-        losses = self.loss(
+        losses = self.objective(
             lambda x, t: self.denoiser(x, t, batch["text"]), batch["latents"], batch["noise"], batch["timesteps"]
         )
         return {"total": losses.mean()}
@@ -80,7 +80,7 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
 
     In 64 bits: with one channel per group, 32 bits are off by 1e-3 in some gradients, whatever the number of ranks.
     """
-    recipe = load(recipe_file, [], Recipe)
+    recipe = load_config(recipe_file, [], Recipe)
     whole = make_task(recipe).double()
     batch = make_batch(whole, torch.float64)
     loss = whole(batch)["total"]
@@ -124,7 +124,7 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
 def check_low_precision(recipe_file: str, folder: Path) -> None:
     """bf16 parameters, 32-bit norms, shards and gradients; no further from 32 bits than autocast without shards."""
     # More than one channel per group: otherwise 16 bits are too few for these gradients, sharded or not.
-    recipe = load(recipe_file, ["model.denoiser.norm_groups=8"], Recipe)
+    recipe = load_config(recipe_file, ["model.denoiser.norm_groups=8"], Recipe)
     whole = make_task(recipe)
     batch = make_batch(whole)
     whole(batch)["total"].backward()
@@ -197,7 +197,7 @@ def checkpoint(run: Path, kind: str) -> Path:
 def fit(recipe_file: str, overrides: list[str]) -> dict[str, torch.Tensor]:
     from recipes.engines.composer.trainer import build_trainer
 
-    trainer = build_trainer(load(recipe_file, overrides, Recipe))
+    trainer = build_trainer(load_config(recipe_file, overrides, Recipe))
     trainer.fit()
     weights = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
