@@ -259,7 +259,7 @@ def test_the_examples_of_extending_pass_their_tests(extended, tmp_path, monkeypa
 def test_the_examples_of_extending_are_accepted_by_the_config_and_the_linter(extended):
     root, files = extended
     code = (
-        "import sys; from recipes.config.recipe import Recipe, load; from precompute.config import EncodeConfig;"
+        "import sys; from recipes.config.recipe import Recipe, load_config; from precompute.config import EncodeConfig;"
         "[load_config(f, [], EncodeConfig if f.endswith('_encode.yaml') else Recipe, []) for f in sys.argv[1:]]"
     )
     yamls = [str(file) for file in files if file.suffix == ".yaml"]
