@@ -15,7 +15,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.models.dvae.network import Encoder as CodeEncoder
+from recipes.models.dvae.network import CodeEncoder
 
 # Letters: B batch, C D channels, H W grid, T timestep embedding. Pictures are channels_last: in memory (B, H, W, C).
 
