@@ -117,6 +117,6 @@ def test_blocks_are_attention_and_mlp_in_turn():
     assert [type(block.branch).__name__ for block in blocks] == ["CausalAttention", "MLP"] * 4
 
 
-def test_weights_that_are_no_share():
+def test_a_weight_out_of_range():
     with pytest.raises(ValueError, match="image_weight"):
         small(image_weight=1.5)

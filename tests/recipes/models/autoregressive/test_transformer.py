@@ -258,5 +258,5 @@ def test_flops():
 
 @pytest.mark.parametrize("changes", [{"heads": 3}, {"layers": 0}])
 def test_sizes_that_do_not_divide(changes):
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="multiple of the number of heads"):
         small(**{"layers": 2, **changes})
