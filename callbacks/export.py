@@ -14,6 +14,7 @@ import numpy as np
 from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.bpe import copy_vocabulary
+from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.files import atomic_folder, write_json
 from data.loading import Loading
 from data.log import log
@@ -81,6 +82,14 @@ class Export(PeriodicCallback):
         if complete:
             log.info(f"weights: {self.folder}")
 
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The weights that it writes, see `data.cost`."""
+        size = FLOAT * plan.parameters
+        both = plan.averaged and plan.task.exports_average_beside
+        what = f"{size_text(size)} of weights" + (f", {size_text(2 * size)} with the averaged ones" if both else "")
+        return Cost(files=Files(args["every"], what, f"{plan.output}/export"))
+
     def _gathered(
         self, average: Callable[[], AbstractContextManager] | None
     ) -> tuple[Task, Callable[[], AbstractContextManager] | None]:
@@ -132,6 +141,7 @@ def export(
         else:
             with nullcontext() if average is None else average():
                 task.export(new)
+        record = {**record, **task.export_record()}
         if loading.manifest is not None:
             loading.manifest.write(new)
             if loading.null_text is not None:

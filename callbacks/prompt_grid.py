@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from callbacks.averaged import averaged
+from data.cost import Cost, Files, Plan, count_text
 from data.image_grid import picture_grid, save_png, to_uint8
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -57,6 +58,12 @@ class PromptGrid(PeriodicCallback, ABC):
         self.columns = columns
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The grids that it writes, see `data.cost`."""
+        what = f"a grid of {count_text(len(args['prompts']), 'image')}"
+        return Cost(files=Files(args["every"], what, f"{plan.output}/samples"))
 
     @abstractmethod
     def prepare(self) -> tuple[Any, torch.Tensor]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.cost import Cost, Files, Plan
 from data.image_grid import picture_grid, save_png, to_uint8
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
@@ -55,6 +57,11 @@ class Reconstructions(PeriodicCallback):
     def before_forward(self, run: Run) -> None:
         if self.originals is None:  # the same images in every grid, so that grids can be compared
             self.originals = run.batch["image"][: self.pictures].clone()
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The grids that it writes, see `data.cost`."""
+        return Cost(files=Files(args["every"], "a grid of images", f"{plan.output}/reconstructions"))
 
     @torch.no_grad()
     def act(self, run: Run) -> None:

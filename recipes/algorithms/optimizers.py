@@ -6,13 +6,22 @@ Parameters before `*` are handed over by `recipes.config.build` by their name; t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from data.cost import FLOAT, Cost, Plan, with_cost
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
 
+def adamw_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """Two 32-bit moments of each trained parameter, see `data.cost`."""
+    size = 2 * FLOAT * plan.trained
+    return Cost(device_bytes=size / plan.shards, checkpoint_bytes=size, note="two moments in fp32")
+
+
+@with_cost(adamw_cost)
 def adamw(
     parameters: Iterable[torch.nn.Parameter],
     *,
@@ -29,11 +38,20 @@ def adamw(
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        fused: one kernel for all parameters, on GPUs and CPUs, sharded or not; steps are the same to 32-bit rounding.
+        fused: update all parameters in one kernel, on GPUs and CPUs, sharded or not; equal up to 32-bit rounding.
     """
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
 
+def adam16_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """Two moments of each trained parameter, in 16 bits for the blocks' matrices; see `data.cost`."""
+    low = sum(p.numel() for matrices in block_matrices(plan.task, "adam16") for p in matrices)
+    size = 2 * (2 * low + FLOAT * (plan.trained - low))
+    note = "two moments in fp32 (in 16 bits for the blocks' matrices)"
+    return Cost(device_bytes=size / plan.shards, checkpoint_bytes=size, note=note)
+
+
+@with_cost(adam16_cost)
 def adam16(
     parameters: Iterable[torch.nn.Parameter],
     task: torch.nn.Module,
@@ -47,15 +65,15 @@ def adam16(
 ) -> torch.optim.Optimizer:
     """AdamW with 16-bit moments (1-6-9 and 0-6-10) for the matrices of the model's blocks (Ramesh et al. 2021).
 
-    Gains, biases, embeddings and unembeddings keep moments in 32-bit. The model says which modules are its blocks.
+    Gains, biases, embeddings and unembeddings keep 32-bit moments. The blocks are those of `Task.blocks`.
 
     Args:
         lr: learning rate that the schedule multiplies.
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        variance_clip: largest running variance, of gradients as the optimizer gets them; null: none.
-        compiled: one kernel for all tensors on a GPU; on a CPU one a tensor, compiled at the first step.
+        variance_clip: upper bound of the running variance of the gradients that the optimizer gets; null: none.
+        compiled: update all tensors in one kernel on a GPU; on a CPU one kernel per tensor, compiled at the first step.
     """
     inside = {id(p) for matrices in block_matrices(task, "adam16") for p in matrices}
     trained = list(parameters)

@@ -49,7 +49,7 @@ def cannot_load(key: str, name: str, error: Exception) -> ValueError:
     return ValueError(f"{key}: {name} cannot be loaded: {reason[:300]}")
 
 
-class Encoder:
+class FrozenEncoder:
     """A frozen network on one device in one precision, with an fp32 copy on demand.
 
     Attributes:
@@ -121,7 +121,7 @@ class Stored:
     Attributes:
         arrays: (B, ...) by the name of the column, without the resolution.
         finite: bool (B,): every value that the encoder gave is finite, in the format that it is stored in.
-        sums: float64 (B, 3, C), see `precompute.writer.Encoded`; None where there are no statistics.
+        sums: float64 (B, 3, C), see `precompute.writer.EncodedSample`; None where there are no statistics.
     """
 
     arrays: dict[str, Tensor]
@@ -129,7 +129,7 @@ class Stored:
     sums: Tensor | None = None
 
 
-class ImageEncoder(Encoder, ABC):
+class ImageEncoder(FrozenEncoder, ABC):
     """Pictures to what is stored of them.
 
     Attributes:
@@ -237,7 +237,7 @@ def channels_first(pixels: Tensor, crop: int) -> Tensor:
     return pixels[:, crop].permute(0, 3, 1, 2)
 
 
-class TextEncoder(Encoder, ABC):
+class TextEncoder(FrozenEncoder, ABC):
     """Captions to one vector per token.
 
     Attributes:

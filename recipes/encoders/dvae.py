@@ -54,7 +54,7 @@ class DVAEEncoder(TokenEncoder):
             raise ValueError(f"image_encoder.path: {id} has {self.codes} codes, 65,536 fit into the stored format")
 
     def to(self, device: str | torch.device) -> Self:
-        """As `Encoder.to`, but the convolution that makes the logits keeps its weights in 32-bit, as in training."""
+        """As `FrozenEncoder.to`, but the convolution of the logits keeps its weights in float32, as in training."""
         super().to(device)
         self._output().float().load_state_dict(self._head)
         return self

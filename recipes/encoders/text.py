@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from data.aliases import InputPath
 from recipes.encoders.base import ModelPath, Precision, TextEncoder, cannot_load
 
-LOCAL = "local-dir:"
+LOCAL_PREFIX = "local-dir:"
 
 
 def open_clip_text(
@@ -39,9 +39,9 @@ def open_clip_text(
     import open_clip
 
     if path is not None:
-        model = LOCAL + str(Path(path).expanduser())
+        model = LOCAL_PREFIX + str(Path(path).expanduser())
     _check_names(open_clip, model, pretrained, "text_encoder")
-    id = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
+    id = model.removeprefix(LOCAL_PREFIX) if pretrained is None else f"{model}/{pretrained}"
 
     def load() -> nn.Module:
         return Tower(load_open_clip(model, pretrained, "text_encoder"), id)
@@ -68,16 +68,16 @@ def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
         # No towers' own weights: a config from somewhere must not make open_clip fetch other models.
         return open_clip.create_model(model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False)
     except (OSError, RuntimeError) as error:  # no network; weights of other shapes than the config
-        name = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
+        name = model.removeprefix(LOCAL_PREFIX) if pretrained is None else f"{model}/{pretrained}"
         raise cannot_load(key, name, error) from error
 
 
 def _check_names(open_clip: Any, model: str, pretrained: str | None, key: str) -> None:
-    if model.startswith(LOCAL):
+    if model.startswith(LOCAL_PREFIX):
         if pretrained is not None:
             raise ValueError(f"{key}.pretrained: a local folder has its own weights; remove the key")
         for name in ("open_clip_config.json", "open_clip_model.safetensors"):
-            file = Path(model.removeprefix(LOCAL)) / name
+            file = Path(model.removeprefix(LOCAL_PREFIX)) / name
             if not file.is_file():
                 raise FileNotFoundError(f"{key}.path: no file {file}: name a folder in open_clip's format")
         return

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.encoders.text import LOCAL, load_open_clip
+from recipes.encoders.text import LOCAL_PREFIX, load_open_clip
 
 
 class Reranker:
@@ -31,7 +31,7 @@ class Reranker:
         folder = Path(name).expanduser()
         model, _, tag = name.partition("/")
         known = model in open_clip.list_models() and tag and not folder.exists()
-        model, tag = (model, tag) if known else (f"{LOCAL}{folder}", None)
+        model, tag = (model, tag) if known else (f"{LOCAL_PREFIX}{folder}", None)
         self.network: Any = load_open_clip(model, tag, "rerank").to(device).eval()
         self.tokenize = open_clip.get_tokenizer(model)
         self.device = device

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recipes.models.autoregressive.masks import Kind, Layout, dense_mask, near, reach, visible
+from recipes.models.autoregressive.masks import Kind, TokenLayout, dense_mask, near, reach, visible
 from recipes.models.autoregressive.sparse_attention import Attend, attend_in_two
 
 # Letters: C captions, n sequences a caption (C * n = B), H heads, D head width, T text positions.
@@ -24,7 +24,7 @@ class LayerCache(Attend):
         repeat: n; the sequences of a caption share the text's keys, and what of the image was given.
     """
 
-    def __init__(self, kind: Kind, layout: Layout, repeat: int) -> None:
+    def __init__(self, kind: Kind, layout: TokenLayout, repeat: int) -> None:
         self.kind = kind
         self.layout = layout
         self.repeat = repeat
@@ -91,7 +91,7 @@ class Caches:
         image: image tokens that they have seen.
     """
 
-    def __init__(self, kinds: list[Kind], layout: Layout, repeat: int) -> None:
+    def __init__(self, kinds: list[Kind], layout: TokenLayout, repeat: int) -> None:
         self.layers = [LayerCache(kind, layout, repeat) for kind in kinds]
         self.image = 0
 

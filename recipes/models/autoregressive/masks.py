@@ -21,7 +21,7 @@ Visible = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """The positions of a sequence.
 
     Attributes:
@@ -59,14 +59,14 @@ def layer_kinds(layers: int) -> list[Kind]:
     return [*kinds, "convolution"]
 
 
-def reach(kind: Kind, layout: Layout) -> int:
+def reach(kind: Kind, layout: TokenLayout) -> int:
     """How many image tokens before itself an image token may look back, at most."""
     half = layout.kernel // 2
     longest = {"row": layout.side, "column": layout.image - 1, "convolution": half * layout.side + half}
     return min(longest[kind], layout.image - 1)
 
 
-def near(kind: Kind, layout: Layout, distance: Tensor) -> Tensor:
+def near(kind: Kind, layout: TokenLayout, distance: Tensor) -> Tensor:
     """Whether an image token sees the one so many places before it in raster order.
 
     Args:
@@ -88,7 +88,7 @@ def near(kind: Kind, layout: Layout, distance: Tensor) -> Tensor:
     return distance + half - up * side < layout.kernel
 
 
-def visible(kind: Kind, layout: Layout) -> Visible:
+def visible(kind: Kind, layout: TokenLayout) -> Visible:
     """(query positions, key positions) -> whether the query sees the key, in raster order.
 
     Text sees the text before it and itself; the image sees all text, and of the image what its mask says.
@@ -101,7 +101,7 @@ def visible(kind: Kind, layout: Layout) -> Visible:
     return sees
 
 
-def visible_by_columns(layout: Layout) -> Visible:
+def visible_by_columns(layout: TokenLayout) -> Visible:
     """The column mask where the image's positions run down the columns of the grid, one column after the other.
 
     So each token sees a dense run of tokens before it, which block-sparse kernels want.
@@ -120,6 +120,6 @@ def dense_mask(sees: Visible, length: int, device: torch.device | None = None) -
     return sees(positions[:, None], positions[None, :])
 
 
-def visible_pairs(kind: Kind, layout: Layout) -> int:
+def visible_pairs(kind: Kind, layout: TokenLayout) -> int:
     """Pairs of a query and a key that a mask shows."""
     return int(dense_mask(visible(kind, layout), layout.length, torch.device("cpu")).sum())

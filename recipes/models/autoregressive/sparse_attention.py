@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from recipes.models.autoregressive.masks import Kind, Layout, dense_mask, near, visible, visible_by_columns
+from recipes.models.autoregressive.masks import Kind, TokenLayout, dense_mask, near, visible, visible_by_columns
 
 Implementation = Literal["auto", "flex", "local", "masked"]
 
@@ -40,7 +40,7 @@ class Attend(ABC):
 class ByColumns(Attend):
     """Attention that takes the image down its columns, where what a column layer sees lies side by side."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TokenLayout) -> None:
         self.layout = layout
 
     def enter(self, x: Tensor) -> Tensor:
@@ -53,20 +53,20 @@ class ByColumns(Attend):
 class MaskedAttend(Attend):
     """PyTorch's scaled_dot_product_attention over all keys, with a dense mask."""
 
-    def __init__(self, kind: Kind, layout: Layout, device: torch.device) -> None:
+    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device) -> None:
         self.mask = dense_mask(visible(kind, layout), layout.length, device)  # (S, S)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
 
-def flex_attend(kind: Kind, layout: Layout, device: torch.device, compiled: bool = True) -> Attend:
+def flex_attend(kind: Kind, layout: TokenLayout, device: torch.device, compiled: bool = True) -> Attend:
     """FlexAttention: only blocks of 128 x 128 that hold a visible pair are computed. For a GPU."""
     return _FlexColumns(layout, device, compiled) if kind == "column" else _FlexRaster(kind, layout, device, compiled)
 
 
 class _FlexRaster(Attend):
-    def __init__(self, kind: Kind, layout: Layout, device: torch.device, compiled: bool) -> None:
+    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device, compiled: bool) -> None:
         self.blocks = block_mask(visible(kind, layout), layout.length, device)
         self.compiled = compiled
 
@@ -75,7 +75,7 @@ class _FlexRaster(Attend):
 
 
 class _FlexColumns(ByColumns):
-    def __init__(self, layout: Layout, device: torch.device, compiled: bool) -> None:
+    def __init__(self, layout: TokenLayout, device: torch.device, compiled: bool) -> None:
         super().__init__(layout)
         self.blocks = block_mask(visible_by_columns(layout), layout.length, device)
         self.compiled = compiled
@@ -84,7 +84,7 @@ class _FlexColumns(ByColumns):
         return _flex(self.compiled)(q, k, v, block_mask=self.blocks)
 
 
-def block_mask(sees: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device):  # noqa: ANN201
+def block_mask(sees: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device) -> BlockMask:
     """FlexAttention's BlockMask of a mask, the same for every sample and head."""
     return create_block_mask(lambda b, h, query, key: sees(query, key), None, None, length, length, device=str(device))
 
@@ -94,7 +94,7 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
-def local_attend(kind: Kind, layout: Layout, device: torch.device) -> Attend:
+def local_attend(kind: Kind, layout: TokenLayout, device: torch.device) -> Attend:
     """Plain matrix products over the text and the few grid rows, or the one column, that a token may see.
 
     Scores are (N, T + keys) instead of (S, S): with 256 text positions and a grid of 32, a quarter of the work for row
@@ -106,7 +106,7 @@ def local_attend(kind: Kind, layout: Layout, device: torch.device) -> Attend:
 class LocalColumns(ByColumns):
     """The column mask: each column of the grid attends to the text and to itself."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: TokenLayout, device: torch.device) -> None:
         super().__init__(layout)
         self.mask = torch.ones(layout.side, layout.side, dtype=torch.bool, device=device).tril()  # (R, R)
 
@@ -122,7 +122,7 @@ class LocalColumns(ByColumns):
 class LocalRows(Attend):
     """The row and the convolutional mask: each row of the grid attends to the text, to itself and to rows above it."""
 
-    def __init__(self, kind: Kind, layout: Layout, device: torch.device) -> None:
+    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device) -> None:
         self.layout = layout
         half = layout.kernel // 2
         self.above = min(1 if kind == "row" else half + 1, layout.side - 1)  # + 1: it wraps around the row's start
@@ -145,7 +145,7 @@ class LocalRows(Attend):
 
 
 def _text_then_image(
-    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, mask: Tensor, layout: Layout
+    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, mask: Tensor, layout: TokenLayout
 ) -> Tensor:
     """Causal attention of the text, beside that of the image to all text and its groups' own keys: (B, H, S, D)."""
     q_text, q_image = _split(q, layout)
@@ -181,7 +181,7 @@ def attend_in_two(
     return from_text + on_local @ v_local
 
 
-def make_attend(implementation: Implementation, kind: Kind, layout: Layout, device: torch.device) -> Attend:
+def make_attend(implementation: Implementation, kind: Kind, layout: TokenLayout, device: torch.device) -> Attend:
     """The attention of one kind of mask on one device.
 
     Args:
@@ -209,5 +209,5 @@ def transpose_grid(x: Tensor, side: int) -> Tensor:
     return x.unflatten(1, (side, side)).transpose(1, 2).flatten(1, 2)
 
 
-def _split(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
     return x.split([layout.text, layout.image], dim=2)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recipes.models.autoregressive.loss import token_losses
-from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops
 from recipes.models.task import Task
@@ -153,6 +153,10 @@ class Autoregressive(Task):
         (folder / CONFIG).write_text(json.dumps(self.sizes, indent=2) + "\n", encoding="utf-8")
         save_file(self.network.state_dict(), folder / WEIGHTS)
 
+    def export_record(self) -> dict[str, Any]:
+        """See `Task.export_record`."""
+        return {"family": "autoregressive", "network": FOLDER}
+
     def load_export(self, folder: Path) -> None:
         """Take the weights of an exported folder, strictly.
 
@@ -176,7 +180,7 @@ def transformer_of(
 ) -> TokenTransformer:
     """The network of the sizes that `Autoregressive` takes and config.json holds."""
     return TokenTransformer(
-        layout=Layout(text_positions, side, kernel),
+        layout=TokenLayout(text_positions, side, kernel),
         layers=layers,
         width=width,
         heads=heads,

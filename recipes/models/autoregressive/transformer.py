@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from recipes.models.autoregressive.cache import Caches
-from recipes.models.autoregressive.masks import Layout, layer_kinds, visible_pairs
+from recipes.models.autoregressive.masks import TokenLayout, layer_kinds, visible_pairs
 from recipes.models.autoregressive.sparse_attention import Attend, Implementation, make_attend
 
 INITIAL = 0.125  # of weights: deviation times the root of the fan-in (Child et al. 2019, section 6)
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Layer norm, then attention; the mask, or the cache, comes with the call."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -72,7 +72,7 @@ class TokenTransformer(nn.Module):
     def __init__(
         self,
         *,
-        layout: Layout,
+        layout: TokenLayout,
         layers: int,
         width: int,
         heads: int,
@@ -114,7 +114,7 @@ class TokenTransformer(nn.Module):
         self.image_columns = nn.Embedding(layout.side, width)
         # Attention and MLP of layer i are blocks 2i and 2i + 1.
         self.blocks = nn.ModuleList(
-            Residual(branch) for _ in range(layers) for branch in (Attention(width, heads), MLP(width))
+            Residual(branch) for _ in range(layers) for branch in (CausalAttention(width, heads), MLP(width))
         )
         self.norm = nn.LayerNorm(width)
         self.unembedding = nn.Linear(width, text_vocabulary + codes, bias=False)  # one softmax over text, then image
@@ -135,7 +135,7 @@ class TokenTransformer(nn.Module):
         for positions in (self.image_rows, self.image_columns):
             positions.weight.div_(math.sqrt(2))
         for block in self.blocks:
-            last = block.branch.out if isinstance(block.branch, Attention) else block.branch.down
+            last = block.branch.out if isinstance(block.branch, CausalAttention) else block.branch.down
             last.weight.div_(math.sqrt(len(self.blocks)))
         nn.init.zeros_(self.unembedding.weight)
 

@@ -25,7 +25,7 @@ EPSILON = 0.1  # pixels are kept this far away from 0 and 1, where the logit is 
 GROUPS = 4
 DOWNSAMPLE = 2 ** (GROUPS - 1)
 KIND = "dvae"
-Parts = dict[str, tuple[Path, dict[str, Tensor]]]  # encoder and decoder: the file, and its tensors
+PartTensors = dict[str, tuple[Path, dict[str, Tensor]]]  # encoder and decoder: the file, and its tensors
 
 
 class DVAE(nn.Module):
@@ -51,8 +51,8 @@ class DVAE(nn.Module):
             )
         self.sizes = {"codes": codes, "hidden": hidden, "blocks": blocks, "initial": initial}
         self.codes = codes
-        self.encoder = Encoder(codes, hidden, blocks)
-        self.decoder = Decoder(codes, hidden, blocks, initial)
+        self.encoder = CodeEncoder(codes, hidden, blocks)
+        self.decoder = CodeDecoder(codes, hidden, blocks, initial)
 
     def logits(self, pixels: Tensor) -> Tensor:
         """(B, 3, R, R) in [0, 1] to the unnormalised log-probability of every code, (B, K, G, G) 32-bit.
@@ -154,7 +154,7 @@ class Block(nn.Module):
         return torch.add(self.upsample(self.id_path(x)), self.res_path(x), alpha=self.gain)
 
 
-class Encoder(nn.Module):
+class CodeEncoder(nn.Module):
     """Mapped pixels (B, 3, R, R) to logits (B, K, G, G) 32-bit."""
 
     def __init__(self, codes: int, hidden: int, blocks: int) -> None:
@@ -172,7 +172,7 @@ class Encoder(nn.Module):
         return self.blocks(x.to(self.blocks.input.w.dtype))
 
 
-class Decoder(nn.Module):
+class CodeDecoder(nn.Module):
     """Codes to mu and ln b of the pixels, (B, 6, R, R)."""
 
     def __init__(self, codes: int, hidden: int, blocks: int, initial: int) -> None:
@@ -263,12 +263,12 @@ def load_dvae_into(network: DVAE, folder: Path) -> None:
     _fill(network, _read(folder))
 
 
-def _fill(network: DVAE, parts: Parts) -> None:
+def _fill(network: DVAE, parts: PartTensors) -> None:
     for part, (file, tensors) in parts.items():
         load_tensors(getattr(network, part), tensors, file)
 
 
-def _read(folder: Path) -> Parts:
+def _read(folder: Path) -> PartTensors:
     return {part: _read_part(folder, part) for part in ("encoder", "decoder")}
 
 
@@ -281,7 +281,7 @@ def _read_part(folder: Path, part: str) -> tuple[Path, dict[str, Tensor]]:
     raise FileNotFoundError(f"{folder}: no {part}.safetensors and no {part}.pt of a dVAE{hint}")
 
 
-def _sizes(folder: Path, parts: Parts) -> dict[str, int]:
+def _sizes(folder: Path, parts: PartTensors) -> dict[str, int]:
     """Sizes by config.json where there is one, else by the shapes of the tensors."""
     if (folder / "config.json").is_file():
         return _config(folder / "config.json")

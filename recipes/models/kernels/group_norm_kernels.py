@@ -33,7 +33,7 @@ PROGRAMS = 4  # wanted for each multiprocessor
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """How the work is divided.
 
     Attributes:
@@ -64,7 +64,7 @@ def make_plan(
     tile: int = TILE,
     width: int = WIDTH,
     programs: int = PROGRAMS,
-) -> Plan:
+) -> KernelPlan:
     """A plan from the shapes alone: nothing is tuned at run time, so that runs repeat.
 
     Args:
@@ -87,7 +87,7 @@ def make_plan(
         wanted = triton.cdiv(programs * processors, samples * triton.cdiv(groups, whole))
         splits = max(1, min(wanted, rows // (4 * step)))  # a second launch pays from some tiles a program on
     part = triton.cdiv(triton.cdiv(rows, min(splits, SPLITS)), step) * step
-    return Plan(whole, width, step, triton.cdiv(rows, part), part, min(8, max(1, width * step // 512)))
+    return KernelPlan(whole, width, step, triton.cdiv(rows, part), part, min(8, max(1, width * step // 512)))
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def _backward(
             tl.store(dx + at, (group_rstd[None, :] * change).to(dx.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel, plan: Plan, x: Tensor, groups: int, silu: bool, *arguments) -> None:
+def _launch(kernel, plan: KernelPlan, x: Tensor, groups: int, silu: bool, *arguments) -> None:
     """Run a kernel in one launch, or in two where programs share a sample's rows."""
     samples, channels = x.shape[:2]
     group = channels // groups
@@ -279,14 +279,14 @@ def _launch(kernel, plan: Plan, x: Tensor, groups: int, silu: bool, *arguments) 
             kernel[grid](*arguments, SUMS=sums, APPLY=apply, **constants)
 
 
-def plan_for(x: Tensor, groups: int) -> Plan:
+def plan_for(x: Tensor, groups: int) -> KernelPlan:
     """The plan for x (N, C, H, W) on its device."""
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     return make_plan(x.shape[0], x.shape[2] * x.shape[3], x.shape[1], groups, processors)
 
 
 def forward_with(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+    plan: KernelPlan, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """y (N, C, H, W) channels_last of a dtype, and (2, N, G) float32: means, and reciprocals of the deviations."""
     samples, channels, height, width = x.shape
@@ -300,7 +300,7 @@ def forward_with(
 
 
 def backward_with(
-    plan: Plan, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, groups: int, silu: bool
+    plan: KernelPlan, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, groups: int, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """dx like x, and (2, C) float32: the gradients of bias and weight."""
     samples, channels, height, width = x.shape

@@ -17,7 +17,7 @@ TOKENS = {"text": ((6,), 20), "image": ((16,), 12)}
 # A small model of each kind, and its batch: the shape of a sample, and how many integers there are (None: any number).
 SMALL = {
     "latent_diffusion": (
-        {"denoiser": DENOISER, "eval_timesteps": [50, 900]},
+        {"denoiser": DENOISER, "objective": {"name": "ddpm", "eval_timesteps": [50, 900]}},
         {"latents": ((4, 8, 8), None), "text": ((7, 12), None), "seed": ((), 1000)},
     ),
     "kl_autoencoder": ({"channels": [8, 16], "blocks": 1, "norm_groups": 4}, IMAGE),

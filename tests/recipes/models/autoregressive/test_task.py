@@ -114,7 +114,7 @@ def test_what_data_must_hold():
 
 def test_blocks_are_attention_and_mlp_in_turn():
     blocks = small().blocks()
-    assert [type(block.branch).__name__ for block in blocks] == ["Attention", "MLP"] * 4
+    assert [type(block.branch).__name__ for block in blocks] == ["CausalAttention", "MLP"] * 4
 
 
 def test_weights_that_are_no_share():
