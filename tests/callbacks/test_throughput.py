@@ -86,7 +86,7 @@ def test_the_counter_gives_the_published_flops_of_the_unet(side, gflop):
     assert round(counter.get_total_flops() / 1e9) == gflop
 
 
-def test_flops_of_a_sample_are_those_of_its_products():
+def test_flops_per_sample_are_those_of_its_products():
     task = Layers()
     assert flops_per_sample(task, {"x": torch.ones(5, 8)}) == FLOPS
     task.forward_flops = lambda: 7.0
