@@ -139,7 +139,7 @@ def test_the_largest_block_is_gathered(monkeypatch):
 @pytest.mark.parametrize(("name", "width", "rank", "saved"), [("12b", 3968, 896, "86%"), ("5b", 2688, 640, "85%"),
                                                               ("2b", 1920, 512, "83%")])  # fmt: skip
 def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, width, rank, saved):
-    """Ramesh et al. 2021, tables 1 and 2: of 12 d^2 values a layer, r (2 + m) / (2 d m) are sent."""
+    """Ramesh et al. 2021, tables 1 and 2: of 12 d^2 values per layer, r (2 + m) / (2 d m) are sent."""
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     (line,) = [line for line in dry(f"dalle_{name}.yaml") if line.startswith("between ")]
