@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.reporting import write_results
 from data.latents import LatentDataset
-from data.reading import PREFETCH, key_seed
+from data.reading import PREFETCH, key_seed, shared_blocks
 from precompute.writer import Columns, Encoded, ShardWriter, Storage
 
 RESOLUTION = 256
@@ -79,7 +79,7 @@ def write(folder: Path, samples: int, shard_size: str, seed: int = 0) -> None:
     tars.close()
 
 
-class StockDataset(StreamingDataset):
+class StockLatents(StreamingDataset):
     """Samples as streaming decodes them, each array copied once more because torch wants writable memory."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -133,11 +133,11 @@ def loaders(folder: Path, batch: int, workers: int) -> dict[str, DataLoader]:
         link.symlink_to("mds")
         return {"streams": [Stream(local=str(link))], "batch_size": batch, "shuffle": True}
 
-    ours = LatentDataset(resolution=RESOLUTION, text="text", blocks=workers * PREFETCH + 4, **local("ours"))
+    ours = LatentDataset(resolution=RESOLUTION, text="text", blocks=shared_blocks(workers), **local("ours"))
     sequential = webdataset.WebDataset(tars, shardshuffle=False)
     return {
-        OURS: DataLoader(ours, batch, collate_fn=ours.read, **common),
-        "streaming's reading": DataLoader(StockDataset(**local("stock")), batch, **common),
+        OURS: DataLoader(ours, batch, collate_fn=ours.collate, **common),
+        "streaming's reading": DataLoader(StockLatents(**local("stock")), batch, **common),
         "webdataset": DataLoader(sequential.decode().map(_decoded), batch, **common),
         "webdataset, not decoded": DataLoader(
             webdataset.WebDataset(tars, shardshuffle=False).map(_viewed), batch, **common

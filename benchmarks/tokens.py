@@ -116,7 +116,7 @@ def loaders(folder: Path, vocabulary: Tokenizer, batch: int, workers: int) -> di
                     blocks=shared_blocks(workers),
                     **arguments,
                 )
-                found[title] = DataLoader(ours, batch, collate_fn=ours.read, **common)
+                found[title] = DataLoader(ours, batch, collate_fn=ours.collate, **common)
                 continue
             own = Tokenizer.from_str(vocabulary.to_str())
             own.model.dropout = dropout or None

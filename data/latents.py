@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from data.column_reader import StoredSample
 from data.encoded_sets import manifests_of
 from data.loading import Batch, Loading, Placement
-from data.reading import EncodedDataset, key_seed, open_loader, shared_blocks, streams_of
+from data.reading import EncodedDataset, copy_rows, key_seed, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
 
 
@@ -114,16 +115,18 @@ class LatentDataset(EncodedDataset):
         specs = {name: ((samples, *array.shape), array.dtype) for name, array in self.arrays.items()}
         return {**specs, "seed": ((samples,), torch.int64)}
 
-    def read(self, numbers: Sequence[int]) -> Batch:
-        """See `EncodedDataset.read`.
+    def collate(self, samples: Sequence[StoredSample]) -> Batch:
+        """See `EncodedDataset.collate`.
 
         Returns:
-            `mean` and `std` (B, C, h, w), `text` (B, L, D), as stored (float16), and `seed` (B,) int64, a function of
-            the sample's key. In a worker process they lie in shared memory.
+            `mean` and `std` (B, C, h, w) and `text` (B, L, D) as stored (float16), and `seed` (B,) int64, a function
+            of the sample's key.
         """
-        batch = self.blocks.new(self.specs(len(numbers)))
+        batch = self.blocks.new(self.specs(len(samples)))
+        copy_rows(samples, {name: batch[name] for name in self.arrays})
         seeds = batch["seed"].numpy()
-        for row, (key,) in enumerate(self.fill(numbers, batch)):
+        for row, sample in enumerate(samples):
+            (key,) = sample.texts
             seeds[row] = key_seed(key)
         return batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -11,10 +12,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
-from data.loading import Loading, Placement
+from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, position
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
+
+StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
+"""Number of batches, and for each worker the pass and the samples of it that are then drawn."""
 
 
 def pictures(
@@ -52,7 +56,7 @@ def pictures(
     """
     if keep_decoded and crop != "center" and placement.training:
         raise ValueError("pictures: keep_decoded holds one crop of each picture and needs crop: center")
-    stream = PictureStream(
+    stream = ImageStream(
         source=source,
         filter=filter or Filter(),
         resolution=resolution,
@@ -68,7 +72,7 @@ def pictures(
         held = list(itertools.islice(stream, limit))
         own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
         return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
-    loader = PictureLoader(
+    loader = ImageLoader(
         stream,
         batch_size=placement.batch,
         drop_last=True,
@@ -81,16 +85,30 @@ def pictures(
     return Loading(loader)
 
 
-class PictureLoader(DataLoader):
-    """Batches of a `PictureStream` in training; notes in the training process where each came from, for a resume."""
+class ImageLoader(DataLoader):
+    """Batches of an `ImageStream` in training, and the position in it; a `ResumableLoader`."""
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __init__(self, dataset: ImageStream, **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self._positions = deque([dataset.position()], REMEMBERED_POSITIONS)
+
+    def __iter__(self) -> Iterator[Batch]:
         for batch in super().__iter__():
             self.dataset.note(batch.pop("place"))
+            self._positions.append(self.dataset.position())
             yield batch
 
+    def state_dict(self, ahead: int = 0) -> dict[str, Any]:
+        """See `ResumableLoader`; ranks gather their positions."""
+        return self.dataset.gather(position(self._positions, ahead))
 
-class PictureStream(IterableDataset):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `ResumableLoader` and `ImageStream.load_state_dict`."""
+        self.dataset.load_state_dict(state)
+        self._positions.append(self.dataset.position())
+
+
+class ImageStream(IterableDataset):
     """`image` (3, R, R) uint8 and, if asked for, `tokens` (L,) int64; endless in training, once through otherwise.
 
     Shards are dealt to ranks and their workers where there are enough of them, samples otherwise. The order depends on
@@ -131,13 +149,22 @@ class PictureStream(IterableDataset):
         self.places[self.batches % len(self.places)] = (turn, drawn)
         self.batches += 1
 
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """What Composer keeps in a checkpoint, on every rank alike; the arguments are Composer's, and not needed."""
-        ranks = [self.places]
+    def position(self) -> StreamPosition:
+        """The position after the last batch that was noted, on this rank."""
+        return self.batches, tuple(self.places)
+
+    def gather(self, position: StreamPosition) -> dict[str, Any]:
+        """A state for `load_state_dict` from the position of each rank; call it on all of them."""
+        batches, places = position
+        ranks = [list(places)]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             ranks = [[] for _ in range(self.placement.world)]
-            torch.distributed.all_gather_object(ranks, self.places)
-        return {"batches": self.batches, "places": ranks}
+            torch.distributed.all_gather_object(ranks, list(places))
+        return {"batches": batches, "places": ranks}
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """What Composer asks for and keeps in a checkpoint; its count of samples is not needed."""
+        return self.gather(self.position())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind a checkpoint's last batch; for other numbers of ranks or workers, at the start of a new pass."""

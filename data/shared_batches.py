@@ -51,11 +51,11 @@ class BatchBlocks:
 
     def new(self, specs: Specs) -> dict[str, Tensor]:
         """An uninitialised batch. In a worker process it lies in a free block and is sent as the block's number."""
-        if get_worker_info() is None:
-            return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
-        block = self._take() if bytes_of(specs) <= self.size else None
+        block = None
+        if get_worker_info() is not None and bytes_of(specs) <= self.size:
+            block = self._take()
         if block is None:
-            return {name: _shared_tensor(shape, dtype) for name, (shape, dtype) in specs.items()}
+            return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
         return _SentAsNumber(self._number, block, specs, _tensors(self._bytes(block), specs))
 
     def _take(self) -> int | None:
@@ -117,9 +117,3 @@ def _tensors(memory: np.ndarray, specs: Specs) -> dict[str, Tensor]:
         tensors[name] = torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return tensors
-
-
-def _shared_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As torch's own collation makes them in a worker."""
-    storage = torch.UntypedStorage._new_shared(prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)

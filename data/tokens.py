@@ -12,9 +12,10 @@ import torch
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
 from data.bpe import Vocabulary, check_text
+from data.column_reader import StoredSample
 from data.encoded_sets import manifests_of
 from data.loading import Batch, Loading, Placement
-from data.reading import EncodedDataset, open_loader, shared_blocks, streams_of
+from data.reading import EncodedDataset, copy_rows, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
 
 NO_TOKEN = -1  # behind the last token of a caption
@@ -149,21 +150,23 @@ class TokenDataset(EncodedDataset):
         count = self.arrays["tokens"].shape[1]
         return {"text": ((samples, self.positions), torch.int32), "image": ((samples, count), torch.int32)}
 
-    def read(self, numbers: Sequence[int]) -> Batch:
-        """See `EncodedDataset.read`.
+    def collate(self, samples: Sequence[StoredSample]) -> Batch:
+        """See `EncodedDataset.collate`.
 
         Returns:
             `text` (B, T), in which -1 stands behind the last token, and `image` (B, N) in raster order, int32. In a
             worker process they lie in shared memory.
         """
-        batch = self.blocks.new(self.specs(len(numbers)))
+        batch = self.blocks.new(self.specs(len(samples)))
         text, image = batch["text"].numpy(), batch["image"].numpy()
         text[:] = NO_TOKEN
-        stored = self.arrays["tokens"]
-        crops = torch.empty((len(numbers), *stored.shape), dtype=stored.dtype)  # BCN uint16
+        stored, epoch = self.arrays["tokens"], self.epoch
+        crops = torch.empty((len(samples), *stored.shape), dtype=stored.dtype)  # (B, crops, N) uint16
+        copy_rows(samples, {"tokens": crops})
         tokens = crops.numpy()
-        for row, (key, caption) in enumerate(self.fill(numbers, {"tokens": crops})):
-            draws = random.Random(sample_seed(self.shuffle_seed, self.epoch, key))
+        for row, sample in enumerate(samples):
+            key, caption = sample.texts
+            draws = random.Random(sample_seed(self.shuffle_seed, epoch, key))
             crop = draws.randrange(len(tokens[row])) if self.draw_crop else 0
             image[row] = tokens[row, crop]
             found = self._encode(caption, draws, key)

@@ -185,7 +185,10 @@ def resumed(make, stop, workers=0, **changes):
     list(itertools.islice(iter(first), stop))
     filter = Counting()
     second = make(workers=workers, filter=filter, **changes)
-    second.dataset.load_state_dict(json.loads(json.dumps(first.dataset.state_dict(0, True))))
+    state = first.dataset.state_dict(0, True)  # as Composer does it
+    assert first.state_dict() == state
+    second.load_state_dict(json.loads(json.dumps(state)))
+    assert second.state_dict() == state
     return all_of_them, list(itertools.islice(iter(second), 6)), filter.decoded
 
 
@@ -206,6 +209,19 @@ def test_a_resumed_run_goes_on_without_decoding_what_was_seen(stop, workers):
     assert same(whole[stop:], rest) and not same(rest, whole[:6])
     if not workers:  # a worker counts in a process of its own
         assert decoded == 6 * 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_position_does_not_count_batches_that_were_fetched_ahead(workers):
+    loader = load(Numbered(2, 13), batch=4, workers=workers)
+    batches = iter(loader)
+    states = [loader.state_dict()]
+    for _ in range(9):
+        next(batches)
+        states.append(loader.state_dict())
+    assert [loader.state_dict(ahead=ahead) for ahead in range(10)] == states[::-1]
+    with pytest.raises(ValueError, match="position 10 batches ago was asked for, and it remembers 10"):
+        loader.state_dict(ahead=10)
 
 
 @pytest.mark.parametrize(("stop", "decoded"), [(2, 24), (14, 24)])
