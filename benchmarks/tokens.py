@@ -38,7 +38,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.loader import cpu_clock
 from benchmarks.reporting import write_results
-from data.bpe import Vocabulary, train
+from data.bpe import Vocabulary
+from data.bpe_training import train
 from data.reading import PREFETCH, shared_blocks
 from data.tokens import NO_TOKEN, TokenDataset
 from precompute.writer import Encoded, ShardWriter, Storage, TokenColumns

@@ -17,8 +17,8 @@ from torch import nn
 
 from callbacks.interval import at_intervals, ended
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from data.bpe import copy_vocabulary
 from data.loading import Loading
+from data.vocabulary_files import copy_vocabulary
 from recipes.algorithms.averaging.scheduled_ema import averaged, running_average
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
 

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 import torch
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
-from data.bpe import Vocabulary, check_text
+from data.bpe import Vocabulary
 from data.column_reader import StoredSample
 from data.encoded_sets import manifests_of
 from data.loading import Batch, Loading, Placement
 from data.reading import EncodedDataset, copy_rows, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
+from data.text_requirements import check_text
 
 NO_TOKEN = -1  # behind the last token of a caption
 POWERS_OF_TEN = frozenset(10**digits for digits in range(12))

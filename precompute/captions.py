@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from data.bpe import manifest_path, read_manifest, train
+from data.bpe_training import train
 from data.manifest import write_atomically
 from data.sources.base import Rejected, Source
 from data.sources.filters import Filter
+from data.vocabulary_files import manifest_path, read_manifest
 from precompute.config import VocabularyConfig
 from precompute.work import summary
 from recipes.config.build import build

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
 
-from data.bpe import Vocabulary, check_text
+from data.bpe import Vocabulary
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
+from data.text_requirements import check_text
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, Training, to_yaml
 from recipes.config.schema import read_signature
