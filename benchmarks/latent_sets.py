@@ -41,7 +41,8 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
     """
     from precompute.config import EncodeConfig
     from precompute.job import run
-    from precompute.work import EncodedSet, Rank
+    from precompute.output import OutputSet
+    from precompute.ranks import Rank
     from recipes.config.build import build
     from recipes.config.recipe import load
 
@@ -60,7 +61,7 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
     (folder / "encode.yaml").write_text(yaml.safe_dump(values))
     config = load(folder / "encode.yaml", [], EncodeConfig)
     sources = build(config.sources)
-    sets = {"train": EncodedSet(f"{config.out}/train", sources["train"].shards())}
+    sets = {"train": OutputSet(f"{config.out}/train", sources["train"].shards())}
     run(config, sources, sets, Rank())
     _write_pictures(folder, resolutions, build(config.sources)["train"], build(config.text_encoder).tokenize)
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.config import recipe as config_module
@@ -134,7 +135,7 @@ def errors_of(cls, values):
 def places(path):
     """(class, values, places of keys) of a shipped YAML."""
     cls = class_of(path)
-    values = config_module._read(path)
+    values = OmegaConf.to_container(OmegaConf.create(config_module._read(path)), resolve=True)
     found = list(schema_keys(load(path, [], cls, []), values))
     assert len(found) >= 5
     return cls, values, found
