@@ -114,7 +114,6 @@ def loaders(folder: Path, vocabulary: Tokenizer, batch: int, workers: int) -> di
                     dropout=dropout,
                     caption_dropout=0.0,
                     draw_crop=True,
-                    report=False,
                     blocks=shared_blocks(workers),
                     **arguments,
                 )

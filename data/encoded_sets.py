@@ -19,7 +19,7 @@ from data.manifest import NULL_TEXT, Manifest
 
 
 @dataclass(frozen=True)
-class SetLocation:
+class EncodedSet:
     """Where an encoded set lies, and how much of it is read.
 
     Attributes:
@@ -76,7 +76,7 @@ class SetLocation:
         return torch.from_numpy(np.load(self.file(NULL_TEXT), allow_pickle=False))
 
 
-def local_set(*, path: InputPath, proportion: float | None = None, repeat: float | None = None) -> SetLocation:
+def local_set(*, path: InputPath, proportion: float | None = None, repeat: float | None = None) -> EncodedSet:
     """An encoded set on this machine's disks.
 
     Args:
@@ -84,7 +84,7 @@ def local_set(*, path: InputPath, proportion: float | None = None, repeat: float
         proportion: share of the samples that come from this set.
         repeat: times that the set is seen in an epoch, also below 1.
     """
-    return SetLocation(path, None, {"proportion": proportion, "repeat": repeat})
+    return EncodedSet(path, None, {"proportion": proportion, "repeat": repeat})
 
 
 def remote_set(
@@ -97,7 +97,7 @@ def remote_set(
     validate_hash: str | None = None,
     download_retry: int = 2,
     download_timeout: float = 60.0,
-) -> SetLocation:
+) -> EncodedSet:
     """An encoded set in an object store, fetched shard by shard as training comes to it.
 
     Args:
@@ -118,10 +118,10 @@ def remote_set(
         "download_retry": download_retry,
         "download_timeout": download_timeout,
     }
-    return SetLocation(cache, url, options)
+    return EncodedSet(cache, url, options)
 
 
-def manifests_of(kind: str, sets: Mapping[str, SetLocation]) -> list[Manifest]:
+def manifests_of(kind: str, sets: Mapping[str, EncodedSet]) -> list[Manifest]:
     """The sets' manifests.
 
     Args:

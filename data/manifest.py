@@ -9,10 +9,11 @@ import dataclasses
 import difflib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from data.files import write_text
 
 NAME = "manifest.json"
 NULL_TEXT = "null_text.npy"
@@ -142,10 +143,10 @@ class Manifest:
         return cls(**values, where=where)
 
     def write(self, folder: str | Path) -> None:
-        """Writes FOLDER/manifest.json under a temporary name, then renames it."""
+        """Writes FOLDER/manifest.json, atomically."""
         values = dataclasses.asdict(self)
         del values["where"]
-        write_atomically(Path(folder) / NAME, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        write_text(Path(folder) / NAME, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
     @property
     def channels(self) -> int:
@@ -214,17 +215,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float) or isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6)
     return one == other
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file so that nobody ever sees a part of it, also when several processes write the same one."""
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
-    data = content.encode("utf-8") if isinstance(content, str) else content
-    try:
-        with open(partial, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

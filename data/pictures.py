@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, position
+from data.log import log
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
@@ -245,7 +246,7 @@ class ImageStream(IterableDataset):
             yield number, rng, picture
         if rejected and turn == 0:
             counts = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
-            print(f"pictures: left out {sum(rejected.values())} of {number + 1} samples: {counts}", flush=True)
+            log.info(f"pictures: left out {sum(rejected.values())} of {number + 1} samples: {counts}")
 
     def _read(self, turn: int, part: tuple[int, int]) -> Iterator[Sample | Rejected]:
         """Samples of this part as they are stored, shard after shard."""

@@ -19,7 +19,7 @@ from streaming import Stream, StreamingDataLoader, StreamingDataset
 from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
-from data.encoded_sets import SetLocation
+from data.encoded_sets import EncodedSet
 from data.loading import REMEMBERED_POSITIONS, Batch, Placement, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of
 
@@ -194,7 +194,7 @@ def shared_blocks(workers: int) -> int:
     return workers * PREFETCH + 4 if workers else 0
 
 
-def streams_of(sets: Mapping[str, SetLocation]) -> list[Stream]:
+def streams_of(sets: Mapping[str, EncodedSet]) -> list[Stream]:
     """Encoded sets as streaming takes them."""
     return [Stream(local=s.local, remote=s.remote, **s.options) for s in sets.values()]
 

@@ -15,6 +15,7 @@ from data.bpe import Vocabulary
 from data.column_reader import StoredSample
 from data.encoded_sets import manifests_of
 from data.loading import Batch, Loading, Placement
+from data.log import log
 from data.reading import EncodedDataset, copy_rows, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
 from data.text_requirements import check_text
@@ -90,7 +91,6 @@ def tokens(
         dropout=dropout if placement.training else 0.0,
         caption_dropout=caption_dropout if placement.training else 0.0,
         draw_crop=placement.training,
-        report=placement.rank == 0,
         blocks=shared_blocks(workers),
         batch_size=placement.batch,
         shuffle=shuffle and placement.training,
@@ -121,7 +121,6 @@ class TokenDataset(EncodedDataset):
         dropout: probability that a merge is left out.
         caption_dropout: share of captions that become empty.
         draw_crop: draw one of the crops; false takes the first.
-        report: print how many captions were too long.
         arguments: of EncodedDataset.
     """
 
@@ -134,7 +133,6 @@ class TokenDataset(EncodedDataset):
         dropout: float,
         caption_dropout: float,
         draw_crop: bool,
-        report: bool,
         **arguments: Any,
     ) -> None:
         self.vocabulary = vocabulary
@@ -142,7 +140,6 @@ class TokenDataset(EncodedDataset):
         self.dropout = dropout
         self.caption_dropout = caption_dropout
         self.draw_crop = draw_crop
-        self.report = report
         self.captions = self.cut = 0  # seen by this process, and those of them that were too long
         super().__init__(columns={"tokens": f"tokens_{resolution}"}, texts=("key", "caption"), **arguments)
 
@@ -181,11 +178,10 @@ class TokenDataset(EncodedDataset):
         self.captions += 1
         if len(found) > self.positions:
             self.cut += 1
-            if self.report and self.cut in POWERS_OF_TEN:  # seen, and not a line a sample
-                print(
+            if self.cut in POWERS_OF_TEN:  # noticed, but not one line per caption
+                log.info(
                     f"tokens: {self.cut:,} of {self.captions:,} captions that this process read were cut to "
-                    f"{self.positions} tokens; the last one, of {key}, has {len(found)}",
-                    flush=True,
+                    f"{self.positions} tokens; the last one, of {key}, has {len(found)}"
                 )
         return found[: self.positions]
 

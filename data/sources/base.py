@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
@@ -110,14 +108,14 @@ class Source(Protocol):
         """
 
 
-class Decoder(Protocol):
+class SampleDecoder(Protocol):
     """What `iterate` needs of `data.sources.filters.Filter`."""
 
     def decode(self, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected: ...
 
 
 def iterate(
-    source: Source, filter: Decoder, shards: Iterable[str] | None = None, shrink_to: int | None = None
+    source: Source, filter: SampleDecoder, shards: Iterable[str] | None = None, shrink_to: int | None = None
 ) -> Iterator[DecodedSample | Rejected]:
     """Reads and decodes, shard after shard.
 
@@ -139,20 +137,6 @@ def rejected_line(shard: str, rejected: Rejected) -> str:
     # Names inside archives may hold bytes that are no text (lone surrogates); ASCII escapes keep them
     # writable.
     return json.dumps(row, ensure_ascii=True)
-
-
-def write_rejected(path: str | Path, rows: Iterable[tuple[str, Rejected]]) -> dict[str, int]:
-    """Writes (shard, rejected) rows as JSON lines, under a temporary name first, and counts them by
-    reason."""
-    path = Path(path)
-    counts: dict[str, int] = {}
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as out:
-        for shard, rejected in rows:
-            out.write(rejected_line(shard, rejected) + "\n")
-            counts[rejected.reason] = counts.get(rejected.reason, 0) + 1
-    os.replace(partial, path)
-    return counts
 
 
 def shard_id(name: str, *identity: object) -> str:

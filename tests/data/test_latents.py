@@ -9,7 +9,7 @@ import pytest
 import torch
 from streaming import StreamingDataset
 
-from data.encoded_sets import SetLocation, local_set, remote_set
+from data.encoded_sets import EncodedSet, local_set, remote_set
 from data.latents import LatentTransform, latents
 from data.loading import Placement
 from data.reading import key_seed
@@ -248,7 +248,7 @@ def test_ranks_fetch_at_the_same_moment(latent_sets, tmp_path):
 
 def test_a_cache_of_another_set_is_an_error(latent_sets, tmp_path):
     remote(latent_sets, tmp_path).manifest()
-    other = SetLocation(str(tmp_path / "cache"), str(latent_sets / "val"), {})
+    other = EncodedSet(str(tmp_path / "cache"), str(latent_sets / "val"), {})
     with pytest.raises(ValueError, match="cache/manifest.json is not the manifest at .*val: delete the folder"):
         other.manifest()
 
