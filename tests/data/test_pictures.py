@@ -125,7 +125,7 @@ def test_decoded_pictures_are_kept():
     rows = [row for batch in batches for row in zip(numbers(batch), batch["tokens"][:, 3].tolist(), strict=True)]
     assert sum(source.reads.values()) == 2
     assert set(rows[:12]) == set(rows[12:24]) == set(rows[24:]) and len(set(rows[:12])) == 12
-    with pytest.raises(ValueError, match="keep_decoded holds one crop of each picture and needs crop: center"):
+    with pytest.raises(ValueError, match="keep_decoded holds one crop per image and needs crop: center"):
         load(source, keep_decoded=True, crop="random")
 
 
@@ -261,7 +261,7 @@ def test_rejected_pictures_are_left_out_and_counted(capsys):
 
 
 def test_a_part_without_a_picture_is_an_error():
-    with pytest.raises(ValueError, match="part 1 of 1 of the source has no fit picture"):
+    with pytest.raises(ValueError, match="part 1 of 1 of the source has no usable image"):
         next(iter(load(Numbered(1, 3, reject=(0, 1, 2)))))
-    with pytest.raises(ValueError, match="part 4 of 4 of the source has no fit picture: use fewer workers or ranks"):
+    with pytest.raises(ValueError, match="part 4 of 4 of the source has no usable image: use fewer workers or ranks"):
         next(iter(load(Numbered(1, 3), rank=3, world=4, batch=1)))
