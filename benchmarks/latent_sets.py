@@ -1,4 +1,4 @@
-"""Pictures with captions, and the latents that the encode job makes of them: what benchmarks of training read."""
+"""Images with captions, and the latents that the encode job makes of them, for benchmarks of training."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Encoders:
 
 
 def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples: int, gpu: bool) -> None:
-    """Write encoders/, latents/ (as precompute/encode.py does), and pictures/, the same samples not encoded.
+    """Writes encoders/, latents/ (as precompute/encode.py does), and pictures/, the same samples not encoded.
 
     Args:
-        folder: empty.
-        encoders: get random weights.
-        resolutions: of the latents, in pixels.
-        samples: number of pictures.
+        folder: an empty folder.
+        encoders: configurations; the weights are random.
+        resolutions: resolutions of the latents, in pixels.
+        samples: number of images.
         gpu: encode on the GPU, in half precision.
     """
     from precompute.config import EncodeConfig
@@ -67,7 +67,7 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
 
 
 def encoder_components(folder: Path, gpu: bool) -> dict[str, Any]:
-    """The encoders in a config's words."""
+    """The encoders as components of an encode config."""
     precision = "fp16" if gpu else "fp32"
     return {
         "image_encoder": {"name": "kl_vae", "path": f"{folder}/encoders/vae", "precision": precision},
@@ -88,7 +88,7 @@ def _write_tars(folder: Path, samples: int, side: int) -> None:
 
 
 def _smooth(number: int, side: int) -> bytes:
-    """A picture of a few colours that run into each other, as JPEG."""
+    """An image of a smooth colour gradient, as JPEG."""
     colours = np.random.default_rng(number).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(colours).resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=95)
@@ -96,7 +96,7 @@ def _smooth(number: int, side: int) -> bytes:
 
 
 def _write_pictures(folder: Path, resolutions: list[int], source: Any, tokenize: Any) -> None:
-    """seeds.npy (N,), tokens.npy (N, L), and for each resolution R the uint8 (N, 3, R, R) <R>.npy."""
+    """Writes seeds.npy (N,), tokens.npy (N, L), and <R>.npy (N, 3, R, R) uint8 for each resolution R."""
     out = folder / "pictures"
     out.mkdir()
     samples = list(iterate(source, Filter()))

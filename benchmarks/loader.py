@@ -1,16 +1,16 @@
-"""Samples/s per core of precomputed latents: this project's loader, streaming's own reading, webdataset, .npy files.
+"""Reading speed of precomputed latents: this project's loader, streaming's own decoding, webdataset and .npy files.
 
 The same samples (Stable Diffusion 2 at 256: mean and std 4x32x32, text 77x1024, float16, 174 kB) are written in each
-format, read once by each reader to warm the page cache and to compare what arrives, and then timed in turns.
+format. Each reader reads them once, which fills the page cache and compares the results, and is then timed in turns.
 
     python benchmarks/loader.py                        # about two minutes, 0.8 GB in the temporary folder
     python benchmarks/loader.py --samples 6000 --shard-size 16mb
 
-- A rate is samples over CPU seconds of all threads of the training process and of the worker ("per core"), or over
-  seconds that passed ("wall"); both are medians over the rounds. The first does not depend on what else is running.
-- What counts: reading, decoding, collating, sending to the training process, and there one value of each 4 kB page of
-  each tensor, so that memory that is only mapped is paid for.
-- This loader, streaming's and .npy read in shuffled order; webdataset in stored order, which is its best case.
+- A rate is the number of samples per CPU second of all threads of the training process and of the worker ("per core"),
+  or per second of wall time. Both are medians over the rounds. The first depends little on what else is running.
+- The time includes reading, decoding, collating, sending to the training process, and reading there one value per 4 kB
+  page of each tensor, so that the cost of mapping memory is included.
+- This loader, streaming's and the .npy files are read in shuffled order, webdataset in stored order, its best case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.reporting import write_results
 from data.latents import LatentDataset
-from data.reading import PREFETCH, key_seed
+from data.reading import PREFETCH, key_seed, shared_blocks
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage
 
@@ -53,13 +53,13 @@ VALUES_IN_A_PAGE = 2048
 
 
 def write(folder: Path, samples: int, shard_size: str, seed: int = 0) -> None:
-    """folder/mds as precompute/encode.py writes it, folder/tars, folder/files: the same samples."""
+    """Writes the same samples to folder/mds (as precompute/encode.py does), folder/tars and folder/files."""
     rng = np.random.default_rng(seed)
     columns = LatentColumns({RESOLUTION: LATENT}, TEXT)
     mds = ShardWriter(folder / "mds", "all", columns, Storage(shard_size), {})
     (folder / "tars").mkdir()
     (folder / "files").mkdir()
-    bytes_per_tar = 1 << 26  # that of the encode job's shards by default
+    bytes_per_tar = 1 << 26  # the default size of the encode job's shards
     tars = webdataset.ShardWriter(str(folder / "tars" / "%05d.tar"), maxsize=bytes_per_tar, verbose=0)
     for number in range(samples):
         key = f"{number:09d}"
@@ -80,8 +80,8 @@ def write(folder: Path, samples: int, shard_size: str, seed: int = 0) -> None:
     tars.close()
 
 
-class StockDataset(StreamingDataset):
-    """Samples as streaming decodes them, each array copied once more because torch wants writable memory."""
+class StockLatents(StreamingDataset):
+    """Samples as streaming decodes them. Each array is copied once more, because torch needs writable memory."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
@@ -91,7 +91,7 @@ class StockDataset(StreamingDataset):
 
 
 class FilesDataset(Dataset):
-    """Three .npy files a sample."""
+    """Three .npy files per sample."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -113,7 +113,7 @@ def _decoded(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _viewed(sample: dict[str, Any]) -> dict[str, Any]:
-    """As `_decoded`, from the members' bytes without webdataset's decoder: a .npy is a header and the values."""
+    """As `_decoded`, from the members' bytes without webdataset's decoder: a .npy file is a header and values."""
     item = {}
     for name, shape in (("mean", LATENT), ("std", LATENT), ("text", TEXT)):
         data = sample[f"{name}.npy"]
@@ -123,22 +123,22 @@ def _viewed(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaders(folder: Path, batch: int, workers: int) -> dict[str, DataLoader]:
-    """The readers by name; those in this process and those of a worker cannot share a data set of streaming's."""
+    """The readers by name. Readers in this process and in a worker cannot share a StreamingDataset."""
     common = {"num_workers": workers, "persistent_workers": workers > 0}
     common["prefetch_factor"] = PREFETCH if workers else None
     tars = sorted(map(str, (folder / "tars").glob("*.tar")))
 
     def local(name: str) -> dict[str, Any]:
-        # streaming lends a folder to one data set at a time.
+        # streaming allows one data set per folder at a time.
         link = folder / f"{name}{workers}"
         link.symlink_to("mds")
         return {"streams": [Stream(local=str(link))], "batch_size": batch, "shuffle": True}
 
-    ours = LatentDataset(resolution=RESOLUTION, text="text", blocks=workers * PREFETCH + 4, **local("ours"))
+    ours = LatentDataset(resolution=RESOLUTION, text="text", blocks=shared_blocks(workers), **local("ours"))
     sequential = webdataset.WebDataset(tars, shardshuffle=False)
     return {
-        OURS: DataLoader(ours, batch, collate_fn=ours.read, **common),
-        "streaming's reading": DataLoader(StockDataset(**local("stock")), batch, **common),
+        OURS: DataLoader(ours, batch, collate_fn=ours.collate, **common),
+        "streaming's reading": DataLoader(StockLatents(**local("stock")), batch, **common),
         "webdataset": DataLoader(sequential.decode().map(_decoded), batch, **common),
         "webdataset, not decoded": DataLoader(
             webdataset.WebDataset(tars, shardshuffle=False).map(_viewed), batch, **common
@@ -148,7 +148,7 @@ def loaders(folder: Path, batch: int, workers: int) -> dict[str, DataLoader]:
 
 
 def fingerprints(loader: DataLoader) -> dict[int, Tensor]:
-    """What an epoch holds: the sums of each sample's arrays, by its seed."""
+    """The samples of an epoch: the sums of each sample's arrays, by its seed."""
     found = {}
     for batch in loader:
         sums = torch.stack([batch[name].flatten(1).double().sum(1) for name in ("mean", "std", "text")], 1)
@@ -157,20 +157,20 @@ def fingerprints(loader: DataLoader) -> dict[int, Tensor]:
 
 
 def consume(batch: dict[str, Tensor]) -> int:
-    """Looks at every page of a batch; returns its samples."""
+    """Reads from every page of a batch. Returns its number of samples."""
     for name in ("mean", "std", "text", "seed"):  # webdataset adds its keys
         batch[name].view(-1)[::VALUES_IN_A_PAGE].sum()
     return len(batch["seed"])
 
 
 def cpu_clock(pid: int) -> Callable[[], float]:
-    """CPU seconds of all threads of a process so far (Linux's clock of a process, see clock_getcpuclockid(3))."""
+    """A clock of the CPU seconds of all threads of a process (Linux only, see clock_getcpuclockid(3))."""
     clock = (~pid << 3) | 2
     return lambda: time.clock_gettime(clock)
 
 
 def measure(loader: DataLoader, clocks: list[Callable[[], float]], seconds: float) -> dict[str, float]:
-    """Whole epochs for at least that long."""
+    """Reads whole epochs for at least this many seconds."""
     samples, wall, cpu = 0, time.perf_counter(), sum(clock() for clock in clocks)
     while True:
         samples += sum(map(consume, loader))
@@ -181,10 +181,10 @@ def measure(loader: DataLoader, clocks: list[Callable[[], float]], seconds: floa
 
 
 def run(folder: Path, batch: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """One row a reader and number of workers.
+    """Measures each reader with 0 and 1 workers; returns one row for each.
 
     Raises:
-        ValueError: readers that deliver different samples.
+        ValueError: readers give different samples.
     """
     readers, expected = {}, None
     for workers in (0, 1):
@@ -234,7 +234,7 @@ def columns(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def goals(measured: list[dict[str, Any]]) -> dict[str, bool]:
-    """Which goals were reached, in process and with a worker both."""
+    """Which goals were reached both in process and with a worker."""
     ours = {row["workers"]: row["per_core"] for row in measured if row["reader"] == OURS}
     others = [row for row in measured if row["reader"].startswith("webdataset")]
     return {
@@ -248,8 +248,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--samples", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a round of one reader, at least")
-    parser.add_argument("--shard-size", default="64mb", help="of the MDS shards")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum duration of a round of one reader")
+    parser.add_argument("--shard-size", default="64mb", help="size of the MDS shards")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor is it written to

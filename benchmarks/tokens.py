@@ -38,7 +38,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.loader import cpu_clock
 from benchmarks.reporting import write_results
-from data.bpe import Vocabulary, train
+from data.bpe import Vocabulary
+from data.bpe_training import train
 from data.reading import PREFETCH, shared_blocks
 from data.tokens import NO_TOKEN, TokenDataset
 from precompute.columns import TokenColumns
@@ -113,11 +114,10 @@ def loaders(folder: Path, vocabulary: Tokenizer, batch: int, workers: int) -> di
                     dropout=dropout,
                     caption_dropout=0.0,
                     draw_crop=True,
-                    report=False,
                     blocks=shared_blocks(workers),
                     **arguments,
                 )
-                found[title] = DataLoader(ours, batch, collate_fn=ours.read, **common)
+                found[title] = DataLoader(ours, batch, collate_fn=ours.collate, **common)
                 continue
             own = Tokenizer.from_str(vocabulary.to_str())
             own.model.dropout = dropout or None

@@ -13,11 +13,11 @@ import numpy as np
 
 from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from data.bpe import copy_vocabulary
 from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.files import atomic_folder, write_json
 from data.loading import Loading
 from data.log import log
+from data.vocabulary_files import copy_vocabulary
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
 from recipes.models.task import Task

@@ -1,13 +1,13 @@
-"""Captions to numbers by a byte-level BPE vocabulary, with merges dropped in training (BPE dropout).
+"""Encodes captions with a byte-level BPE vocabulary, with dropped merges in training (BPE dropout).
 
-Sennrich et al. 2016 for the encoding, Provilkov et al. 2020 for the dropout: at each step each possible merge is left
-out with probability p, and the best of the others is made; a word is done when none is left. The `tokenizers` library
-reads the vocabulary and splits captions into words; its own dropout draws from a generator that cannot be seeded, so
-that a resumed run would see other tokens, and the merging is therefore done here. Without dropout the numbers are the
-library's.
+The encoding is that of Sennrich et al. 2016 and the dropout that of Provilkov et al. 2020: at each step every possible
+merge is left out with probability p, and the best of the others is applied. A word is done when no merge is left. The
+`tokenizers` library reads the vocabulary and splits captions into words. Its own dropout draws from a generator that
+cannot be seeded, so a resumed run would see other tokens; therefore the merges are applied here. Without dropout the
+token ids are those of the library.
 
-Draws are few: the merge that would be made is asked first, so most draws say "keep", and the distance to the next
-"drop" is geometric. A word whose merges all lie before it is encoded as without dropout, which is remembered.
+The best possible merge is asked first whether it is dropped, so few draws are made. A word whose merges are all kept is
+encoded as without dropout, and that result is cached.
 """
 
 from __future__ import annotations
@@ -15,38 +15,31 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import math
 import random
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 
-REMEMBERED = 1 << 16  # words; the memory is emptied when it is full
-FAR = 1 << 62  # draws; further than any caption goes
-PROMISE = ".manifest.json"  # beside a vocabulary: what it was made of, and the sha256 of its file
+from data.bpe_dropout import MergeDropout
+from data.vocabulary_files import manifest_path, read_manifest
+
+CACHED_WORDS = 1 << 16  # the cache is emptied when it is full
 
 
 class Vocabulary:
     """A trained vocabulary.
 
     Attributes:
-        size: entries, numbered from 0.
-        where: for messages.
+        size: number of entries. Token ids are 0 to size - 1.
+        where: the vocabulary's name in error messages.
 
     Args:
-        tokenizer: as `precompute/vocabulary.py` trains it: a BPE over bytes, without special tokens.
-        where: for messages.
+        tokenizer: a byte-level BPE without special tokens, as `precompute/vocabulary.py` trains it.
+        where: the vocabulary's name in error messages.
 
     Raises:
-        ValueError: a tokenizer of another kind.
+        ValueError: the tokenizer is of another kind.
     """
 
     def __init__(self, tokenizer: Tokenizer, where: str = "vocabulary") -> None:
@@ -71,16 +64,16 @@ class Vocabulary:
         self._merges = {
             (entries[left], entries[right]): (rank, entries[left + right]) for rank, (left, right) in enumerate(pairs)
         }
-        self._known: dict[str, tuple[list[int], int]] = {}  # word -> numbers without dropout, and merges made
+        self._cached: dict[str, tuple[list[int], int]] = {}  # word -> token ids without dropout, and number of merges
         self._decoder = tokenizer.decode
 
     @classmethod
     def read(cls, path: str | Path) -> Vocabulary:
-        """A vocabulary from its file, held against its manifest where that lies beside it.
+        """Reads a vocabulary from its file, and compares it with the manifest beside it if there is one.
 
         Raises:
-            FileNotFoundError: it is not there.
-            ValueError: no vocabulary, or another one than its manifest promises.
+            FileNotFoundError: there is no such file.
+            ValueError: the file is no vocabulary, or not the one that the manifest describes.
         """
         path = Path(path)
         if not path.is_file():
@@ -97,196 +90,80 @@ class Vocabulary:
         return cls(tokenizer, str(path))
 
     def encode(self, caption: str, dropout: float = 0.0, draws: random.Random | None = None) -> list[int]:
-        """A caption's numbers.
+        """The token ids of a caption.
 
         Args:
-            caption: raw; the vocabulary's own normalisation (lower case) is applied.
+            caption: raw caption; the vocabulary's normalisation (lower case) is applied.
             dropout: probability that a merge is left out.
-            draws: where dropout draws from; needed where there is any.
+            draws: random generator for the dropout; needed if `dropout` is above 0.
         """
-        drops = _Drops(dropout, draws)
-        numbers: list[int] = []
+        drops = MergeDropout(dropout, draws)
+        ids: list[int] = []
         for word in self._words(caption):
-            known = self._known.get(word)
-            if known is None:
-                known = self._remember(word)
-            plain, merges = known
+            cached = self._cached.get(word)
+            if cached is None:
+                cached = self._cache(word)
+            plain, merges = cached
             if drops.passes(merges):
-                numbers += plain
+                ids += plain
             else:
-                numbers += self._merge(word, drops)[0]
-        return numbers
+                ids += self._merge(word, drops)[0]
+        return ids
 
-    def decode(self, numbers: list[int]) -> str:
-        """The normalised caption of numbers; -1 (no token) is skipped."""
-        return self._decoder([number for number in numbers if number >= 0]).strip()
+    def decode(self, ids: list[int]) -> str:
+        """The normalised caption of token ids; -1 (no token) is skipped."""
+        return self._decoder([number for number in ids if number >= 0]).strip()
 
     def _words(self, caption: str) -> list[str]:
-        """A caption in words of the byte alphabet."""
+        """The words of a caption, spelled in the byte alphabet."""
         normalizer = self._tokenizer.normalizer
         text = caption if normalizer is None else normalizer.normalize_str(caption)
         return [word for word, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
-    def _remember(self, word: str) -> tuple[list[int], int]:
-        if len(self._known) >= REMEMBERED:
-            self._known.clear()
-        found = self._known[word] = self._merge(word, _Drops(0.0, None))
+    def _cache(self, word: str) -> tuple[list[int], int]:
+        if len(self._cached) >= CACHED_WORDS:
+            self._cached.clear()
+        found = self._cached[word] = self._merge(word, MergeDropout(0.0, None))
         return found
 
-    def _merge(self, word: str, drops: _Drops) -> tuple[list[int], int]:
-        """A word's numbers, and how many merges made them.
+    def _merge(self, word: str, drops: MergeDropout) -> tuple[list[int], int]:
+        """The token ids of a word, and the number of merges that were applied.
 
-        Symbols are a linked list over the word's places; possible merges wait in a heap by rank, then place. Those
-        that were dropped at a step are possible again at the next.
+        The symbols form a linked list over the word's positions. Possible merges wait in a heap, ordered by rank, then
+        position. Those that were dropped in one step are possible again in the next.
         """
         symbols = [self._bytes[byte] for byte in word]
         end = len(symbols)
         following, preceding = list(range(1, end + 1)), list(range(-1, end - 1))
-        possible: list[tuple[int, int, int, int]] = []  # (rank, place, left, right)
+        possible: list[tuple[int, int, int, int]] = []  # (rank, position, left, right)
 
-        def offer(place: int) -> None:
-            pair = symbols[place], symbols[following[place]]
+        def offer(position: int) -> None:
+            pair = symbols[position], symbols[following[position]]
             found = self._merges.get(pair)
             if found is not None:
-                heapq.heappush(possible, (found[0], place, *pair))
+                heapq.heappush(possible, (found[0], position, *pair))
 
-        for place in range(end - 1):
-            offer(place)
+        for position in range(end - 1):
+            offer(position)
         made, dropped = 0, []
         while possible:
             candidate = heapq.heappop(possible)
-            _, place, left, right = candidate
-            after = following[place]
-            if symbols[place] != left or after == end or symbols[after] != right:
-                continue  # one of the two has become part of another symbol
+            _, position, left, right = candidate
+            after = following[position]
+            if symbols[position] != left or after == end or symbols[after] != right:
+                continue  # one of the two has been merged into another symbol
             if drops.next():
                 dropped.append(candidate)
                 continue
             for again in dropped:
                 heapq.heappush(possible, again)
             dropped.clear()
-            symbols[place], symbols[after] = self._merges[left, right][1], -1
-            following[place] = following[after]
-            if following[place] < end:
-                preceding[following[place]] = place
-                offer(place)
-            if preceding[place] >= 0:
-                offer(preceding[place])
+            symbols[position], symbols[after] = self._merges[left, right][1], -1
+            following[position] = following[after]
+            if following[position] < end:
+                preceding[following[position]] = position
+                offer(position)
+            if preceding[position] >= 0:
+                offer(preceding[position])
             made += 1
         return [symbol for symbol in symbols if symbol >= 0], made
-
-
-class _Drops:
-    """Independent draws with probability p, as the number of draws before the next one that says "drop"."""
-
-    def __init__(self, p: float, draws: random.Random | None) -> None:
-        assert p == 0 or draws is not None, "dropout needs a generator"
-        self._log_keep = math.log1p(-p) if p < 1 else -math.inf
-        self._draws = draws
-        self._kept = math.inf if p == 0 else self._distance()
-
-    def _distance(self) -> int:
-        # P(distance >= k) = (1 - p)^k; with p below 1e-300 it is no number any more.
-        return int(min(math.log(1.0 - self._draws.random()) / self._log_keep, FAR))
-
-    def passes(self, count: int) -> bool:
-        """Whether the next `count` draws all say "keep"; they are then made, else none is."""
-        if count > self._kept:
-            return False
-        self._kept -= count
-        return True
-
-    def next(self) -> bool:
-        """Whether the next draw says "drop"."""
-        if self._kept > 0:
-            self._kept -= 1
-            return False
-        self._kept = self._distance()
-        return True
-
-
-def check_text(requirements: dict[str, Any], positions: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """Holds the text side of token data against what a model needs.
-
-    Args:
-        requirements: of the model; text_positions and text_vocabulary are looked at.
-        positions: text tokens of a sample.
-        vocabulary: of the data; None: not there yet, as in a dry run.
-
-    Returns:
-        the requirements that are left, which the set's manifest must fit.
-
-    Raises:
-        ValueError: they differ.
-    """
-    wanted = requirements.get("text_positions", positions)
-    if wanted != positions:
-        raise ValueError(
-            f"tokens: text_positions is {positions}, the recipe expects {wanted}; give data.positions the model's "
-            "number of text positions"
-        )
-    if vocabulary is not None and (wanted := requirements.get("text_vocabulary", vocabulary.size)) != vocabulary.size:
-        raise ValueError(
-            f"{vocabulary.where}: text_vocabulary is {vocabulary.size}, the recipe expects {wanted}; give the model as "
-            "many text tokens as the vocabulary has entries, or train another with precompute/vocabulary.py"
-        )
-    return {name: value for name, value in requirements.items() if name not in ("text_positions", "text_vocabulary")}
-
-
-def manifest_path(vocabulary: Path) -> Path:
-    """Where a vocabulary's manifest lies."""
-    return vocabulary.with_name(vocabulary.stem + PROMISE)
-
-
-def read_manifest(vocabulary: Path) -> dict[str, Any]:
-    """What a vocabulary's manifest says.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    path = manifest_path(vocabulary)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        values = None
-    if not isinstance(values, dict) or "sha256" not in values:
-        raise ValueError(f"{path}: damaged; delete it and train the vocabulary again")
-    return values
-
-
-def copy_vocabulary(vocabulary: Path, folder: Path) -> Path:
-    """Copies a vocabulary, and its manifest where it has one, to FOLDER/vocabulary.json; gives that file."""
-    copy = folder / "vocabulary.json"
-    shutil.copyfile(vocabulary, copy)
-    if manifest_path(vocabulary).is_file():
-        shutil.copyfile(manifest_path(vocabulary), manifest_path(copy))
-    return copy
-
-
-def train(captions: Iterable[str], entries: int) -> Tokenizer:
-    """A byte-level BPE over lower-cased captions; the same captions, in whatever order, give the same one.
-
-    A space is put before the first word, so that a word has one spelling wherever it stands.
-
-    Args:
-        captions: raw.
-        entries: size of the vocabulary, the 256 bytes included.
-
-    Raises:
-        ValueError: captions with fewer repeated parts than there are to be entries.
-    """
-    tokenizer = Tokenizer(BPE())
-    tokenizer.normalizer = Lowercase()
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=entries, min_frequency=2, initial_alphabet=ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(captions, trainer)
-    found = tokenizer.get_vocab_size()
-    if found < entries:
-        raise ValueError(
-            f"entries: the captions give {found:,} entries, {entries:,} were asked for; read more captions, or ask for "
-            f"{found:,} or fewer (and as many text tokens of the transformer)"
-        )
-    return tokenizer

@@ -1,31 +1,31 @@
 """The training crops of DALL-E (Ramesh et al. 2021, appendices A.2 and B.2), for `data.transforms.resize` to cut out.
 
-Both take a large square of the picture, resize it by area to a side a little above R, and cut a random R x R square
-out of that. Cutting first and resizing once is the same and cheaper, so a crop is one box in the picture's own pixels,
-with fractions. The dVAE's pictures are mirrored at random besides; the transformer's are not, for they hold text.
+Both take a large square of the image, resize it by area averaging to a side a little above R, and cut a random R x R
+square out of the result. Cutting first and resizing once gives the same pixels at a lower cost. A crop is therefore one
+box in pixels of the original image, with fractional coordinates. The images of the dVAE are also flipped at random.
+Those of the transformer are not, because images may show text.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-# (left, top, right, bottom) in pixels of the picture, with fractions.
+# (left, top, right, bottom) in pixels of the image; may be fractional.
 Box = tuple[float, float, float, float]
-# Largest side that the square is resized to, in units of R: what a reduced decode must leave.
+# Largest side that the square is resized to, in units of R. Decoding at reduced size must keep this many pixels.
 LARGEST = 12 / 8
 
 
 def dvae_crop(size: tuple[int, int], resolution: int, rng: np.random.Generator) -> Box:
-    """Any square of the shorter side s, resized to between min(s, 9/8 R) and min(s, 12/8 R), and any R x R of that.
+    """A random square of the shorter side s, resized to min(s, 9/8 R) to min(s, 12/8 R), and a random R x R crop.
 
     Args:
         size: (width, height) in pixels.
-        resolution: R, in pixels. A picture whose shorter side is less is enlarged to it: filter.min_side keeps such
-            pictures out.
-        rng: where all of it is drawn from.
+        resolution: R, in pixels. Images whose shorter side is below R are enlarged; `filter.min_side` excludes them.
+        rng: random generator.
 
     Returns:
-        A square; `resize(image, box, resolution, size, area=True)` makes the pixels.
+        The box of the crop; `resize(image, box, resolution, size, area=True)` gives its pixels.
     """
     width, height = size
     square = min(size)
@@ -35,9 +35,9 @@ def dvae_crop(size: tuple[int, int], resolution: int, rng: np.random.Generator) 
 
 
 def transformer_crop(size: tuple[int, int], resolution: int, rng: np.random.Generator) -> Box:
-    """A square of the shorter side s near the middle, resized to between R and min(s, 9/8 R), and any R x R of that.
+    """A square of the shorter side s near the middle, resized to between R and min(s, 9/8 R), and a random R x R crop.
 
-    The square begins between 3/8 and 5/8 of what the longer side has to spare. Arguments and result as `dvae_crop`.
+    The square begins between 3/8 and 5/8 of the difference of the sides. See `dvae_crop` for arguments and result.
     """
     width, height = size
     square = min(size)
@@ -51,7 +51,7 @@ def _near_middle(spare: int, rng: np.random.Generator) -> int:
 
 
 def _cut(left: int, top: int, square: int, sides: tuple[int, int], resolution: int, rng: np.random.Generator) -> Box:
-    """Any R x R square of a square that is resized to one of `sides` (both ends included), at least R."""
+    """A random R x R crop of a square that is resized to a side in `sides` (inclusive), but to at least R."""
     least = max(sides[0], resolution)
     side = int(rng.integers(least, max(sides[1], least) + 1))
     x, y = (int(rng.integers(side - resolution + 1)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Where encoded sets lie, local or remote, and whether they fit a recipe."""
+"""Local and remote encoded sets: where they are, and what their manifests say."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from streaming.base.storage import CloudDownloader
 from torch import Tensor
 
-from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from data.aliases import InputPath
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
 
 
 @dataclass(frozen=True)
 class EncodedSet:
-    """Where an encoded set lies, and how much of it is read.
+    """An encoded set: where it is, and how much of it is read.
 
     Attributes:
-        local: folder of the set, or of the copies of its shards.
-        remote: address that shards are fetched from; None: they all lie in `local`.
+        local: folder of the set, or of the local copies of its shards.
+        remote: address that shards are fetched from; None if all are in `local`.
         options: further arguments of streaming's `Stream`.
     """
 
@@ -33,10 +33,10 @@ class EncodedSet:
     options: dict[str, Any]
 
     def file(self, name: str) -> Path:
-        """A file beside the shards, fetched first where the set is remote.
+        """The path of a file beside the shards, which is fetched first if the set is remote.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
         """
         path = Path(self.local, name)
         if self.remote and not path.is_file():
@@ -46,7 +46,7 @@ class EncodedSet:
         return path
 
     def _fetch(self, name: str) -> Path:
-        """A fresh copy of a remote file, under a name of its own: every rank fetches at the same moment."""
+        """Fetches a remote file to a new path, because all ranks fetch at the same time."""
         copy = Path(self.local, f".{name}.{uuid.uuid4().hex}")
         copy.parent.mkdir(parents=True, exist_ok=True)
         address = f"{self.remote.rstrip('/')}/{name}"
@@ -54,11 +54,11 @@ class EncodedSet:
         return copy
 
     def manifest(self) -> Manifest:
-        """What encoded the set.
+        """Reads the manifest of the set.
 
         Raises:
-            FileNotFoundError: the set has none.
-            ValueError: the cache holds shards of another set than the one that is at the address now.
+            FileNotFoundError: the set has no manifest.
+            ValueError: the cache holds shards of another set than the one at the remote address.
         """
         path = Path(self.local, MANIFEST)
         if self.remote and path.is_file():
@@ -77,12 +77,12 @@ class EncodedSet:
 
 
 def local_set(*, path: InputPath, proportion: float | None = None, repeat: float | None = None) -> EncodedSet:
-    """An encoded set on this machine's disks.
+    """An encoded set on a local disk.
 
     Args:
-        path: folder that encode.py wrote.
+        path: folder that precompute/encode.py wrote.
         proportion: share of the samples that come from this set.
-        repeat: times that the set is seen in an epoch, also below 1.
+        repeat: how often the set is read per epoch; may be below 1.
     """
     return EncodedSet(path, None, {"proportion": proportion, "repeat": repeat})
 
@@ -98,17 +98,17 @@ def remote_set(
     download_retry: int = 2,
     download_timeout: float = 60.0,
 ) -> EncodedSet:
-    """An encoded set in an object store, fetched shard by shard as training comes to it.
+    """An encoded set in an object store, whose shards are fetched when training needs them.
 
     Args:
-        url: address of the folder that encode.py's output was copied to: s3://, gs://, oci://, azure://, ...
+        url: address of a copy of the folder that precompute/encode.py wrote: s3://, gs://, oci://, azure://, ...
         cache: local folder for the fetched shards.
         proportion: share of the samples that come from this set.
-        repeat: times that the set is seen in an epoch, also below 1.
-        keep_zip: keep the compressed shard beside the decompressed one.
-        validate_hash: hash to check shards by, such as sha1, if they were written with it.
-        download_retry: further tries of a failed fetch.
-        download_timeout: seconds to wait for a shard.
+        repeat: how often the set is read per epoch; may be below 1.
+        keep_zip: keep compressed shards beside the decompressed ones.
+        validate_hash: hash that shards are checked with, such as sha1, if they were written with it.
+        download_retry: number of further attempts after a failed download.
+        download_timeout: maximum time to wait for a shard, in seconds.
     """
     options = {
         "proportion": proportion,
@@ -122,15 +122,15 @@ def remote_set(
 
 
 def manifests_of(kind: str, sets: Mapping[str, EncodedSet]) -> list[Manifest]:
-    """The sets' manifests.
+    """Reads the manifests of encoded sets.
 
     Args:
         kind: what the sets must hold, latents or tokens.
         sets: by label.
 
     Raises:
-        FileNotFoundError: a set without a manifest.
-        ValueError: no set at all, or one of another kind.
+        FileNotFoundError: a set has no manifest.
+        ValueError: there is no set, or one of another kind.
     """
     if not sets:
         raise ValueError(f"{kind}: streams is empty; name at least one encoded set")

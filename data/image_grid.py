@@ -1,30 +1,32 @@
-"""Grids of pictures with their captions, as files that a person looks at."""
+"""Grids of images with captions, to look at."""
 
 from __future__ import annotations
 
 import math
-import os
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from data.files import atomic_write
 
 FONT_SIZE = 11
 LINE_HEIGHT = 13
 
 
 def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, cell: int = 128) -> Image.Image:
-    """Pictures in rows, each with its caption below.
+    """Arranges images in rows, with each caption below its image.
 
     Args:
         pictures: (N, H, W, 3) uint8.
-        captions: N texts, wrapped to the cell's width and cut after three lines.
-        columns: pictures a row; None: nearest to a square.
-        cell: least side of a picture in pixels; smaller pictures are enlarged by a whole factor.
+        captions: N texts, which are wrapped to the width of an image and cut after three lines.
+        columns: number of images per row; None for a grid that is nearly square.
+        cell: minimum side of an image in pixels. Smaller images are enlarged by an integer factor.
 
     Raises:
-        ValueError: no picture, or another number of captions.
+        ValueError: there is no image, or another number of captions.
     """
     if len(pictures) == 0 or len(pictures) != len(captions):
         raise ValueError(f"picture_grid: {len(pictures)} pictures with {len(captions)} captions")
@@ -50,13 +52,11 @@ def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None 
 
 
 def save_png(picture: Image.Image, path: Path) -> None:
-    """Write a PNG under a temporary name, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    picture.save(partial, format="PNG")
-    partial.replace(path)
+    """Writes a PNG atomically."""
+    with atomic_write(path) as partial:
+        picture.save(partial, format="PNG")
 
 
-def to_uint8(pictures) -> np.ndarray:  # noqa: ANN001 - a Tensor; this module stays free of torch
-    """(N, 3, H, W) in [0, 1] on any device to (N, H, W, 3) uint8."""
-    return (pictures.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+def to_uint8(images: Any) -> np.ndarray:
+    """Converts a tensor (N, 3, H, W) in [0, 1] on any device to an array (N, H, W, 3) uint8."""
+    return (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()

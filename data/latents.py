@@ -1,4 +1,4 @@
-"""Precomputed latents and text embeddings to training batches."""
+"""Training batches of precomputed latents and text embeddings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
 from data.encoded_sets import manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
-from data.reading import EncodedDataset, key_seed, open_loader, shared_blocks, streams_of
+from data.reading import EncodedDataset, copy_rows, key_seed, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
 
 
@@ -43,30 +44,30 @@ def latents(
     epoch_size: int | None = None,
     drop_last: bool = True,
 ) -> Loading:
-    """Latents that `precompute/encode.py` wrote. Order, sharding over ranks and exact resumption are the library's.
+    """Reads latents that `precompute/encode.py` wrote. mosaicml-streaming orders, shards and resumes.
 
-    The validation set is read once in order, with the posterior's mean and every caption.
+    A validation set is read once in stored order, with the posterior's mean and without caption dropout.
 
     Args:
-        streams: encoded sets by label; with proportions, all of them must have one.
-        resolution: which of the encoded resolutions to read, in pixels.
+        streams: encoded sets by label. If one of them has a proportion, all must have one.
+        resolution: the encoded resolution that is read, in pixels.
         text: column of the text embedding.
-        expect: fields that the manifest must have these values in (see `Manifest.check`), beside what the model needs.
-        caption_dropout: share of captions replaced by the null caption's embedding, drawn anew each time.
-        sample_posterior: draw latents from the posterior each time; false takes its mean.
-        flip: share of latents mirrored left to right: near to, but not the same as, encoding the mirrored picture.
-        workers: processes that read.
-        shuffle: mix the order each epoch (training only).
-        shuffle_algo: the library's algorithm.
-        shuffle_block: samples that shard parts are mixed over; null: the library's default.
-        predownload: samples fetched ahead by a worker; null: the library's default.
+        expect: required values of fields of the manifest (see `Manifest.check`), beside those that the model needs.
+        caption_dropout: share of captions that are replaced by the null caption's embedding, drawn in every step.
+        sample_posterior: sample latents from the posterior in every step; false takes its mean.
+        flip: share of latents that are flipped horizontally. This is close to encoding the flipped image, not equal.
+        workers: number of worker processes that read.
+        shuffle: shuffle the samples in each epoch (training only).
+        shuffle_algo: streaming's shuffling algorithm.
+        shuffle_block: number of samples within which parts of shards are shuffled; null: streaming's default.
+        predownload: number of samples that each worker fetches ahead; null: streaming's default.
         cache_limit: local disk space for remote shards, such as 100gb; null: no limit.
-        epoch_size: samples of an epoch; null: all.
-        drop_last: leave out the last, incomplete batch of an epoch (training only).
+        epoch_size: number of samples per epoch; null: all.
+        drop_last: leave out an incomplete last batch of an epoch (training only).
 
     Raises:
-        FileNotFoundError: a stream without a manifest.
-        ValueError: a manifest that does not fit the recipe, by field.
+        FileNotFoundError: a stream has no manifest.
+        ValueError: a field of a manifest does not fit the recipe.
     """
     for name, share in (("caption_dropout", caption_dropout), ("flip", flip)):
         if not 0 <= share <= 1:
@@ -106,12 +107,12 @@ def latents(
 
 
 class LatentDataset(EncodedDataset):
-    """Posteriors and text embeddings as stored.
+    """Posteriors and text embeddings as they are stored.
 
     Args:
-        resolution: which of the encoded resolutions to read, in pixels.
+        resolution: the encoded resolution that is read, in pixels.
         text: column of the text embedding.
-        arguments: of EncodedDataset.
+        arguments: of `EncodedDataset`.
     """
 
     def __init__(self, *, resolution: int, text: str, **arguments: Any) -> None:
@@ -123,31 +124,33 @@ class LatentDataset(EncodedDataset):
         specs = {name: ((samples, *array.shape), array.dtype) for name, array in self.arrays.items()}
         return {**specs, "seed": ((samples,), torch.int64)}
 
-    def read(self, numbers: Sequence[int]) -> Batch:
-        """See `EncodedDataset.read`.
+    def collate(self, samples: Sequence[StoredSample]) -> Batch:
+        """See `EncodedDataset.collate`.
 
         Returns:
-            `mean` and `std` (B, C, h, w), `text` (B, L, D), as stored (float16), and `seed` (B,) int64, a function of
-            the sample's key. In a worker process they lie in shared memory.
+            `mean` and `std` (B, C, h, w) and `text` (B, L, D) as stored (float16), and `seed` (B,) int64, a function
+            of the sample's key.
         """
-        batch = self.blocks.new(self.specs(len(numbers)))
+        batch = self.blocks.new(self.specs(len(samples)))
+        copy_rows(samples, {name: batch[name] for name in self.arrays})
         seeds = batch["seed"].numpy()
-        for row, (key,) in enumerate(self.fill(numbers, batch)):
+        for row, sample in enumerate(samples):
+            (key,) = sample.texts
             seeds[row] = key_seed(key)
         return batch
 
 
 class LatentTransform:
-    """From stored posterior and caption to what a model trains on; on the device, with its generator.
+    """Makes latents and text of a batch as it was stored; runs on the device and draws from its global generator.
 
-    Composer saves each rank's generators in checkpoints: what is drawn here goes on exactly after a resume, and
-    differs between ranks because their seeds do.
+    Checkpoints hold the generators of each rank, so the random numbers continue exactly after a resume. They differ
+    between ranks because the seeds do.
 
     Args:
         null_text: (L, D), the embedding of the empty caption.
-        caption_dropout: share of captions replaced by it.
-        sample_posterior: draw from the posterior, or take its mean.
-        flip: share of latents mirrored left to right.
+        caption_dropout: share of captions that are replaced by it.
+        sample_posterior: sample from the posterior, or take its mean.
+        flip: share of latents that are flipped horizontally.
     """
 
     def __init__(self, null_text: Tensor, caption_dropout: float, sample_posterior: bool, flip: float) -> None:
@@ -157,7 +160,14 @@ class LatentTransform:
         self.flip = flip
 
     def __call__(self, batch: Batch) -> Batch:
-        """`mean`, `std`, `text`, `seed` to `latents` (B, C, h, w), `text` (B, L, D), both 32-bit, and `seed` (B,)."""
+        """Transforms one batch.
+
+        Args:
+            batch: as `LatentDataset.collate` makes it.
+
+        Returns:
+            `latents` (B, C, h, w) float32, `text` (B, L, D) float32 and `seed` (B,) int64.
+        """
         latents, text = batch["mean"].float(), batch["text"].float()
         if self.sample_posterior:
             latents = latents + batch["std"].float() * torch.randn_like(latents)

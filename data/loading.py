@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -12,6 +14,8 @@ from torch.utils.data import DataLoader
 from data.manifest import Manifest
 
 Batch = dict[str, Tensor]
+REMEMBERED_POSITIONS = 64  # batches; the most that a trainer may fetch ahead of what it trains on
+Position = TypeVar("Position")
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,13 @@ class Placement:
     """The part of a data set that a process reads.
 
     Attributes:
-        batch: samples a device takes at once.
-        training: shuffled and endless or epoch by epoch, against once in order.
-        rank: this process's number.
+        batch: number of samples per batch and device.
+        training: whether samples are shuffled and the loader goes on to the next epoch, rather than reading a
+            validation set once in order.
+        rank: number of this process.
         world: number of processes.
         seed: seed of the order.
-        pin: page-locked batches, for a GPU.
+        pin: put batches into page-locked memory, for a GPU.
     """
 
     batch: int
@@ -35,18 +40,59 @@ class Placement:
     pin: bool = False
 
 
+class ResumableLoader(Protocol):
+    """The loaders of the training components `latents`, `tokens` and `pictures`."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the next epoch, or of the rest of one that was resumed."""
+
+    def state_dict(self, ahead: int = 0) -> dict[str, Any]:
+        """The position after the last batch that was trained on, as JSON-compatible values.
+
+        Call it on every rank, because ranks may have to exchange their positions. The result is the same on all ranks.
+
+        Args:
+            ahead: number of batches that were taken from the loader but not trained on yet.
+
+        Raises:
+            ValueError: `ahead` is more than the loader remembers.
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the position at which the next iteration begins. Call it on every rank, before iterating.
+
+        Args:
+            state: of `state_dict`, or what Composer's checkpoints hold under `dataset_state`, `train`.
+        """
+
+
 @dataclass(frozen=True)
 class Loading:
     """Batches of a data set.
 
+    A trainer reads an epoch by iterating over `loader` until it ends. `len(loader)` is not always the number of its
+    batches, since some orders repeat samples so that all ranks get equally many. To resume, a trainer saves
+    `loader.state_dict()` in its checkpoint and gives it to a new loader's `load_state_dict` before the first iteration:
+
+        for batch in loading.loader:
+            train(batch)
+            checkpoint["data"] = loading.loader.state_dict()
+        ...
+        resumed.loader.load_state_dict(checkpoint["data"])  # the next iteration gives the rest of the epoch
+
+    The position counts batches that left the loader, whatever its workers have prefetched. A trainer that itself takes
+    batches from the loader before it trains on them passes the number of these: `loader.state_dict(ahead=1)`.
+    Composer calls the methods of `loader.dataset` of the same names instead, with its own count of samples. The states
+    are interchangeable.
+
     Attributes:
-        loader: yields dicts of CPU tensors.
+        loader: yields dicts of CPU tensors; in training it is a `ResumableLoader`.
         on_device: applied to each (micro)batch after it was moved to the device.
-        samples: in an epoch, over all ranks; None where the stream has no end.
-        manifest: what encoded the samples, where they are encoded.
-        resolution: side of the pictures in pixels, where they are encoded.
-        null_text: (L, D) float16, the embedding of the empty caption, where text is encoded.
-        vocabulary: file of the vocabulary that captions are encoded with, where training encodes them.
+        samples: number of samples per epoch, over all ranks; None if the stream has no end.
+        manifest: what encoded the samples; None if they are not encoded.
+        resolution: side of the images in pixels; None if they are not encoded.
+        null_text: (L, D) float16, the embedding of the empty caption; None if text is not encoded.
+        vocabulary: file of the vocabulary that captions are encoded with; None if training does not encode them.
     """
 
     loader: DataLoader
@@ -56,3 +102,17 @@ class Loading:
     resolution: int | None = None
     null_text: Tensor | None = None
     vocabulary: Path | None = None
+
+
+def position(positions: deque[Position], ahead: int) -> Position:
+    """The position `ahead` batches before the last one of a loader's recent positions.
+
+    Raises:
+        ValueError: the loader does not remember it.
+    """
+    if not 0 <= ahead < len(positions):
+        raise ValueError(
+            f"a loader's position {ahead} batches ago was asked for, and it remembers {len(positions)}; fetch fewer "
+            "batches ahead"
+        )
+    return positions[-1 - ahead]

@@ -1,6 +1,6 @@
-"""What an encoded set holds: written beside its shards by `precompute/encode.py`, checked by whoever trains on it.
+"""The manifest of an encoded set: written beside its shards by `precompute/encode.py`, checked before training.
 
-Standard library only, so that a recipe is checked against its data before anything slow is imported.
+It needs the standard library only, so a recipe is checked against its data before anything slow is imported.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import dataclasses
 import difflib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from data.files import write_text
 
 NAME = "manifest.json"
 NULL_TEXT = "null_text.npy"
@@ -41,67 +42,67 @@ _ADVICE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A set of encoded pictures and captions. Everything is JSON."""
+    """What an encoded set of images and captions holds, in JSON-compatible values."""
 
     image_encoder: dict[str, Any]
-    """component (name and arguments that build it), id, weights_hash (sha256), precision, downsample; of latents also
-    channels, scaling_factor, shift_factor; of tokens also codes."""
+    """component (name and arguments that build it), id, weights_hash (sha256), precision, downsample; for latents also
+    channels, scaling_factor and shift_factor; for tokens also codes."""
     text_encoder: dict[str, Any] | None
-    """component, id, weights_hash (sha256), precision, layer, tokenizer, length (tokens), width; null in a set of
-    tokens, whose captions are encoded in training."""
+    """component, id, weights_hash (sha256), precision, layer, tokenizer, length (tokens), width; null for tokens,
+    whose captions are encoded in training."""
     resolutions: list[int]
     """Sides of the encoded squares, in pixels."""
     crop: str
-    """How squares were chosen (see `EncodeConfig.crop`); those that were drawn are stored per sample."""
+    """How the square crops were chosen (see `EncodeConfig.crop`). Random crops are stored per sample."""
     upscale: bool
-    """Whether pictures smaller than a resolution were enlarged (else they were set aside as too_small)."""
+    """Whether images smaller than a resolution were enlarged. If not, they were rejected as too_small."""
     seed: int
     """Seed of random crops."""
     filter: dict[str, Any]
-    """Name and arguments of the filter that pictures and captions passed."""
+    """Name and arguments of the filter that images and captions passed."""
     dtype: str
-    """Number format of latents and embeddings, or of tokens."""
+    """Dtype of latents and embeddings, or of tokens."""
     normalisation: str
-    """What was applied to the posterior, exactly once; of tokens, what they are."""
+    """How the posterior was normalised, exactly once; for tokens, what they are."""
     caption_policy: str
-    """What was embedded and what the null caption is."""
+    """Which text was embedded, and what the null caption is."""
     columns: dict[str, str]
     """MDS columns and their encodings."""
     samples: int
-    """Pictures in the set."""
+    """Number of images."""
     rejected: dict[str, int]
-    """Samples set aside, by reason."""
+    """Number of rejected samples, by reason."""
     reencoded: int
-    """Samples encoded a second time in fp32, because the first result was not finite."""
+    """Number of samples that were encoded again in fp32, because the first result was not finite."""
     upscaled: dict[str, int]
-    """Per resolution, pictures that were enlarged (their crop box is smaller than the resolution)."""
+    """Per resolution, the number of images that were enlarged (whose crop box is smaller than the resolution)."""
     shards: int
-    """Input shards, each with its own folder."""
+    """Number of input shards, each of which has its own folder."""
     bytes: int
     """Size of the MDS files on disk."""
     latents: dict[str, dict[str, list[float]]]
-    """Per resolution and channel, of the normalised latents: mean and std of the posterior means, and sample_std,
-    the deviation of drawn samples (the posterior's own variance included). Empty in a set of tokens."""
+    """Statistics of the normalised latents per resolution and channel: mean and std of the posterior means, and
+    sample_std, the standard deviation of samples from the posterior. Empty for tokens."""
     request: dict[str, Any]
-    """The part of the encode config that made the set, and digests of local files it named."""
+    """The part of the encode config that determines the set, and digests of the local files that it names."""
     software: dict[str, str]
-    """Versions of what encoded it."""
+    """Versions of the packages that encoded the set."""
     kind: str = "latents"
-    """What a picture became: latents or tokens."""
+    """What images were encoded to: latents or tokens."""
     crops: int = 1
-    """Squares that each picture was encoded at."""
+    """Number of crops that were encoded per image."""
     version: int = VERSION
     """Version of this format."""
     where: str = dataclasses.field(default=NAME, compare=False)
-    """Where it was read from, for messages; not written."""
+    """Where the manifest was read from, for error messages; not written."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
-        """The manifest of an encoded set.
+        """Reads the manifest of an encoded set.
 
         Raises:
-            FileNotFoundError: the folder has none.
-            ValueError: it is no manifest of this version.
+            FileNotFoundError: the folder has no manifest.
+            ValueError: the file is no manifest of this version.
         """
         path = Path(folder) / NAME
         try:
@@ -116,7 +117,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str, where: str = NAME) -> Manifest:
-        """A manifest from its JSON text; `where` names its source in messages.
+        """Parses the JSON text of a manifest. `where` names its source in error messages.
 
         Raises:
             ValueError: as `read`.
@@ -142,19 +143,19 @@ class Manifest:
         return cls(**values, where=where)
 
     def write(self, folder: str | Path) -> None:
-        """Writes FOLDER/manifest.json under a temporary name, then renames it."""
+        """Writes FOLDER/manifest.json, atomically."""
         values = dataclasses.asdict(self)
         del values["where"]
-        write_atomically(Path(folder) / NAME, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        write_text(Path(folder) / NAME, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
     @property
     def channels(self) -> int:
-        """Channels of a latent."""
+        """Number of channels of a latent."""
         return self.image_encoder["channels"]
 
     @property
     def downsample(self) -> int:
-        """Pixels of the picture per latent pixel, along a side."""
+        """Factor between the side of an image in pixels and the side of its grid of latent pixels or tokens."""
         return self.image_encoder["downsample"]
 
     @property
@@ -171,15 +172,15 @@ class Manifest:
         return resolution // self.downsample
 
     def check(self, **expected: Any) -> None:
-        """Holds the set against what a recipe expects.
+        """Compares the set with what a recipe expects.
 
         Args:
-            expected: any of kind, resolution, downsample, image_weights (sha256), dtype, crop, crops, upscale; of
-                latents also channels, scaling_factor, shift_factor, text_weights (sha256), text_width, text_length,
-                tokenizer; of tokens also codes, and with a resolution the grid's side. What is None is not checked.
+            expected: any of kind, resolution, downsample, image_weights (sha256), dtype, crop, crops, upscale; for
+                latents also channels, scaling_factor, shift_factor, text_weights (sha256), text_width, text_length and
+                tokenizer; for tokens also codes and, with a resolution, the grid's side. None is not checked.
 
         Raises:
-            ValueError: the first field that differs: its name, what the set has, what was expected, what to do.
+            ValueError: a field differs. The message names it, the set's value, the expected one, and what to do.
         """
         found = self._found(expected.get("resolution"))
         for name, value in expected.items():
@@ -193,7 +194,7 @@ class Manifest:
                 raise ValueError(f"{self.where}: {name} is {found[name]}, the recipe expects {value}; {advice}")
 
     def _found(self, resolution: int | None) -> dict[str, Any]:
-        """What `check` compares with."""
+        """The values that `check` compares, by name."""
         images, texts = self.image_encoder, self.text_encoder or {}
         found = {
             name: images[name]
@@ -214,17 +215,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float) or isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6)
     return one == other
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file so that nobody ever sees a part of it, also when several processes write the same one."""
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
-    data = content.encode("utf-8") if isinstance(content, str) else content
-    try:
-        with open(partial, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

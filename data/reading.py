@@ -1,193 +1,201 @@
-"""Samples of encoded sets to batches: the library's order, sharding and resumption, a reading of its own."""
+"""Batches of encoded sets: streaming's public interface for order, sharding, caching and resumption.
+
+streaming decodes a sample into one dict of arrays, which costs two copies per sample before collation. Here the data
+set's shard readers are `ColumnReader`s, whose samples are views of the bytes that were read, and the collation copies
+these views into the batch's memory.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from time import sleep, time_ns
+from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import torch
-from streaming import Stream, StreamingDataset
-from streaming.base.dataset import TICK, _Iterator, _ShardState
+from streaming import Stream, StreamingDataLoader, StreamingDataset
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from data.column_reader import StoredSample, column_readers
 from data.encoded_sets import EncodedSet
-from data.loading import Batch, Placement
-from data.mds_batches import OpenShard, OpenShards, Rows, layouts, path_of
+from data.loading import REMEMBERED_POSITIONS, Batch, Placement, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of
 
-PREFETCH = 4  # batches ready or under way, a worker
-TRIES = 8  # to open a shard that may be evicted as soon as it is fetched; streaming's own number
-FAILED = "a shard could not be fetched or decompressed; the reason was printed when it happened"
+PREFETCH = 4  # batches that are ready or being read, per worker
+# Seconds that training waits for a batch. When a worker fails to fetch a shard, streaming lets the others that need it
+# wait for ever.
+LONGEST_WAIT = 1800
 
 
 class EncodedDataset(StreamingDataset):
-    """Samples' numbers in the library's order, and `read` from numbers to a batch, which subclasses define.
-
-    Order, sharding, mixing, download, cache and resumption are the library's. Its decoding is not used: an item is the
-    sample's number, and `read` fills a batch's memory from the shards.
-
-    Attributes:
-        epoch: that `read` is asked for the samples of, also after a resume in its middle.
+    """Samples of encoded sets in streaming's order, and `collate`, which subclasses define, from samples to a batch.
 
     Args:
-        columns: columns of the arrays that are read, by the name that `read` fills them under.
-        texts: columns of the texts that are read.
-        blocks: see `BatchBlocks`; for worker processes.
+        columns: names of the array columns that are read, by their names in the batch.
+        texts: names of the text columns that are read.
+        blocks: number of `BatchBlocks`, for worker processes.
         arguments: of StreamingDataset.
 
     Raises:
-        ValueError: shards that `Layout.of` refuses, or that differ in the shapes of these columns.
+        ValueError: see `column_readers`.
     """
 
     def __init__(
         self, *, columns: Mapping[str, str], texts: Sequence[str] = ("key",), blocks: int = 0, **arguments: Any
     ) -> None:
         super().__init__(**arguments)
-        self.epoch = 0
-        self.layouts = layouts(self.shards, columns, texts)
-        self.arrays = self.layouts[0].arrays
-        self.files = OpenShards()
+        self.shards = column_readers(self.shards, columns, texts)
+        self.arrays = self.shards[0].arrays
         self.blocks = BatchBlocks(blocks, bytes_of(self.specs(self.batch_size)))
-        self._decompressed = bytearray(self.num_shards)
+        self.finished_epoch: int | None = None
+        self._failure: BaseException | None = None
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """See `StreamingDataset.state_dict`; Composer asks for it, with the samples of its present epoch.
+
+        At an epoch's end that is 0 samples, and means the beginning of the next epoch. streaming takes it for the
+        beginning of the epoch that was read last, and a resumed run would read that one again.
+        """
+        state = super().state_dict(num_samples, from_beginning)
+        if from_beginning and not num_samples and state["epoch"] == self.finished_epoch:
+            state |= {"epoch": self.finished_epoch + 1, "sample_in_epoch": 0}
+        return state
+
+    def on_exception(self, future: Future) -> None:
+        """streaming calls this when a thread that fetches shards has ended."""
+        self._failure = future.exception() or self._failure
+        super().on_exception(future)
+
+    def __iter__(self) -> Iterator[StoredSample]:
+        """This worker's samples of the next epoch.
+
+        Raises:
+            RuntimeError: a shard could not be fetched. streaming alone ends the epoch in silence.
+        """
+        self._failure = None
+        yield from super().__iter__()
+        if self._failure is not None:
+            raise RuntimeError(f"a shard could not be fetched or decompressed: {self._failure}") from self._failure
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose samples are being read, also in a worker process and after a resume in its middle.
+
+        streaming counts epochs in memory that a machine's processes share. None of them goes on to the next epoch
+        before all of them have read theirs to the end.
+        """
+        return self.next_epoch - 1
 
     @abstractmethod
     def specs(self, samples: int) -> Specs:
-        """Shapes and number formats of a batch of so many samples."""
+        """Shapes and dtypes of a batch of this many samples."""
 
     @abstractmethod
-    def read(self, numbers: Sequence[int]) -> Batch:
-        """A batch. The collate_fn of a DataLoader over this data set.
-
-        Args:
-            numbers: B samples' numbers.
-
-        Raises:
-            ValueError: a broken shard.
-            RuntimeError: a shard that cannot be fetched, or one that is evicted again and again.
-        """
-
-    def fill(self, numbers: Sequence[int], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-        """Reads samples into the rows of some tensors, and gives each one's texts when its row is filled.
-
-        Args:
-            numbers: B samples' numbers.
-            tensors: (B, *shape) of every array of the layouts. Errors as `read`.
-        """
-        ids = np.asarray(numbers)
-        shards = np.searchsorted(self.spanner.shard_bounds, ids, side="right") - 1
-        samples = (ids - self.spanner.shard_bounds[shards]).tolist()
-        if self.cache_limit:
-            self.files.keep(set(np.flatnonzero(self._shard_states.numpy() == _ShardState.LOCAL).tolist()))
-        rows = Rows(tensors)
-        for row, (shard, sample) in enumerate(zip(shards.tolist(), samples, strict=True)):
-            yield rows.fill(row, self.layouts[shard], self._file(shard), sample)
-        self._shard_access_times[shards] = time_ns()
-
-    def __iter__(self) -> Iterator[int]:
-        """This worker's samples' numbers, in the order of the next epoch.
-
-        Raises:
-            RuntimeError: a shard could not be fetched. The library's own loop ends the epoch early then, in silence.
-        """
-        yield from super().__iter__()
-        if self._event.is_set():
-            raise RuntimeError(FAILED)
-
-    def _get_work(self, epoch: int, sample_in_epoch: int) -> np.ndarray:
-        """As the library's, which is the one place that tells a worker its epoch."""
-        self.epoch = epoch
-        return super()._get_work(epoch, sample_in_epoch)
-
-    def _each_sample_id(self, it: _Iterator) -> Iterator[int]:
-        """As the library's, but a number goes out once its shard was asked for: `read` waits for it.
-
-        The library lets a thread wait for the shards. With a cache limit, that one waits for ever for a shard that
-        another worker evicts before the thread has seen it.
-        """
-        try:
-            while it.yield_index < it.total and not it.should_exit() and not self._event.is_set():
-                if it.prepare_index <= it.yield_index:
-                    sleep(TICK)
-                    continue
-                number = it.sample_ids[it.yield_index]
-                if number >= 0:  # -1 fills up the last batch
-                    yield number
-                it.yield_index += 1
-            it.on_exit()
-        finally:
-            it.non_blocking_exit()  # else the fetching thread of an epoch that is left early never ends
-
-    def _ready_thread(self, it: _Iterator) -> None:
-        """The library's thread that waits; not needed, see `_each_sample_id`."""
-        it.on_exit()
-
-    def get_item(self, sample_id: int, retry: int = 7) -> int:
-        """The sample's number, as `read` takes it."""
-        return int(sample_id)
-
-    def _file(self, shard: int) -> OpenShard:
-        for _ in range(TRIES):
-            try:
-                if shard in self.files or self._shard_states[shard] == _ShardState.LOCAL:
-                    return self.files.get(shard, self.shards[shard])
-            except FileNotFoundError:
-                self._decompressed[shard] = False
-            self.prepare_shard(shard)  # evicted between the library's order and here
-        raise RuntimeError(
-            f"shard {shard} of {self.streams[self.stream_per_shard[shard]].local} is not there after {TRIES} tries; "
-            "raise cache_limit if there is one, else see whether the shard lies in the set"
-        )
-
-    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Fetches or decompresses a shard if need be.
-
-        The library asks this for every sample under a lock that all processes of a machine share, which costs more
-        than reading the sample. For a shard that is there only its time of use is noted, as the library does on
-        reading.
-        """
-        if self._decompressed[shard_id] and self._shard_states[shard_id] == _ShardState.LOCAL:
-            self._shard_access_times[shard_id] = time_ns()
-            return
-        super().prepare_shard(shard_id, blocking)
-        if self._shard_states[shard_id] == _ShardState.LOCAL:
-            self._decompressed[shard_id] = os.path.isfile(path_of(self.shards[shard_id]))
+    def collate(self, samples: Sequence[StoredSample]) -> Batch:
+        """B samples as a batch. In a worker process it lies in one of the shared blocks."""
 
 
-def open_loader(dataset: EncodedDataset, placement: Placement, workers: int, drop_last: bool) -> DataLoader:
-    """Batches of a data set, as every component that reads encoded sets gives them.
+def copy_rows(samples: Sequence[StoredSample], tensors: Mapping[str, Tensor]) -> None:
+    """Copies the arrays of B samples into the rows of contiguous CPU tensors (B, *shape), by name."""
+    for name, tensor in tensors.items():
+        rows = tensor.view(len(samples), -1).view(torch.uint8).numpy()
+        for row, sample in zip(rows, samples, strict=True):
+            row[:] = sample.arrays[name]
+
+
+class EncodedLoader(StreamingDataLoader):
+    """Batches of an `EncodedDataset`, and the position in them; a `ResumableLoader`.
 
     Args:
-        dataset: made with `shared_blocks(workers)`.
-        placement: which part of it, and how large a batch.
-        workers: processes that read.
+        dataset: what is read.
+        ranks: number of processes that train, each on its own part of an epoch.
+        arguments: of DataLoader.
+    """
+
+    def __init__(self, dataset: EncodedDataset, ranks: int, **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self.ranks = ranks
+        self._positions = deque([(0, 0)], REMEMBERED_POSITIONS)  # epoch and its samples on all ranks, after each batch
+        self._skip_empty_epoch = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the next epoch, or of the rest of one that was resumed.
+
+        Raises:
+            RuntimeError: a shard could not be fetched, or the epoch ended early for another reason.
+        """
+        yield from self._epoch()
+        if self._skip_empty_epoch and not self.num_samples_yielded:
+            yield from self._epoch()
+        self._skip_empty_epoch = False
+
+    def _epoch(self) -> Iterator[Batch]:
+        begin = None
+        for batch in super().__iter__():
+            begin = self._begin() if begin is None else begin
+            epoch, sample = begin
+            self._positions.append((epoch, sample + self.num_samples_yielded * self.ranks))
+            yield batch
+        epoch, sample = self._begin() if begin is None else begin
+        left = max(0, len(self.dataset) - sample // self.ranks)
+        expected = left - left % self.batch_size if self.drop_last else left
+        if self.num_samples_yielded < expected:
+            raise RuntimeError(
+                f"the epoch ended after {self.num_samples_yielded} of {expected} samples; see whether a shard could "
+                "not be fetched, which is logged when it happens"
+            )
+        self._positions[-1] = (epoch + 1, 0)
+        self.dataset.finished_epoch = epoch
+
+    def _begin(self) -> tuple[int, int]:
+        """Where the present iteration began: the epoch, and the samples that all ranks had seen of it."""
+        return self.dataset.epoch, self.dataset.state_dict(0, from_beginning=False)["sample_in_epoch"]
+
+    def state_dict(self, ahead: int = 0) -> dict[str, Any]:
+        """See `ResumableLoader`. The format is that of StreamingDataset, so Composer's checkpoints hold the same."""
+        epoch, samples = position(self._positions, ahead)
+        return self.dataset.state_dict(samples, from_beginning=True) | {"epoch": epoch}
+
+    def load_state_dict(self, obj: dict[str, Any]) -> None:
+        """See `ResumableLoader`. Where nothing is left of the state's epoch, the next epoch is read."""
+        super().load_state_dict(obj)
+        self._positions.append((obj["epoch"], obj["sample_in_epoch"]))
+        self._skip_empty_epoch = True
+
+
+def open_loader(dataset: EncodedDataset, placement: Placement, workers: int, drop_last: bool) -> EncodedLoader:
+    """A loader of a data set, as all components make it that read encoded sets.
+
+    Args:
+        dataset: made with `shared_blocks(workers)` blocks.
+        placement: which part of the data this process reads, and the batch size.
+        workers: number of processes that read.
         drop_last: leave out the last, incomplete batch of an epoch (training only).
     """
-    return DataLoader(
+    return EncodedLoader(
         dataset,
+        placement.world,
         batch_size=placement.batch,
-        collate_fn=dataset.read,
+        collate_fn=dataset.collate,
         drop_last=drop_last and placement.training,
         num_workers=workers,
         persistent_workers=workers > 0,
         prefetch_factor=PREFETCH if workers else None,
         pin_memory=placement.pin,
-        generator=torch.Generator(),  # not the one that noise is drawn from
+        timeout=LONGEST_WAIT if workers else 0,
+        generator=torch.Generator(),  # not the global one, which noise is drawn from
     )
 
 
 def shared_blocks(workers: int) -> int:
-    """Batches under way, ready and in use at once."""
+    """Number of batches that may be under way, ready or in use at the same time."""
     return workers * PREFETCH + 4 if workers else 0
 
 
 def streams_of(sets: Mapping[str, EncodedSet]) -> list[Stream]:
-    """Encoded sets as the library takes them."""
+    """Encoded sets as streaming takes them."""
     return [Stream(local=s.local, remote=s.remote, **s.options) for s in sets.values()]
 
 

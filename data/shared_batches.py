@@ -1,9 +1,9 @@
-"""Memory that worker processes fill with batches and the process that trains reads them from, used again and again.
+"""Blocks of shared memory in which worker processes send batches to the training process, and which are reused.
 
-A worker's batch usually lies in shared memory made for it: each of its pages is cleared and mapped anew in both
-processes, which costs several times what the reading does, and each of its tensors is sent as a file descriptor. Here
-the blocks are made once, before the workers are forked, and a block is free again when the last tensor on it is gone.
-They are anonymous: nothing is left behind by a killed run, and the size of /dev/shm does not matter.
+PyTorch allocates new shared memory for every batch of a worker. Each of its pages is cleared and mapped in both
+processes, which takes several times as long as reading the samples, and each tensor is sent as a file descriptor. Here
+the blocks are allocated once, before the workers are forked, and a block is free again when the last tensor on it is
+deleted. The memory is anonymous, so a killed run leaves nothing behind, and the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and number formats of a batch's tensors, by name."""
+"""Shapes and dtypes of a batch's tensors, by name."""
 
 ALIGNMENT = 64  # bytes
 
@@ -32,11 +32,11 @@ _blocks: WeakValueDictionary[int, BatchBlocks] = WeakValueDictionary()
 
 
 class BatchBlocks:
-    """Blocks for whole batches, shared with processes that are forked later.
+    """Blocks that each hold one batch, shared with processes that are forked later.
 
     Args:
-        count: batches that can be under way or in use at once; those beyond it are sent in memory of their own.
-        size: bytes of the largest batch, as `bytes_of` counts them.
+        count: number of blocks. Batches that find no free block are sent by PyTorch's own way.
+        size: size of the largest batch in bytes, as `bytes_of` counts it.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -50,19 +50,19 @@ class BatchBlocks:
             self._lock = multiprocessing.Lock()
 
     def new(self, specs: Specs) -> dict[str, Tensor]:
-        """An uninitialised batch. In a worker process it lies in a free block and is sent as the block's number."""
-        if get_worker_info() is None:
-            return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
-        block = self._take() if bytes_of(specs) <= self.size else None
+        """An uninitialised batch. In a worker process it lies in a free block, and only the block's number is sent."""
+        block = None
+        if get_worker_info() is not None and bytes_of(specs) <= self.size:
+            block = self._take()
         if block is None:
-            return {name: _shared_tensor(shape, dtype) for name, (shape, dtype) in specs.items()}
+            return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
         return _SentAsNumber(self._number, block, specs, _tensors(self._bytes(block), specs))
 
     def _take(self) -> int | None:
         if not self.count:
             return None
         with self._lock:
-            block = self._taken.find(b"\0", 0)  # the lowest, so that few are ever touched
+            block = self._taken.find(b"\0", 0)  # the lowest, so that few blocks are ever used
             if block < 0:
                 return None
             self._taken[block] = 1
@@ -72,11 +72,11 @@ class BatchBlocks:
         return self._memory[block * self.size : (block + 1) * self.size]
 
     def __reduce__(self) -> tuple[type[BatchBlocks], tuple[int, int]]:
-        return BatchBlocks, (0, self.size)  # anonymous memory cannot follow into a process that is not forked
+        return BatchBlocks, (0, self.size)  # a process that is not forked cannot have the anonymous memory
 
 
 class _SentAsNumber(dict):
-    """A worker's batch; unpickled by the receiver as a plain dict of tensors on the same block."""
+    """A batch of a worker. The receiver unpickles it as a plain dict of tensors on the same block."""
 
     def __init__(self, blocks: int, block: int, specs: Specs, tensors: dict[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -91,7 +91,7 @@ def _receive(blocks: int, block: int, specs: Specs) -> dict[str, Tensor]:
 
 
 class _Lease:
-    """Under every tensor of a received batch, as the owner of their memory: deleted with the last of them."""
+    """Owns the memory of a received batch, and is deleted with the last of its tensors."""
 
     def __init__(self, blocks: BatchBlocks, block: int) -> None:
         self._owner = os.getpid()
@@ -100,13 +100,13 @@ class _Lease:
         self.__array_interface__ = blocks._bytes(block).__array_interface__
 
     def __del__(self) -> None:
-        # A process forked meanwhile has a copy of this object, but does not hold the block.
+        # A process that was forked in between has a copy of this object, but does not use the block.
         if os.getpid() == self._owner:
             self._blocks._taken[self._block] = 0
 
 
 def bytes_of(specs: Specs) -> int:
-    """Size of a batch in a block."""
+    """Number of bytes that a batch takes in a block."""
     return sum(-(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in specs.values())
 
 
@@ -117,9 +117,3 @@ def _tensors(memory: np.ndarray, specs: Specs) -> dict[str, Tensor]:
         tensors[name] = torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return tensors
-
-
-def _shared_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As torch's own collation makes them in a worker."""
-    storage = torch.UntypedStorage._new_shared(prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)

@@ -1,4 +1,4 @@
-"""Precomputed image tokens and raw captions to training batches."""
+"""Training batches of precomputed image tokens and of captions, which are encoded here."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from data.aliases import InputPath  # noqa: F401 - read from the annotations below
-from data.bpe import Vocabulary, check_text
+from data.aliases import InputPath
+from data.bpe import Vocabulary
+from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
 from data.encoded_sets import manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
-from data.reading import EncodedDataset, open_loader, shared_blocks, streams_of
+from data.log import log
+from data.reading import EncodedDataset, copy_rows, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
+from data.text_requirements import check_text
 
-NO_TOKEN = -1  # behind the last token of a caption
+NO_TOKEN = -1  # after the last token of a caption
 POWERS_OF_TEN = frozenset(10**digits for digits in range(12))
 
 
@@ -53,32 +56,32 @@ def tokens(
     epoch_size: int | None = None,
     drop_last: bool = True,
 ) -> Loading:
-    """Image tokens that `precompute/encode.py` wrote with a dVAE, and their captions, encoded anew in each epoch.
+    """Reads image tokens that `precompute/encode.py` wrote with a dVAE, and encodes their captions in each epoch.
 
-    What is drawn (which of a picture's crops, which merges are dropped) depends on the seed, the epoch and the sample's
-    key alone: not on workers or ranks, and it is the same after a resume. The validation set is read once in order,
-    with the first crop and without dropout.
+    The random choices (of one of an image's crops, and of the merges that are dropped) depend only on the seed, the
+    epoch and the sample's key. They do not depend on workers or ranks, and are the same after a resume. A validation
+    set is read once in stored order, with the first crop and without dropout.
 
     Args:
-        streams: encoded sets by label; with proportions, all of them must have one.
-        resolution: which of the encoded resolutions to read, in pixels.
-        vocabulary: file that `precompute/vocabulary.py` wrote.
-        positions: text tokens of a sample, those that are missing included; longer captions are cut, and counted.
-        dropout: probability that a merge of the caption's encoding is left out (BPE dropout; training only).
-        caption_dropout: share of captions replaced by the empty one, for guidance (training only).
-        expect: fields that the manifest must have these values in (see `Manifest.check`), beside what the model needs.
-        workers: processes that read.
-        shuffle: mix the order each epoch (training only).
-        shuffle_algo: the library's algorithm.
-        shuffle_block: samples that shard parts are mixed over; null: the library's default.
-        predownload: samples fetched ahead by a worker; null: the library's default.
+        streams: encoded sets by label. If one of them has a proportion, all must have one.
+        resolution: the encoded resolution that is read, in pixels.
+        vocabulary: file of the vocabulary that `precompute/vocabulary.py` wrote.
+        positions: number of text positions per sample. Longer captions are cut, and counted.
+        dropout: probability that a merge is left out when a caption is encoded (BPE dropout; training only).
+        caption_dropout: share of captions that are replaced by the empty one, for guidance (training only).
+        expect: required values of fields of the manifest (see `Manifest.check`), beside those that the model needs.
+        workers: number of worker processes that read.
+        shuffle: shuffle the samples in each epoch (training only).
+        shuffle_algo: streaming's shuffling algorithm.
+        shuffle_block: number of samples within which parts of shards are shuffled; null: streaming's default.
+        predownload: number of samples that each worker fetches ahead; null: streaming's default.
         cache_limit: local disk space for remote shards, such as 100gb; null: no limit.
-        epoch_size: samples of an epoch; null: all.
-        drop_last: leave out the last, incomplete batch of an epoch (training only).
+        epoch_size: number of samples per epoch; null: all.
+        drop_last: leave out an incomplete last batch of an epoch (training only).
 
     Raises:
-        FileNotFoundError: a stream without a manifest, or no vocabulary.
-        ValueError: a manifest or a vocabulary that does not fit the recipe, by field.
+        FileNotFoundError: a stream has no manifest, or there is no vocabulary.
+        ValueError: a manifest or the vocabulary does not fit the recipe.
     """
     for name, share in (("dropout", dropout), ("caption_dropout", caption_dropout)):
         if not 0 <= share <= 1:
@@ -100,7 +103,6 @@ def tokens(
         dropout=dropout if placement.training else 0.0,
         caption_dropout=caption_dropout if placement.training else 0.0,
         draw_crop=placement.training,
-        report=placement.rank == 0,
         blocks=shared_blocks(workers),
         batch_size=placement.batch,
         shuffle=shuffle and placement.training,
@@ -122,17 +124,16 @@ def tokens(
 
 
 class TokenDataset(EncodedDataset):
-    """Tokens of one crop of each picture, and of its caption.
+    """Tokens of one crop per image, and of its caption.
 
     Args:
-        resolution: which of the encoded resolutions to read, in pixels.
+        resolution: the encoded resolution that is read, in pixels.
         vocabulary: encodes captions.
-        positions: T, text tokens of a sample.
+        positions: T, number of text positions per sample.
         dropout: probability that a merge is left out.
-        caption_dropout: share of captions that become empty.
-        draw_crop: draw one of the crops; false takes the first.
-        report: print how many captions were too long.
-        arguments: of EncodedDataset.
+        caption_dropout: share of captions that are replaced by the empty one.
+        draw_crop: choose one of the crops at random; false takes the first.
+        arguments: of `EncodedDataset`.
     """
 
     def __init__(
@@ -144,7 +145,6 @@ class TokenDataset(EncodedDataset):
         dropout: float,
         caption_dropout: float,
         draw_crop: bool,
-        report: bool,
         **arguments: Any,
     ) -> None:
         self.vocabulary = vocabulary
@@ -152,8 +152,7 @@ class TokenDataset(EncodedDataset):
         self.dropout = dropout
         self.caption_dropout = caption_dropout
         self.draw_crop = draw_crop
-        self.report = report
-        self.captions = self.cut = 0  # seen by this process, and those of them that were too long
+        self.captions = self.cut = 0  # encoded by this process, and how many of them were too long
         super().__init__(columns={"tokens": f"tokens_{resolution}"}, texts=("key", "caption"), **arguments)
 
     def specs(self, samples: int) -> Specs:
@@ -161,21 +160,22 @@ class TokenDataset(EncodedDataset):
         count = self.arrays["tokens"].shape[1]
         return {"text": ((samples, self.positions), torch.int32), "image": ((samples, count), torch.int32)}
 
-    def read(self, numbers: Sequence[int]) -> Batch:
-        """See `EncodedDataset.read`.
+    def collate(self, samples: Sequence[StoredSample]) -> Batch:
+        """See `EncodedDataset.collate`.
 
         Returns:
-            `text` (B, T), in which -1 stands behind the last token, and `image` (B, N) in raster order, int32. In a
-            worker process they lie in shared memory.
+            `text` (B, T) int32, with -1 after the last token, and `image` (B, N) int32 in raster order.
         """
-        batch = self.blocks.new(self.specs(len(numbers)))
+        batch = self.blocks.new(self.specs(len(samples)))
         text, image = batch["text"].numpy(), batch["image"].numpy()
         text[:] = NO_TOKEN
-        stored = self.arrays["tokens"]
-        crops = torch.empty((len(numbers), *stored.shape), dtype=stored.dtype)  # BCN uint16
+        stored, epoch = self.arrays["tokens"], self.epoch
+        crops = torch.empty((len(samples), *stored.shape), dtype=stored.dtype)  # (B, crops, N) uint16
+        copy_rows(samples, {"tokens": crops})
         tokens = crops.numpy()
-        for row, (key, caption) in enumerate(self.fill(numbers, {"tokens": crops})):
-            draws = random.Random(sample_seed(self.shuffle_seed, self.epoch, key))
+        for row, sample in enumerate(samples):
+            key, caption = sample.texts
+            draws = random.Random(sample_seed(self.shuffle_seed, epoch, key))
             crop = draws.randrange(len(tokens[row])) if self.draw_crop else 0
             image[row] = tokens[row, crop]
             found = self._encode(caption, draws, key)
@@ -189,21 +189,20 @@ class TokenDataset(EncodedDataset):
         self.captions += 1
         if len(found) > self.positions:
             self.cut += 1
-            if self.report and self.cut in POWERS_OF_TEN:  # seen, and not a line a sample
-                print(
+            if self.cut in POWERS_OF_TEN:  # noticed, but not one line per caption
+                log.info(
                     f"tokens: {self.cut:,} of {self.captions:,} captions that this process read were cut to "
-                    f"{self.positions} tokens; the last one, of {key}, has {len(found)}",
-                    flush=True,
+                    f"{self.positions} tokens; the last one, of {key}, has {len(found)}"
                 )
         return found[: self.positions]
 
 
 def widen(batch: Batch) -> Batch:
-    """To int64, which embeddings and losses take; on the device, so that half as much is copied to it."""
+    """Converts to int64, which embeddings and losses need; on the device, so that half as many bytes are copied."""
     return {name: tensor.long() for name, tensor in batch.items()}
 
 
 def sample_seed(seed: int, epoch: int, key: str) -> int:
-    """What a sample's draws in an epoch start from: the same on every machine and after a resume."""
+    """The seed of a sample's random choices in an epoch: the same on every machine and after a resume."""
     text = f"{seed}\0{epoch}\0{key}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

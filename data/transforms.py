@@ -1,4 +1,4 @@
-"""From an upright picture to a square of pixels: one crop box, one resample."""
+"""Crops and resizes upright images to squares, with one resampling step."""
 
 from typing import Literal
 
@@ -8,21 +8,21 @@ from PIL import Image
 Crop = Literal["center", "random"]
 Box = tuple[int, int, int, int]
 
-# Before the Lanczos filter, the picture is averaged over whole pixels down to this many times the wanted
+# Before the Lanczos filter, the image is averaged over whole pixels down to this many times the wanted
 # size. Pillow calls 3 "almost indistinguishable" from filtering every pixel; it is several times faster on
 # photographs.
 REDUCING_GAP = 3.0
 
 
 def crop_box(size: tuple[int, int], crop: Crop, rng: np.random.Generator | None = None) -> Box:
-    """The largest square inside a picture: (left, top, right, bottom) in its pixels.
+    """The largest square inside an image: (left, top, right, bottom) in its pixels.
 
     Resizing it to R x R is the same as resizing the shorter side to R and cropping R x R from that.
 
     Args:
         size: (width, height) in pixels.
-        crop: "center", or "random" for a place drawn uniformly.
-        rng: where "random" draws from.
+        crop: "center", or "random" for a position drawn uniformly.
+        rng: random generator for "random".
 
     Raises:
         ValueError: an unknown `crop`, or "random" without `rng`.
@@ -48,14 +48,14 @@ def resize(
     original_size: tuple[int, int] | None = None,
     area: bool = False,
 ) -> np.ndarray:
-    """Resamples a square of a picture, in one step.
+    """Resamples a square of an image, in one step.
 
     Args:
         image: RGB; may have been decoded at a fraction of `original_size`.
-        box: the square, in pixels of `original_size`; may have fractions.
+        box: (left, top, right, bottom) of the square, in pixels of `original_size`; may be fractional.
         resolution: side of the result in pixels.
         original_size: (width, height) that `box` refers to; the image's own if None.
-        area: each pixel is the mean of those whose centres it covers, instead of Lanczos' filter.
+        area: resample by area averaging (each pixel is the mean of the pixels that it covers) instead of Lanczos.
 
     Returns:
         uint8 (resolution, resolution, 3).
@@ -63,7 +63,7 @@ def resize(
     width, height = original_size or image.size
     scale_x, scale_y = image.width / width, image.height / height
     left, top, right, bottom = box
-    # The minimum: a float product may end a hair outside of the picture, which Pillow refuses.
+    # The minimum, because rounding may put the product slightly outside of the image, which Pillow refuses.
     scaled = (
         left * scale_x,
         top * scale_y,
@@ -85,7 +85,7 @@ def resize_and_crop(
     rng: np.random.Generator | None = None,
     original_size: tuple[int, int] | None = None,
 ) -> tuple[np.ndarray, Box]:
-    """Shorter side to `resolution`, then a square crop, in one resample.
+    """Resizes the shorter side to `resolution` and crops a square, in one resampling step.
 
     For several resolutions of one crop, call `crop_box` once and `resize` for each.
 
@@ -93,11 +93,11 @@ def resize_and_crop(
         image: RGB, upright.
         resolution: side of the result in pixels.
         crop: "center" or "random".
-        rng: where "random" draws from.
-        original_size: (width, height) before a reduced decode; the image's own if None.
+        rng: random generator for "random".
+        original_size: (width, height) before decoding at reduced size; the image's own if None.
 
     Returns:
-        uint8 (resolution, resolution, 3), and the crop box in pixels of the original picture.
+        uint8 (resolution, resolution, 3), and the crop box in pixels of the original image.
         `is_upscaled(box, resolution)` tells whether the result has more pixels than the original had there.
 
     Raises:
@@ -110,5 +110,5 @@ def resize_and_crop(
 
 
 def is_upscaled(box: Box, resolution: int) -> bool:
-    """Whether a crop was enlarged: the box (original pixels) is smaller than the result."""
+    """Whether a crop was enlarged, that is, whether its box in original pixels is smaller than `resolution`."""
     return box[2] - box[0] < resolution

@@ -7,9 +7,10 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from data.bpe import manifest_path, read_manifest, train
+from data.bpe_training import train
 from data.files import atomic_write, write_json
 from data.log import log
+from data.vocabulary_files import manifest_path, read_manifest
 from precompute.captions import Captions
 from precompute.config import VocabularyConfig
 from precompute.totals import counts_text

@@ -1,1 +1,1 @@
-"""Sources of pictures with captions. Each yields the same `Sample`, however its files are laid out."""
+"""Sources of images with captions. Each yields the same `Sample`, however its files are laid out."""

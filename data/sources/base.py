@@ -1,21 +1,19 @@
-"""What every source gives: samples as stored, and the broken ones set aside with a reason."""
+"""What every source provides: samples as they are stored, and broken ones rejected with a reason."""
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
 
-# Every reason a sample can be set aside for, and what it means. `rejected.jsonl` holds no other.
+# Every reason for which a sample can be rejected. `rejected.jsonl` holds no other.
 REASONS = {
-    "missing_image": "a caption or metadata without a picture",
-    "missing_caption": "a picture without a caption",
-    "duplicate_image": "one key with several pictures",
+    "missing_image": "a caption or metadata without an image",
+    "missing_caption": "an image without a caption",
+    "duplicate_image": "one key with several images",
     "duplicate_key": "the key was read before in the same shard; the first sample stays",
     "unknown_member": "an entry that belongs to no sample (a link, a file without a suffix)",
     "caption_not_utf8": "the caption's bytes are not UTF-8 text",
@@ -25,11 +23,11 @@ REASONS = {
     "other_letters": "fewer of the caption's letters are a to z than the filter's min_ascii_letters",
     "other_language": "the caption is in another language than the filter's",
     "boilerplate": "the filter's boilerplate matches more of the caption than its max_boilerplate",
-    "broken_image": "the picture does not decode, or its file ends early",
+    "broken_image": "the image does not decode, or its file ends early",
     "broken_metadata": "the metadata is not a JSON object",
     "broken_shard": "the shard's file is damaged; what follows this point could not be read",
-    "unsupported_image": "a picture format or pixel type that is not read (see filters.FORMATS)",
-    "too_large_file": "a picture's file is larger than MAX_FILE_BYTES",
+    "unsupported_image": "an image format or pixel type that is not read (see filters.FORMATS)",
+    "too_large_file": "an image's file is larger than MAX_FILE_BYTES",
     "too_many_pixels": "more pixels than the filter's max_pixels (decompression bombs land here)",
     "too_small": "the shorter side is below the filter's min_side",
     "aspect": "width / height is outside the filter's min_aspect..max_aspect",
@@ -37,7 +35,7 @@ REASONS = {
     "nonfinite_text": "the caption's embedding is not finite in fp16, nor when encoded again in fp32",
 }
 
-# Larger entries are not read into memory. The largest photographs are a tenth of it.
+# Larger files are not read into memory. The largest photographs have a tenth of this.
 MAX_FILE_BYTES = 256 * 1024 * 1024
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
@@ -45,13 +43,13 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "av
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One picture with its caption, as stored.
+    """One image with its caption, as stored.
 
     Attributes:
         key: unique within its shard.
-        image: the encoded file (JPEG, PNG, ...), or a picture where the source stores raw pixels.
+        image: the encoded file (JPEG, PNG, ...), or an image where the source stores raw pixels.
         caption: as stored, surrounding white space included.
-        metadata: whatever else the source knows; values are JSON types.
+        metadata: other fields of the source, as JSON-compatible values.
     """
 
     key: str
@@ -81,7 +79,7 @@ class DecodedSample:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A sample that is set aside: its key, a reason out of `REASONS`, and a line of detail."""
+    """A rejected sample: its key, a reason from `REASONS`, and one line of detail."""
 
     key: str
     reason: str
@@ -92,40 +90,40 @@ class Rejected:
 
 
 class Source(Protocol):
-    """A set of pictures with captions, divided into shards.
+    """A set of images with captions, divided into shards.
 
-    A shard is the unit of work of `precompute/encode.py` and of its output folders: ids are unique, the same
-    at every run, and safe as folder names. Sources are picklable, so that worker processes can read.
+    A shard is the unit of work of `precompute/encode.py`, which writes one folder per shard. Shard ids are unique, the
+    same in every run, and safe as folder names. Sources can be pickled, so that worker processes can read them.
     """
 
     def shards(self) -> list[str]:
-        """Shard ids, in order. Cheap: reads no pictures."""
+        """Shard ids, in order. Reads no images."""
 
     def read(self, shard: str) -> Iterator[Sample | Rejected]:
-        """Samples of a shard in stored order; what is broken comes as `Rejected`, never raised or dropped.
+        """Samples of a shard in stored order. Broken samples are yielded as `Rejected`, not raised or dropped.
 
         Raises:
-            FileNotFoundError: the shard's file is gone.
+            FileNotFoundError: the shard's file does not exist any more.
             ValueError: the id is unknown, or the file is not of the source's kind.
         """
 
 
-class Decoder(Protocol):
+class SampleDecoder(Protocol):
     """What `iterate` needs of `data.sources.filters.Filter`."""
 
     def decode(self, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected: ...
 
 
 def iterate(
-    source: Source, filter: Decoder, shards: Iterable[str] | None = None, shrink_to: int | None = None
+    source: Source, filter: SampleDecoder, shards: Iterable[str] | None = None, shrink_to: int | None = None
 ) -> Iterator[DecodedSample | Rejected]:
-    """Reads and decodes, shard after shard.
+    """Reads and decodes samples, shard after shard.
 
     Args:
         source: where samples come from.
-        filter: decodes and judges each one.
-        shards: ids to read; all of them if None.
-        shrink_to: the largest resolution that will be cropped from the pictures, in pixels (see
+        filter: decodes and judges each sample.
+        shards: ids of the shards to read; None for all.
+        shrink_to: the largest resolution that will be cropped from the images, in pixels (see
             `Filter.decode`).
     """
     for shard in source.shards() if shards is None else shards:
@@ -134,33 +132,17 @@ def iterate(
 
 
 def rejected_line(shard: str, rejected: Rejected) -> str:
-    """One line of `rejected.jsonl`, without its end: {key, shard, reason, detail}."""
+    """One line of `rejected.jsonl`, without the line end: {key, shard, reason, detail}."""
     row = {"key": rejected.key, "shard": shard, "reason": rejected.reason, "detail": rejected.detail}
-    # Names inside archives may hold bytes that are no text (lone surrogates); ASCII escapes keep them
-    # writable.
+    # Names inside archives may hold bytes that are not text (lone surrogates), which ASCII escapes can represent.
     return json.dumps(row, ensure_ascii=True)
 
 
-def write_rejected(path: str | Path, rows: Iterable[tuple[str, Rejected]]) -> dict[str, int]:
-    """Writes (shard, rejected) rows as JSON lines, under a temporary name first, and counts them by
-    reason."""
-    path = Path(path)
-    counts: dict[str, int] = {}
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as out:
-        for shard, rejected in rows:
-            out.write(rejected_line(shard, rejected) + "\n")
-            counts[rejected.reason] = counts.get(rejected.reason, 0) + 1
-    os.replace(partial, path)
-    return counts
-
-
 def shard_id(name: str, *identity: object) -> str:
-    """A folder-safe id: a readable start and eight hex digits of everything that says which data the shard
-    holds.
+    """An id that is safe as a folder name: a readable part and eight hex digits of a hash of the shard's identity.
 
-    The digits keep two shards of one name apart, and an encoded folder from being taken for another shard's
-    when a list of shards is reordered, or a file is replaced by one of another size.
+    The digits tell shards of the same name apart. They also prevent an encoded folder from being taken for that of
+    another shard after a list of shards was reordered, or a file was replaced by one of another size.
     """
     readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:64] or "shard"
     digits = hashlib.sha256("\0".join(map(str, identity)).encode("utf-8", "surrogateescape")).hexdigest()[:8]
@@ -168,7 +150,7 @@ def shard_id(name: str, *identity: object) -> str:
 
 
 def text_of(value: bytes | str | None) -> str | None:
-    """Text of UTF-8 bytes (a byte order mark dropped), or None where they are not UTF-8."""
+    """Decodes UTF-8 bytes and drops a byte order mark. None if the bytes are not UTF-8."""
     if not isinstance(value, bytes):
         return value
     try:
@@ -180,7 +162,7 @@ def text_of(value: bytes | str | None) -> str | None:
 def assemble(
     key: str, image: bytes | Image.Image | None, caption: bytes | str | None, metadata: dict[str, Any]
 ) -> Sample | Rejected:
-    """Joins the parts of a sample, or says which part is missing. Every source ends here."""
+    """Makes a sample of its parts, or rejects it if a part is missing. Every source uses this."""
     if image is None:
         return Rejected(key, "missing_image")
     if caption is None:
@@ -194,7 +176,7 @@ def assemble(
 
 
 class ReadOnce:
-    """Remembers the keys of a shard and turns a second sample of the same key into a `Rejected`."""
+    """Remembers the keys of a shard and rejects a second sample with the same key."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

@@ -10,7 +10,7 @@ TESTED = "py3langid==0.4.0"
 
 
 class CaptionRules:
-    """Judges captions; the arguments are those of `data.sources.filters.Filter`.
+    """Judges captions. See `data.sources.filters.Filter` for the arguments.
 
     Raises:
         ValueError: a bound that nothing can meet, a pattern that does not compile, a language identifier that is not
@@ -56,9 +56,9 @@ class CaptionRules:
         self.max_boilerplate = max_boilerplate
 
     def problem(self, caption: str) -> tuple[str, str] | None:
-        """Why a caption (without surrounding white space) is set aside: a reason out of `base.REASONS`, and a detail.
+        """Why a caption (without surrounding white space) is rejected: a reason from `base.REASONS` and a detail.
 
-        Cheap checks come first. None: it stays.
+        Cheap checks come first. Returns None if the caption is accepted.
         """
         if not caption:
             return "empty_caption", ""
@@ -83,17 +83,17 @@ class CaptionRules:
 
 
 def ascii_letters(caption: str) -> float:
-    """Share of a caption's letters that are a to z; 1 where it has no letters."""
+    """Share of a caption's letters that are a to z; 1 if it has no letters."""
     letters = [character for character in caption if character.isalpha()]
     return sum(letter.isascii() for letter in letters) / len(letters) if letters else 1.0
 
 
 def _without(pattern: str, caption: str) -> str:
-    """A caption with all matches cut out, by RE2, whose time grows with the caption's length whatever the pattern."""
+    """A caption without all matches of a pattern, by RE2, which takes linear time for every pattern."""
     import pyarrow
     import pyarrow.compute
 
-    # (?is): in any case, and . matches line ends too.
+    # (?is): ignore case, and let . match line ends.
     texts = pyarrow.array([caption.encode("utf-8", "replace").decode()])
     return pyarrow.compute.replace_substring_regex(texts, pattern=f"(?is){pattern}", replacement="")[0].as_py()
 
@@ -120,7 +120,7 @@ def _check_language(language: str) -> None:
         raise ValueError(f"filter.language is {language!r}: give one of {', '.join(sorted(known))}")
 
 
-@functools.cache  # one of 70 MB a process, outside of the filter, which goes to worker processes
+@functools.cache  # 70 MB per process; not part of the filter, because that is sent to worker processes
 def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 

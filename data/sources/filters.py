@@ -1,4 +1,4 @@
-"""Decodes stored pictures to upright RGB and sets aside what does not fit, with the reason."""
+"""Decodes stored images to upright RGB and rejects samples that do not fit, with the reason."""
 
 import io
 
@@ -8,15 +8,14 @@ from PIL import ExifTags, Image
 from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.captions import CaptionRules
 
-# What is read. Pillow knows more, but some of those start other programs on the data (EPS runs Ghostscript).
+# Formats that are read. Pillow knows more, but some of them start other programs on the data (EPS runs Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 # Pillow refuses to open anything larger (twice its MAX_IMAGE_PIXELS).
 PILLOW_MAX_PIXELS = 2 * 89_478_485
 
-# A JPEG is decoded at 1/2, 1/4 or 1/8 only while it keeps this many times the pixels that a crop needs along
-# a side: the last step is then a Lanczos resample, and no difference to a full decode can be seen (over 40
-# dB).
+# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size only if its sides keep this many times the pixels that a crop needs.
+# The last step is then a Lanczos resampling, and no difference to full decoding is visible (PSNR over 40 dB).
 JPEG_MARGIN = 2
 
 _UPRIGHT = {
@@ -31,7 +30,7 @@ _UPRIGHT = {
 
 
 class Filter:
-    """Decodes a sample and judges it. The cheap checks (caption, size) come before the decode."""
+    """Decodes samples and rejects those that do not fit. The cheap checks (caption, size) come before decoding."""
 
     def __init__(
         self,
@@ -51,25 +50,25 @@ class Filter:
     ) -> None:
         """
         Args:
-            min_side: least length of a picture's shorter side, in pixels.
-            max_pixels: most pixels (width x height) of a picture, at most 178,956,970.
-            min_aspect: least width / height; None for no bound.
-            max_aspect: most width / height; None for no bound.
-            min_caption_chars: least length of a caption, in characters without surrounding white space, at
+            min_side: minimum length of an image's shorter side, in pixels.
+            max_pixels: maximum number of pixels (width x height) of an image, at most 178,956,970.
+            min_aspect: minimum width / height; None for no bound.
+            max_aspect: maximum width / height; None for no bound.
+            min_caption_chars: minimum length of a caption, in characters without surrounding white space; at
                 least 1.
-            max_caption_chars: most length of a caption, in characters; None for no bound.
-            min_caption_words: least number of words of a caption, as white space divides them.
-            min_ascii_letters: least share of a caption's letters that are a to z. Tells alphabets apart, not languages.
+            max_caption_chars: maximum length of a caption, in characters; None for no bound.
+            min_caption_words: minimum number of words of a caption, separated by white space.
+            min_ascii_letters: minimum share of letters that are a to z, which tells alphabets apart, but not languages.
             language: the captions' language, such as en, as the package py3langid names it (installed by
                 `pip install --no-deps py3langid==0.4.0`); None for any.
-            language_confidence: least probability at which another language sets a caption aside. A word or two can be
-                of many languages: at 0 all whose likeliest language is another are set aside.
-            boilerplate: regular expressions (RE2, case ignored) of what says nothing about the picture, such as
+            language_confidence: captions are rejected if they are in another language with at least this probability.
+                Short captions can be of many languages. At 0, all whose most likely language is another are rejected.
+            boilerplate: regular expressions (RE2, ignoring case) of text that says nothing about the image, such as
                 "photographed on .*".
-            max_boilerplate: most share of a caption's characters that boilerplate may match.
+            max_boilerplate: maximum share of a caption's characters that boilerplate may match.
 
         Raises:
-            ValueError: a bound that nothing can meet, a pattern or language that is not known.
+            ValueError: a bound that nothing can meet, an invalid pattern, or an unknown language.
         """
         if not 1 <= max_pixels <= PILLOW_MAX_PIXELS:
             raise ValueError(f"filter.max_pixels is {max_pixels}: give 1 to {PILLOW_MAX_PIXELS}")
@@ -95,35 +94,35 @@ class Filter:
         self.max_aspect = max_aspect
 
     def caption(self, sample: Sample) -> str | Rejected:
-        """A sample's caption without surrounding white space, if it is fit; nothing is decoded."""
+        """A sample's caption without surrounding white space, or why it is rejected. The image is not decoded."""
         caption = sample.caption.strip()
         problem = self.captions.problem(caption)
         return caption if problem is None else Rejected(sample.key, *problem)
 
     def decode(self, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected:
-        """Decodes to upright RGB: EXIF orientation applied, transparency on white, an animation's first frame.
+        """Decodes a sample to upright RGB.
+
+        The EXIF orientation is applied, transparent images are put on white, and animations give their first frame.
 
         Args:
-            sample: as a source gave it.
-            shrink_to: the largest resolution that will be cropped from the picture, in pixels. Lets a large
-                JPEG be decoded at 1/2, 1/4 or 1/8 of its size, several times faster. None decodes every
-                pixel.
+            sample: a sample of a source.
+            shrink_to: the largest resolution that will be cropped from the image, in pixels. A large JPEG is then
+                decoded at 1/2, 1/4 or 1/8 of its size, which is several times faster. None decodes every pixel.
 
         Returns:
-            The picture, or `Rejected` with a reason out of `base.REASONS`. Never raises on what is in the
-            data.
+            The decoded sample, or `Rejected` with a reason from `base.REASONS`. Never raises because of the data.
         """
         caption = self.caption(sample)
         if isinstance(caption, Rejected):
             return caption
         # Pillow's decoders raise almost anything on damaged data (OSError, SyntaxError, struct.error,
-        # IndexError, ...); one picture must not end a job over millions.
+        # IndexError, ...); one image must not end a job over millions.
         try:
             return self._decode(sample, caption, shrink_to)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             return Rejected(sample.key, "too_many_pixels", str(error))
         except Image.UnidentifiedImageError:
-            return Rejected(sample.key, "broken_image", "not a picture in a known format")
+            return Rejected(sample.key, "broken_image", "not an image in a known format")
         except Exception as error:
             return Rejected(sample.key, "broken_image", f"{type(error).__name__}: {error}")
 
@@ -131,12 +130,12 @@ class Filter:
         image = sample.image
         if isinstance(image, bytes):
             image = Image.open(io.BytesIO(image), formats=FORMATS)
-        width, height = image.size  # from the header: nothing is decoded yet
+        width, height = image.size  # from the header; nothing is decoded yet
         if width * height > self.max_pixels:
             return Rejected(sample.key, "too_many_pixels", f"{width}x{height}")
         if min(width, height) < self.min_side:
             return Rejected(sample.key, "too_small", f"{width}x{height}")
-        if shrink_to is not None and image.format in ("JPEG", "MPO"):  # MPO: a JPEG of some cameras
+        if shrink_to is not None and image.format in ("JPEG", "MPO"):  # MPO is a JPEG format of some cameras
             image.draft(None, (JPEG_MARGIN * shrink_to, JPEG_MARGIN * shrink_to))
         image.load()
         orientation = _orientation(image)  # some formats store it behind the pixels
@@ -156,12 +155,12 @@ class Filter:
 
 
 def to_rgb(image: Image.Image) -> Image.Image | None:
-    """Any loaded picture as 8-bit RGB, transparency composed on white.
+    """Converts any loaded image to 8-bit RGB, with transparency composed on white.
 
-    None for 32-bit integers and floats, whose range (0..1, 0..255, metres, ...) the file does not say.
+    Returns None for 32-bit integers and floats, because the file does not say their range (0..1, 0..255, metres, ...).
     """
     if image.mode.startswith("I;16"):
-        # Pillow's own conversion cuts values at 255 instead of scaling them.
+        # Pillow's own conversion clips values at 255 instead of scaling them.
         values = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
@@ -175,9 +174,9 @@ def to_rgb(image: Image.Image) -> Image.Image | None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation, 1 to 8; 1 where there is none or the EXIF block is damaged."""
+    """EXIF orientation, 1 to 8; 1 if there is none or the EXIF block is damaged."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # a damaged EXIF block raises anything, and the pixels are still good
+    except Exception:  # a damaged EXIF block can raise anything, and the pixels are still good
         return 1
     return value if value in _UPRIGHT else 1

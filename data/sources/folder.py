@@ -1,4 +1,4 @@
-"""A folder of pictures, with captions in .txt files of the same name or in one table."""
+"""A folder of images, with captions in .txt files of the same name or in one table."""
 
 import csv
 import json
@@ -15,18 +15,18 @@ _CAPTION_COLUMNS = ("text", "caption")
 
 
 class FolderSource:
-    """Pictures of a folder and all its subfolders, in the order of their names.
+    """Images of a folder and all its subfolders, in the order of their names.
 
-    A key is the path inside the folder without its suffix; pictures that differ in the suffix alone keep it.
+    Keys are paths relative to the folder without the suffix. Images that differ only in the suffix keep it.
     """
 
     def __init__(self, *, path: InputPath, captions: str = "txt", shard_size: int = 1000) -> None:
         """
         Args:
             path: the folder.
-            captions: "txt" for a .txt file beside each picture, or the path of one .jsonl or .csv (inside the
+            captions: "txt" for a .txt file beside each image, or the path of one .jsonl or .csv (inside the
                 folder or from the current one) with columns file_name or file, and text or caption.
-            shard_size: pictures a shard.
+            shard_size: number of images per shard.
 
         Raises:
             FileNotFoundError: no such folder, or no such table.
@@ -36,21 +36,21 @@ class FolderSource:
         if not self.root.is_dir():
             raise FileNotFoundError(f"source.path: no folder {path}")
         if shard_size < 1:
-            raise ValueError(f"source.shard_size is {shard_size}: give 1 or more pictures")
+            raise ValueError(f"source.shard_size is {shard_size}: give 1 or more images")
         names = list(_walk(self.root))
-        self.pictures = _keys([name for name in names if _suffix(name) in IMAGE_SUFFIXES])
-        # name in the folder -> (caption, metadata); None where each picture has its .txt
+        self.images = _keys([name for name in names if _suffix(name) in IMAGE_SUFFIXES])
+        # name in the folder -> (caption, metadata); None where each image has its .txt
         self.table: dict[str, tuple[str, dict[str, Any]]] | None = None
         repeated: list[str] = []
         if captions == "txt":
-            stems = {str(PurePosixPath(name).with_suffix("")) for name in self.pictures}
+            stems = {str(PurePosixPath(name).with_suffix("")) for name in self.images}
             texts = (str(PurePosixPath(name).with_suffix("")) for name in names if _suffix(name) == "txt")
             orphans = [stem for stem in texts if stem not in stems]
         else:
             self.table, repeated = _read_table(self.root, captions)
-            orphans = [name for name in self.table if name not in self.pictures]
-        # Captions without a picture and rows read before are entries too, to be set aside.
-        entries: list[tuple[str, str]] = [("picture", name) for name in self.pictures]
+            orphans = [name for name in self.table if name not in self.images]
+        # Captions without an image and repeated rows are entries too, so that they are rejected.
+        entries: list[tuple[str, str]] = [("image", name) for name in self.images]
         entries += [("orphan", name) for name in orphans] + [("repeated", name) for name in repeated]
         entries.sort(key=lambda entry: (entry[1], entry[0]))
         self.entries: dict[str, list[tuple[str, str]]] = {}
@@ -59,7 +59,7 @@ class FolderSource:
             self.entries[shard_id(f"{number:05d}", *(name for _, name in part))] = part
 
     def shards(self) -> list[str]:
-        """One id for each `shard_size` pictures; it changes when the names in the shard do."""
+        """One id for each `shard_size` images; it changes when the names in the shard do."""
         return list(self.entries)
 
     def read(self, shard: str) -> Iterator[Sample | Rejected]:
@@ -69,21 +69,21 @@ class FolderSource:
         once = ReadOnce()
         for kind, name in self.entries[shard]:
             if kind == "orphan":
-                yield once(Rejected(name, "missing_image", "a caption that names no picture of the folder"))
+                yield once(Rejected(name, "missing_image", "a caption that names no image of the folder"))
             elif kind == "repeated":
                 yield Rejected(name, "duplicate_key", "a second row of the captions table")
             else:
                 yield once(self._sample(name))
 
     def _sample(self, name: str) -> Sample | Rejected:
-        key, path = self.pictures[name], self.root / name
+        key, path = self.images[name], self.root / name
         try:
-            return self._read_picture(key, name, path)
-        # A link to nowhere, a file removed since the listing.
+            return self._read_image(key, name, path)
+        # A broken link, or a file that was removed since the folder was listed.
         except (FileNotFoundError, PermissionError) as error:
             return Rejected(key, "missing_image", f"{name}: {error.strerror}")
 
-    def _read_picture(self, key: str, name: str, path: Path) -> Sample | Rejected:
+    def _read_image(self, key: str, name: str, path: Path) -> Sample | Rejected:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             return Rejected(key, "too_large_file", f"{size} bytes")
@@ -99,11 +99,11 @@ class FolderSource:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Names of all files, relative to the root, with "/" between folders; hidden ones are passed over."""
+    """Names of all files that are not hidden, relative to the root, with "/" between folders."""
     seen: set[str] = set()
     for folder, folders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # a link to a folder above itself would go round for ever
+        if real in seen:  # a link to a folder above itself would never end
             folders.clear()
             continue
         seen.add(real)
@@ -128,8 +128,7 @@ def _keys(names: list[str]) -> dict[str, str]:
 
 
 def _read_table(root: Path, captions: str) -> tuple[dict[str, tuple[str, dict[str, Any]]], list[str]]:
-    """Rows of a .jsonl or .csv: file name -> (caption, other columns), and the rows of a file named
-    before."""
+    """Reads a .jsonl or .csv: file name -> (caption, other columns), and the names of repeated rows."""
     path = next((path for path in (root / captions, Path(captions)) if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f'source.captions: no file {captions}: give "txt", or a .jsonl or .csv file')
@@ -153,8 +152,7 @@ def _read_table(root: Path, captions: str) -> tuple[dict[str, tuple[str, dict[st
 
 
 def _take(row: dict[str, Any], columns: tuple[str, str], path: Path, line: int) -> str:
-    """Removes the first of two columns from a row; an absent caption is an empty one and is set aside
-    later."""
+    """Removes the first of two columns from a row. A missing caption becomes an empty one, which is rejected later."""
     for column in columns:
         if column in row:
             value = row.pop(column)

@@ -1,4 +1,4 @@
-"""MDS shards (mosaicml-streaming) with pictures and captions, read shard by shard without a process group."""
+"""MDS shards (mosaicml-streaming) with images and captions, read shard by shard without a process group."""
 
 import json
 import tempfile
@@ -11,7 +11,7 @@ import numpy as np
 from data.aliases import InputPath
 from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
 
-_FILES = ("bytes", "jpeg", "png")  # encodings that hold a picture's file as it is
+_FILES = ("bytes", "jpeg", "png")  # encodings that hold an image's file as it is
 _IMAGES = (*_FILES, "pil")
 _TEXTS = ("str", "bytes")
 _NUMBERS = ("int", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)))
@@ -26,14 +26,14 @@ class MDSSource:
         """
         Args:
             path: the folder that holds index.json.
-            image: column of the picture, of encoding bytes, jpeg, png or pil.
+            image: column of the image, of encoding bytes, jpeg, png or pil.
             caption: column of the caption, of encoding str or bytes.
-            key: column of the key; None for the shard's name and the sample's number.
+            key: column of the key; None to make keys of the shard's name and the sample's number.
 
         Raises:
             FileNotFoundError: no such folder, or no index.json in it.
-            ValueError: an index that is not of MDS, a missing column or one of another encoding (pickles are
-            refused).
+            ValueError: an index that is not of MDS, or a column that is missing or of another encoding (pickles are
+                refused).
         """
         self.root = Path(path)
         index = self.root / "index.json"
@@ -88,7 +88,7 @@ class MDSSource:
                 file = _locate(self.root, info, Path(scratch))
             except FileNotFoundError:
                 raise
-            except Exception as error:  # each compression's library has errors of its own
+            except Exception as error:  # each compression library has its own errors
                 yield Rejected(name, "broken_shard", f"does not decompress: {error}")
                 return
             reader, encodings = _reader(file, info)
@@ -98,12 +98,12 @@ class MDSSource:
             for number in range(reader.samples):
                 key = f"{name}_{number:08d}"
                 if number >= len(ends) or ends[number] > size:
-                    # Read anyway, it would give a caption cut short without a word.
+                    # Reading it anyway would give a truncated caption without an error.
                     yield Rejected(key, "broken_shard", f"sample {number} lies behind the file's end, {size} bytes")
                     continue
                 try:
                     row = reader[number]
-                # A damaged shard gives offsets that point anywhere: the library raises what it stumbles over.
+                # The offsets of a damaged shard point anywhere, so the library can raise anything.
                 except Exception as error:
                     yield Rejected(key, "broken_shard", f"sample {number}: {type(error).__name__}: {error}")
                     continue
@@ -119,7 +119,7 @@ class MDSSource:
 
             try:
                 image = mds_decode("pil", image)
-            except Exception as error:  # sizes and mode come from the data: anything may be raised
+            except Exception as error:  # sizes and mode come from the data, so anything may be raised
                 return Rejected(key, "broken_image", f"{type(error).__name__}: {error}")
         metadata = {}
         for name, value in row.items():
@@ -147,7 +147,7 @@ def _basename(info: dict[str, Any], kind: str = "raw_data") -> str:
 
 
 def _locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
-    """A shard's file; a compressed one is decompressed into `scratch`."""
+    """The path of a shard's file. A compressed one is decompressed into `scratch`."""
     file = root / _basename(info)
     if file.is_file():
         return file
@@ -164,10 +164,10 @@ def _locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
 
 
 def _reader(file: Path, info: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The library's reader of one shard, and the stored encodings by column.
+    """streaming's reader of one shard, and the stored encodings by column.
 
-    Every column but plain numbers is read as bytes: a picture or a text that does not decode then costs one
-    sample, and columns that are not asked for (pickles among them) are never decoded.
+    All columns other than numbers are read as bytes. So an image or a text that does not decode costs one sample only,
+    and columns that are not asked for (pickles, for example) are never decoded.
     """
     from streaming.base.format import reader_from_json
 

@@ -1,4 +1,4 @@
-"""Parquet files with the pictures' bytes and their captions, as Hugging Face data sets store them."""
+"""Parquet files with the images' bytes and their captions, as Hugging Face data sets store them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from data.aliases import InputPath
 from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
 
-BATCH_ROWS = 32  # a batch is held in memory; pictures may be megabytes
+BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
 
 
 class ParquetSource:
-    """One file, or every .parquet file below a folder; a shard is a run of row groups of one file."""
+    """One .parquet file, or all below a folder. A shard consists of consecutive row groups of one file."""
 
     def __init__(
         self,
@@ -25,14 +25,14 @@ class ParquetSource:
         """
         Args:
             path: a .parquet file, or a folder with such files at any depth.
-            image: column of the picture: its file's bytes, or a struct with a field `bytes` (Hugging Face).
+            image: column of the image: its file's bytes, or a struct with a field `bytes` (Hugging Face).
             caption: column of the caption.
-            key: column of the key; None for the file's name and the row's number.
-            shard_size: least rows a shard; row groups are joined up to it, never divided.
+            key: column of the key; None to make keys of the file's name and the row's number.
+            shard_size: minimum number of rows per shard. Row groups are joined to reach it, but never divided.
 
         Raises:
             FileNotFoundError: no such file or folder, or no .parquet file in it.
-            ValueError: a file that is not Parquet, a missing column or one of the wrong type.
+            ValueError: a file that is not Parquet, or a column that is missing or of the wrong type.
         """
         root = Path(path)
         if not root.exists():
@@ -51,7 +51,7 @@ class ParquetSource:
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
             sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
-        size = file.stat().st_size  # a file written anew under its old name holds other shards
+        size = file.stat().st_size  # a file that was rewritten under the same name holds other shards
         groups: list[int] = []
         first = done = 0
         for index, rows in enumerate(sizes):
@@ -72,7 +72,7 @@ class ParquetSource:
         if types.is_struct(kind):
             kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
         if not (types.is_binary(kind) or types.is_large_binary(kind)):
-            raise ValueError(f"{file}: column {self.image!r} is of type {kind}: it must hold the picture's bytes")
+            raise ValueError(f"{file}: column {self.image!r} is of type {kind}: it must hold the image's bytes")
         if not _is_text(schema.field(self.caption).type):
             kind = schema.field(self.caption).type
             raise ValueError(f"{file}: column {self.caption!r} is of type {kind}: it must hold text")
@@ -105,7 +105,7 @@ class ParquetSource:
                 yield Rejected(file.name, "broken_shard", f"{error} (from row {number} on)")
 
     def _wanted(self, field: Any) -> bool:
-        """The named columns, and plain values (text, numbers, yes or no) as metadata."""
+        """Whether a column is read: the named ones, and those of text, numbers or booleans as metadata."""
         import pyarrow.types as types
 
         named = field.name in (self.image, self.caption, self.key)
@@ -122,7 +122,7 @@ class ParquetSource:
 
 
 def _text(value: Any) -> Any:
-    """Text of bytes (metadata and keys: damage is kept visible, not rejected); other values as they are."""
+    """Decodes bytes of metadata and keys. Invalid UTF-8 is replaced, not rejected. Returns other values as they are."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
@@ -147,7 +147,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _values(column: Any) -> list[Any]:
-    """A column's values; text as bytes, for Arrow would raise for a batch if one value is not UTF-8."""
+    """The values of a column. Text is given as bytes, because Arrow raises for a batch if one value is not UTF-8."""
     import pyarrow as pa
     import pyarrow.types as types
 

@@ -1,9 +1,8 @@
 """WebDataset tars in img2dataset's layout: key.png, key.txt, key.json side by side.
 
-The `webdataset` library writes and trains on the same files (a test reads them with both). Reading here is on
-the standard library's `tarfile`, for three reasons: a damaged tar is reported, where the library stops
-without a word; a sample without a partner is named; nothing in a tar is unpickled, and no address becomes a
-command (`pipe:`).
+The `webdataset` library writes and reads the same files (a test reads them with both). Here they are read with the
+standard library's `tarfile`, for three reasons: a damaged tar is reported, where `webdataset` stops without a message;
+samples that lack a file are named; nothing in a tar is unpickled, and no address becomes a command (`pipe:`).
 """
 
 import glob
@@ -46,24 +45,24 @@ _MEMBER = re.compile(r"^((?:.*/|)[^./][^./]*)[.]([^/]+)$")  # WebDataset's rule:
 
 
 class TarSource:
-    """Tars, local or remote, one shard each."""
+    """Local or remote tars. Each tar is one shard."""
 
     def __init__(self, *, urls: str | list[str], caption: str = "txt") -> None:
         """
         Args:
             urls: paths or addresses (http, https, s3, gs) of tars, with brace ranges ({00000..00041}) and,
-                for local ones, wildcards (*.tar). Relative paths start in the current folder.
+                for local ones, wildcards (*.tar). Paths are relative to the current folder.
             caption: suffix of the member that holds the caption, or "json:FIELD" for a field of the JSON
                 member.
 
         Raises:
             FileNotFoundError: a local tar is missing; the message names it.
-            ValueError: an address of another kind (`pipe:` and commands are refused), the same tar twice.
+            ValueError: an address of another kind (`pipe:` and commands are refused), or the same tar twice.
         """
         self.caption = caption
         self.urls: dict[str, str] = {}
         for url in itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)):
-            # The size too: a tar written anew under its old name is another shard.
+            # With the size, because a tar that was rewritten under the same name is another shard.
             size = None if "://" in url else Path(url).stat().st_size
             name = shard_id(Path(urllib.parse.urlparse(url).path).name.split(".")[0], url, size)
             if name in self.urls:
@@ -73,7 +72,7 @@ class TarSource:
             raise ValueError("source.urls is empty: name at least one tar")
 
     def shards(self) -> list[str]:
-        """One id a tar, in the order given."""
+        """One id per tar, in the given order."""
         return list(self.urls)
 
     def read(self, shard: str) -> Iterator[Sample | Rejected]:
@@ -91,7 +90,7 @@ class TarSource:
                 yield once(group if isinstance(group, Rejected) else self._sample(*group))
 
     def _sample(self, key: str, members: dict[str, bytes | int]) -> Sample | Rejected:
-        """One sample of the members of a key: suffix -> bytes, or the size of a member too large to read."""
+        """Makes a sample of the members of a key: suffix -> bytes, or the size of a member that is too large."""
         images = [suffix for suffix in members if suffix in IMAGE_SUFFIXES]
         if len(images) > 1:
             return Rejected(key, "duplicate_image", f"members {', '.join(images)}")
@@ -117,13 +116,13 @@ class TarSource:
 
 
 def expand(url: str) -> Iterator[str]:
-    """Addresses of one pattern: brace ranges, then wildcards for local paths.
+    """Expands the brace ranges of an address, and the wildcards of a local path.
 
     Raises:
-        FileNotFoundError: a local path that is missing, or a wildcard that meets nothing.
+        FileNotFoundError: a local path that does not exist, or a wildcard that matches nothing.
         ValueError: a scheme that is not read.
     """
-    # Counted beforehand: braceexpand holds a whole range in memory, and one zero too many would fill it.
+    # Counted first, because braceexpand holds a whole range in memory, which a typing error could make very large.
     ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", url)
     if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > MAX_SHARDS:
         raise ValueError(f"source.urls: {url} names over {MAX_SHARDS:,} tars: give a smaller range")
@@ -146,9 +145,9 @@ def expand(url: str) -> Iterator[str]:
 
 @contextmanager
 def open_tar(url: str) -> Iterator[BinaryIO]:
-    """A local tar opened, or a remote one fetched into a temporary file.
+    """Opens a local tar, or a remote one after it was fetched into a temporary file.
 
-    Fetched whole, because a connection that breaks while reading would look like a tar that ends early.
+    Remote tars are fetched as a whole, because a connection that breaks looks like a tar that ends early.
     """
     if not re.match(r"[a-z0-9]+://", url):
         if not Path(url).is_file():
@@ -196,7 +195,7 @@ def _fetch_bucket(url: str, local: Path) -> None:
             return CloudDownloader.direct_download(url, str(local), TIMEOUT)
         except FileNotFoundError:
             raise FileNotFoundError(f"no file {url}") from None
-        except Exception as error:  # each cloud's client has errors of its own, without a common kind
+        except Exception as error:  # each cloud's client has its own errors, without a common base class
             problem = error
         local.unlink(missing_ok=True)
         if attempt + 1 < DOWNLOAD_ATTEMPTS:
@@ -205,7 +204,7 @@ def _fetch_bucket(url: str, local: Path) -> None:
 
 
 class _CheckedHeader(tarfile.TarInfo):
-    """Tells a damaged header from the archive's end: `tarfile` takes both for the end."""
+    """Tells a damaged header from the end of the archive; `tarfile` takes both for the end."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
@@ -218,7 +217,7 @@ class _CheckedHeader(tarfile.TarInfo):
 
 
 def _groups(file: BinaryIO, url: str) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
-    """Neighbouring members of one key, as (key, suffix -> bytes or the size of what is too large to read)."""
+    """Groups neighbouring members of one key, as (key, suffix -> bytes or the size of a member that is too large)."""
     key, members = "", {}
     try:
         # "r|*" reads forward only, compressed or not.

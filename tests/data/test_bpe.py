@@ -13,7 +13,9 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 
 from data import bpe
-from data.bpe import Vocabulary, copy_vocabulary, manifest_path, train
+from data.bpe import Vocabulary
+from data.bpe_training import train
+from data.vocabulary_files import copy_vocabulary, manifest_path
 
 CAPTIONS = [
     f"a {colour} {animal} {place}, {number} times"
@@ -133,10 +135,10 @@ def test_a_long_word_takes_no_square_of_its_length(vocabulary):
 
 def test_memory_is_bounded(tokenizer, vocabulary, monkeypatch):
     expected = [vocabulary.encode(caption) for caption in CAPTIONS]
-    monkeypatch.setattr(bpe, "REMEMBERED", 4)
+    monkeypatch.setattr(bpe, "CACHED_WORDS", 4)
     forgetful = Vocabulary(tokenizer)
     assert [forgetful.encode(caption) for caption in CAPTIONS] == expected
-    assert 0 < len(forgetful._known) <= 4
+    assert 0 < len(forgetful._cached) <= 4
 
 
 def test_files(tokenizer, vocabulary, tmp_path):

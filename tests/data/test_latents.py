@@ -95,6 +95,7 @@ def test_it_goes_on_where_it_stopped(load, workers):
     batches = iter(loading.loader)
     seen = [int(seed) for _ in range(2) for seed in next(batches)["seed"]]
     state = loading.loader.dataset.state_dict(16, True)  # as Composer does it, at 16 samples of the second epoch
+    assert loading.loader.state_dict() == state
     rest = [int(seed) for batch in batches for seed in batch["seed"]]
     third = seeds(loading)
     assert sorted(seen + rest) == sorted(first) and len(rest) == 24

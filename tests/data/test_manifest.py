@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.manifest import Manifest, write_atomically
+from data.manifest import Manifest
 
 
 def manifest(**changes) -> Manifest:
@@ -119,15 +119,6 @@ def test_damaged_ones(tmp_path, change, message):
     for text in ("{", "[1]"):
         with pytest.raises(ValueError, match="encode the set again"):
             Manifest.parse(text)
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomically(path, "old")
-    monkeypatch.setattr("os.fsync", lambda number: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_atomically(path, b"new")
-    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_only_the_standard_library_is_imported():

@@ -129,7 +129,7 @@ def test_second_start(tmp_path, capsys):
     first = {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")}
     capsys.readouterr()
     build(out, **arguments)
-    assert "is complete: 5 train pictures, 0 val pictures; nothing to do" in capsys.readouterr().err
+    assert "is complete: 5 train images, 0 val images; nothing to do" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.tar")} == first
     (out / "train" / "00000.tar").unlink()
     build(out, **arguments)
@@ -168,7 +168,7 @@ def test_as_a_script(tmp_path):
     done = run("--out", "tars", "--limit", "3", "--size", "16")
     assert done.returncode == 0 and (tmp_path / "tars" / "train" / "00000.tar").is_file()
     assert "torch" not in done.stderr
-    assert said(done)[-1].startswith("openmoji: wrote tars: 3 train pictures")
+    assert said(done)[-1].startswith("openmoji: wrote tars: 3 train images")
     done = run("--out", "tars", "--size", "3", cwd=SCRIPT.parent)
     assert done.returncode == 2 and said(done) == ["openmoji.py: --size is 3: give 16 to 2,048"]
     done = run("--out", "tars", "--siez", "3")

@@ -125,7 +125,7 @@ def test_decoded_pictures_are_kept():
     rows = [row for batch in batches for row in zip(numbers(batch), batch["tokens"][:, 3].tolist(), strict=True)]
     assert sum(source.reads.values()) == 2
     assert set(rows[:12]) == set(rows[12:24]) == set(rows[24:]) and len(set(rows[:12])) == 12
-    with pytest.raises(ValueError, match="keep_decoded holds one crop of each picture and needs crop: center"):
+    with pytest.raises(ValueError, match="keep_decoded holds one crop per image and needs crop: center"):
         load(source, keep_decoded=True, crop="random")
 
 
@@ -185,7 +185,10 @@ def resumed(make, stop, workers=0, **changes):
     list(itertools.islice(iter(first), stop))
     filter = Counting()
     second = make(workers=workers, filter=filter, **changes)
-    second.dataset.load_state_dict(json.loads(json.dumps(first.dataset.state_dict(0, True))))
+    state = first.dataset.state_dict(0, True)  # as Composer does it
+    assert first.state_dict() == state
+    second.load_state_dict(json.loads(json.dumps(state)))
+    assert second.state_dict() == state
     return all_of_them, list(itertools.islice(iter(second), 6)), filter.decoded
 
 
@@ -206,6 +209,19 @@ def test_a_resumed_run_goes_on_without_decoding_what_was_seen(stop, workers):
     assert same(whole[stop:], rest) and not same(rest, whole[:6])
     if not workers:  # a worker counts in a process of its own
         assert decoded == 6 * 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_position_does_not_count_batches_that_were_fetched_ahead(workers):
+    loader = load(Numbered(2, 13), batch=4, workers=workers)
+    batches = iter(loader)
+    states = [loader.state_dict()]
+    for _ in range(9):
+        next(batches)
+        states.append(loader.state_dict())
+    assert [loader.state_dict(ahead=ahead) for ahead in range(10)] == states[::-1]
+    with pytest.raises(ValueError, match="position 10 batches ago was asked for, and it remembers 10"):
+        loader.state_dict(ahead=10)
 
 
 @pytest.mark.parametrize(("stop", "decoded"), [(2, 24), (14, 24)])
@@ -245,7 +261,7 @@ def test_rejected_pictures_are_left_out_and_counted(capsys):
 
 
 def test_a_part_without_a_picture_is_an_error():
-    with pytest.raises(ValueError, match="part 1 of 1 of the source has no fit picture"):
+    with pytest.raises(ValueError, match="part 1 of 1 of the source has no usable image"):
         next(iter(load(Numbered(1, 3, reject=(0, 1, 2)))))
-    with pytest.raises(ValueError, match="part 4 of 4 of the source has no fit picture: use fewer workers or ranks"):
+    with pytest.raises(ValueError, match="part 4 of 4 of the source has no usable image: use fewer workers or ranks"):
         next(iter(load(Numbered(1, 3), rank=3, world=4, batch=1)))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id, write_rejected
+from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id
 from data.sources.folder import FolderSource
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
@@ -318,17 +318,10 @@ def test_mds_damaged_compression(tmp_path):
 # What the callers write
 
 
-def test_rejected_file(tmp_path):
-    rows = [
-        ("s0", Rejected("a", "aspect", "9x1")),
-        ("s1", Rejected("b\udcff", "aspect")),
-        ("s1", Rejected("c", "too_small")),
-    ]
-    assert write_rejected(tmp_path / "rejected.jsonl", rows) == {"aspect": 2, "too_small": 1}
-    lines = (tmp_path / "rejected.jsonl").read_text("utf-8").splitlines()
-    assert json.loads(lines[0]) == {"key": "a", "shard": "s0", "reason": "aspect", "detail": "9x1"}
-    assert lines[2] == rejected_line("s1", rows[2][1]) and len(lines) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["rejected.jsonl"]
+def test_a_rejected_sample_is_one_line_of_json():
+    line = rejected_line("s0", Rejected("b\udcff", "aspect", "9x1"))
+    assert json.loads(line) == {"key": "b\udcff", "shard": "s0", "reason": "aspect", "detail": "9x1"}
+    assert line.isascii() and "\n" not in line
 
 
 @given(st.text(max_size=99), st.text(max_size=9))

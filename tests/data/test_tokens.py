@@ -108,6 +108,7 @@ def test_it_goes_on_where_it_stopped(load, workers):
     for _ in range(2):
         next(batches)
     state = loading.loader.dataset.state_dict(16, True)  # as Composer does it, at 16 samples of the second epoch
+    assert loading.loader.state_dict() == state
     rest = [(t.tolist(), i.tolist()) for b in batches for t, i in zip(b["text"], b["image"], strict=True)]
     third = epoch(loading)
 

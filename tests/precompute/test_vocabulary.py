@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from data.bpe import Vocabulary, manifest_path
+from data.bpe import Vocabulary
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
+from data.vocabulary_files import manifest_path
 from precompute.captions import Captions
 from precompute.vocabulary import main
 

@@ -1,0 +1,165 @@
+"""Chosen columns of an MDS shard as views of a sample's bytes, where streaming's own reader copies every column."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from streaming.base.format import Reader
+from streaming.base.format.mds.encodings import get_mds_encoded_size
+from streaming.base.format.mds.reader import MDSReader
+
+
+@dataclass(frozen=True)
+class ArrayColumn:
+    """Shape and dtype of a column."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class StoredSample(NamedTuple):
+    """The chosen columns of one sample.
+
+    Attributes:
+        texts: the text columns, in the order in which they were asked for.
+        arrays: uint8 (bytes,) of each array column, by its name in the batch. They are views of the sample's bytes.
+    """
+
+    texts: list[str]
+    arrays: dict[str, np.ndarray]
+
+
+class ColumnReader(MDSReader):
+    """Reads an MDS shard whose samples are given as `StoredSample`.
+
+    A sample in an MDS shard (version 2) is one uint32 size for each column of variable size, then the values of all
+    columns, in the order of `column_names`.
+
+    Args:
+        shard: streaming's reader of the same shard.
+        columns: names of the array columns, by their names in the batch.
+        texts: names of the text columns.
+
+    Raises:
+        ValueError: the shard is no MDS shard, a column is missing, an array column has no fixed shape and dtype, or a
+            text column is not of type str.
+    """
+
+    def __init__(self, shard: Reader, columns: Mapping[str, str], texts: Sequence[str] = ("key",)) -> None:
+        if not isinstance(shard, MDSReader):
+            raise ValueError(f"{shard.dirname}: encoded sets are MDS shards, and this is a {type(shard).__name__}")
+        super().__init__(
+            dirname=shard.dirname,
+            split=shard.split,
+            column_encodings=shard.column_encodings,
+            column_names=shard.column_names,
+            column_sizes=shard.column_sizes,
+            compression=shard.compression,
+            hashes=shard.hashes,
+            raw_data=shard.raw_data,
+            samples=shard.samples,
+            size_limit=shard.size_limit,
+            zip_data=shard.zip_data,
+        )
+        self.path = os.path.join(self.dirname, self.split, self.raw_data.basename)
+        encodings = dict(zip(self.column_names, self.column_encodings, strict=True))
+        for column in (*texts, *columns.values()):
+            if column not in encodings:
+                close = difflib.get_close_matches(column, encodings, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(encodings)}"
+                raise ValueError(f"{self.path}: no column `{column}`; {hint}")
+        for text in texts:
+            if encodings[text] != "str":
+                raise ValueError(
+                    f"{self.path}: column `{text}` is {encodings[text]}, but texts are read from columns of type str; "
+                    "encode the set again"
+                )
+        self.arrays = {name: _array(column, encodings[column], self.path) for name, column in columns.items()}
+
+        # Where a column begins: behind the fixed sizes of some columns and the stored sizes of `variable` others.
+        begins, fixed, variable = {}, 0, 0
+        for column, encoding in encodings.items():
+            begins[column] = fixed, variable
+            size = get_mds_encoded_size(encoding)
+            fixed, variable = (fixed, variable + 1) if size is None else (fixed + size, variable)
+        self._fixed_bytes, self._variable_columns = fixed, variable
+        self._texts = [begins[text] for text in texts]
+        self._arrays = [(name, *begins[column], self.arrays[name].bytes) for name, column in columns.items()]
+
+    def get_item(self, idx: int) -> StoredSample:
+        """Reads one sample.
+
+        Raises:
+            FileNotFoundError: the shard is not on this disk (any more).
+            ValueError: the sample is damaged.
+        """
+        try:
+            return self.decode_sample(self.get_sample_data(idx))
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                f"{self.path}: sample {idx} is damaged ({error}); delete the file if it is a copy that is fetched "
+                "again, or encode the set again"
+            ) from None
+
+    def decode_sample(self, data: bytes) -> StoredSample:
+        """Finds the chosen columns in a sample's bytes.
+
+        Raises:
+            ValueError: there are more or fewer bytes than the columns have.
+        """
+        head = 4 * self._variable_columns
+        sizes = np.frombuffer(data, np.uint32, self._variable_columns).tolist()
+        expected = head + self._fixed_bytes + sum(sizes)
+        if len(data) != expected:
+            raise ValueError(f"{len(data)} of {expected} bytes")
+        texts = []
+        for fixed, variable in self._texts:
+            begin = head + fixed + sum(sizes[:variable])
+            texts.append(data[begin : begin + sizes[variable]].decode("utf-8"))
+        arrays = {
+            name: np.frombuffer(data, np.uint8, size, head + fixed + sum(sizes[:variable]))
+            for name, fixed, variable, size in self._arrays
+        }
+        return StoredSample(texts, arrays)
+
+
+def column_readers(
+    shards: Sequence[Reader], columns: Mapping[str, str], texts: Sequence[str] = ("key",)
+) -> list[ColumnReader]:
+    """A `ColumnReader` for each shard.
+
+    Raises:
+        ValueError: as `ColumnReader`; also if an array column has another shape or dtype in some of the shards.
+    """
+    readers = [ColumnReader(shard, columns, texts) for shard in shards]
+    for reader in readers:
+        for name, array in reader.arrays.items():
+            first = readers[0].arrays[name]
+            if array != first:
+                raise ValueError(
+                    f"{reader.path}: column `{columns[name]}` holds {array}, other shards hold {first}; sets that are "
+                    "mixed must be encoded in the same way"
+                )
+    return readers
+
+
+def _array(column: str, encoding: str, where: str) -> ArrayColumn:
+    kind, *rest = encoding.split(":")
+    if kind != "ndarray" or len(rest) != 2:
+        raise ValueError(
+            f"{where}: column `{column}` is {encoding}, but batches are read from arrays of fixed shape and dtype, "
+            "such as ndarray:float16:4,32,32; encode the set again with precompute/encode.py"
+        )
+    dtype = torch.from_numpy(np.empty(0, rest[0])).dtype
+    return ArrayColumn(tuple(map(int, rest[1].split(","))), dtype)

@@ -1,0 +1,40 @@
+"""The manifest beside a vocabulary's file, and copies of both."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+SUFFIX = ".manifest.json"
+
+
+def manifest_path(vocabulary: Path) -> Path:
+    """The path of a vocabulary's manifest: what the vocabulary was trained on, and the sha256 of its file."""
+    return vocabulary.with_name(vocabulary.stem + SUFFIX)
+
+
+def read_manifest(vocabulary: Path) -> dict[str, Any]:
+    """Reads a vocabulary's manifest.
+
+    Raises:
+        ValueError: the manifest is damaged.
+    """
+    path = manifest_path(vocabulary)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or "sha256" not in values:
+        raise ValueError(f"{path}: damaged; delete it and train the vocabulary again")
+    return values
+
+
+def copy_vocabulary(vocabulary: Path, folder: Path) -> Path:
+    """Copies a vocabulary, and its manifest if it has one, to FOLDER/vocabulary.json. Returns the copy's path."""
+    copy = folder / "vocabulary.json"
+    shutil.copyfile(vocabulary, copy)
+    if manifest_path(vocabulary).is_file():
+        shutil.copyfile(manifest_path(vocabulary), manifest_path(copy))
+    return copy

@@ -1,0 +1,300 @@
+"""Batches of latents, against streaming's own decoding and torch's own collation; position and errors."""
+
+import gc
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from streaming import Stream, StreamingDataset
+from torch.utils.data import DataLoader
+
+from data import reading
+from data.latents import LatentDataset
+from data.loading import Placement
+from data.reading import EncodedDataset, key_seed, open_loader
+from precompute.columns import LatentColumns
+from precompute.writer import EncodedSample, ShardWriter, Storage
+
+TEXT = (5, 8)
+BATCH = 4
+ALGORITHMS = ["py1e", "py1s", "py1br", "py2s", "naive"]
+
+
+class Stock(StreamingDataset):
+    """A sample as streaming decodes it."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        columns = {"mean": "mean_32", "std": "std_32", "text": "text"}
+        item = {name: torch.from_numpy(sample[column].copy()) for name, column in columns.items()}
+        return {**item, "seed": key_seed(sample["key"])}
+
+
+def write(folder: Path, count: int, seed: int = 0, sides=(32,), size_limit="4kb", compression=None) -> Path:
+    """A set as the encode job writes one; latents at an eighth of each side."""
+    rng = np.random.default_rng(seed)
+    columns = LatentColumns({side: (4, side // 8, side // 8) for side in sides}, TEXT)
+    writer = ShardWriter(folder, "a", columns, Storage(size_limit, compression), {})
+    for number in range(count):
+        row = {"key": f"{seed}_{number}é", "caption": "x" * int(rng.integers(90)), "width": number, "height": 1}
+        for side, shape in columns.latents.items():
+            row[f"crop_{side}"] = np.arange(4, dtype=np.int32)
+            for name in ("mean", "std"):
+                row[f"{name}_{side}"] = rng.standard_normal(shape).astype(np.float16)
+        row["text"] = rng.standard_normal(TEXT).astype(np.float16)
+        writer.add(number, EncodedSample(row, {side: np.zeros((3, 4)) for side in sides}))
+    writer.end(count)
+    writer.finish()
+    return folder
+
+
+def make_loader(
+    fast: bool, streams: list[dict], workers: int = 0, blocks: int = 6, drop_last=False, **arguments
+) -> DataLoader:
+    arguments = {"batch_size": BATCH, "shuffle": True, "shuffle_seed": 3, **arguments}
+    streams = [Stream(**stream) for stream in streams]
+    if fast:
+        dataset = LatentDataset(streams=streams, resolution=32, text="text", blocks=blocks, **arguments)
+        return open_loader(dataset, Placement(arguments["batch_size"], training=True), workers, drop_last)
+    dataset = Stock(streams=streams, **arguments)
+    return DataLoader(dataset, BATCH, drop_last=drop_last, num_workers=workers, persistent_workers=workers > 0)
+
+
+def copies(tmp_path: Path, *sets: Path) -> list[list[dict]]:
+    """Each set twice, because streaming lends a folder to one data set at a time."""
+    found = []
+    for name in ("stock", "fast"):
+        locals_ = [tmp_path / name / str(number) for number in range(len(sets))]
+        for source, target in zip(sets, locals_, strict=True):
+            shutil.copytree(source, target)
+        found.append([{"local": str(path)} for path in locals_])
+    return found
+
+
+def assert_same(stock: list[dict], fast: list[dict]) -> None:
+    assert len(stock) == len(fast) > 0
+    for one, other in zip(stock, fast, strict=True):
+        assert list(one) == list(other) and type(other) is dict
+        for name in one:
+            assert one[name].dtype == other[name].dtype and one[name].shape == other[name].shape
+            assert torch.equal(one[name], other[name]), name
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    folder = write(tmp_path_factory.mktemp("plain") / "set", 43)
+    assert len(list(folder.glob("*.mds"))) > 5
+    return folder
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_batches_are_the_librarys(tmp_path, plain, algorithm):
+    stock, fast = copies(tmp_path, plain)
+    stock = make_loader(False, stock, shuffle_algo=algorithm, shuffle_block_size=16)
+    fast = make_loader(True, fast, shuffle_algo=algorithm, shuffle_block_size=16)
+    epochs = [list(fast), list(fast)]
+    for epoch in epochs:
+        assert_same(list(stock), epoch)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("blocks", [0, 2, 12])
+def test_workers_give_the_same_batches(tmp_path, plain, workers, blocks):
+    stock, fast = copies(tmp_path, plain)
+    stock, fast = make_loader(False, stock, workers), make_loader(True, fast, workers, blocks)
+    for _ in range(2):
+        # All of an epoch's batches are held at once: none may lie where another one is written.
+        assert_same(list(stock), list(fast))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mixed_compressed_streams(tmp_path, workers):
+    """One of the streams holds further columns between the wanted ones."""
+    sets = [
+        write(tmp_path / "a", 20, seed=1, compression="zstd"),
+        write(tmp_path / "b", 24, seed=2, sides=(32, 512, 256), size_limit="300kb"),
+    ]
+    stock, fast = copies(tmp_path, *sets)
+    for streams in (stock, fast):
+        for stream, share in zip(streams, (0.25, 0.75), strict=True):
+            stream["proportion"] = share
+    stock = make_loader(False, stock, workers, epoch_size=40)
+    fast = make_loader(True, fast, workers, epoch_size=40)
+    for _ in range(2):
+        assert_same(list(stock), list(fast))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_remote_with_eviction(tmp_path, workers, compression):
+    remote = write(tmp_path / "remote", 120, size_limit="2kb", compression=compression)
+    shards = len(list(remote.glob("*.mds*")))
+    loaders = []
+    for name in ("stock", "fast"):
+        stream = {"local": str(tmp_path / name), "remote": str(remote)}
+        arguments = {"predownload": 8, "cache_limit": 40_000, "shuffle_block_size": 20}
+        loaders.append(make_loader(name == "fast", [stream], workers, **arguments))
+    for _ in range(2):
+        assert_same(*map(list, loaders))
+    left = list((tmp_path / "fast").glob("*.mds"))
+    assert 0 < len(left) < shards // 2
+
+
+def test_a_shard_evicted_before_it_is_read_is_fetched_again(tmp_path, plain):
+    stock, fast = copies(tmp_path, plain)
+    fast = [{"local": str(tmp_path / "cache"), "remote": fast[0]["local"]}]
+    stock, fast = make_loader(False, stock, shuffle=False), make_loader(True, fast, shuffle=False).dataset
+    fast.prepare_shard(0)
+    fast.evict_shard(0)
+    assert_same(list(stock)[:1], [fast.collate(fast[:BATCH])])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumes_in_mid_epoch(tmp_path, plain, workers):
+    stock, fast = copies(tmp_path, plain)
+    whole = make_loader(False, stock, workers)
+    expected = [list(whole), list(whole)]
+
+    first = make_loader(True, fast, workers)
+    done = list(first)
+    iterator = iter(first)
+    done += [next(iterator) for _ in range(5)]
+    state = first.dataset.state_dict(5 * BATCH, from_beginning=True)
+    del iterator, first
+    gc.collect()
+
+    second = make_loader(True, fast, workers)
+    second.dataset.load_state_dict(state)
+    assert_same(expected[0] + expected[1], done + list(second))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loader_resumes_after_any_batch(tmp_path, plain, workers, drop_last):
+    """Also at an epoch's end, with batches fetched ahead, and when it was resumed before."""
+    _, fast = copies(tmp_path, plain)
+    arguments = {"workers": workers, "drop_last": drop_last}
+    loader = make_loader(True, fast, **arguments)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["sample_in_epoch"]) == (0, 0)
+    expected, states = [], [loader.state_dict()]
+    for _ in range(3):
+        for batch in loader:
+            expected.append(batch)
+            states.append(loader.state_dict())
+            assert loader.state_dict(ahead=1) == states[-2] or (states[-2]["epoch"] < states[-1]["epoch"])
+        states[-1] = loader.state_dict()
+        assert states[-1]["sample_in_epoch"] == 0
+    length = 10 if drop_last else 11
+    assert len(expected) == 3 * length and states[length]["epoch"] == 1
+    with pytest.raises(ValueError, match="position 99 batches ago was asked for"):
+        loader.state_dict(ahead=99)
+    del loader
+    for stop in (0, 3, length - 1, length, length + 5):
+        gc.collect()
+        resumed = make_loader(True, fast, **arguments)
+        resumed.load_state_dict(json.loads(json.dumps(states[stop])))
+        assert resumed.state_dict() == states[stop]
+        found = [batch for _ in range(2) for batch in resumed]
+        assert_same(expected[stop : stop + len(found)], found)
+        assert len(found) == 2 * length - stop % length
+        again = resumed.state_dict()
+        assert again["epoch"] == stop // length + 2 and again["sample_in_epoch"] == 0
+        del resumed
+
+
+def test_a_state_after_the_last_batch_does_not_give_an_empty_epoch(tmp_path, plain):
+    """The loader cannot know at an epoch's last batch that there is none after it."""
+    _, fast = copies(tmp_path, plain)
+    loader = make_loader(True, fast)
+    batches = iter(loader)
+    for _ in range(11):
+        next(batches)
+    state = loader.state_dict()
+    assert (state["epoch"], state["sample_in_epoch"]) == (0, 43)
+    second = list(loader)
+    del batches, loader
+    gc.collect()
+    resumed = make_loader(True, fast)
+    resumed.load_state_dict(state)
+    assert_same(second, list(resumed))
+
+
+def test_composers_state_at_an_epochs_end_is_the_next_epoch(tmp_path, plain):
+    _, fast = copies(tmp_path, plain)
+    loader = make_loader(True, fast)
+    list(loader)
+    state = loader.dataset.state_dict(0, True)
+    second = list(loader)
+    assert state["epoch"] == 1 and loader.dataset.state_dict(8, True)["epoch"] == 1
+    del loader
+    gc.collect()
+    resumed = make_loader(True, fast)
+    resumed.dataset.load_state_dict(state)
+    assert_same(second, list(resumed))
+
+
+def test_an_epoch_that_ends_early_is_an_error(tmp_path, plain, monkeypatch):
+    """Whatever the reason is: the batches are counted."""
+    _, fast = copies(tmp_path, plain)
+    loader = make_loader(True, fast)
+    monkeypatch.setattr(EncodedDataset, "__iter__", lambda self: itertools.islice(StreamingDataset.__iter__(self), 30))
+    with pytest.raises(RuntimeError, match="the epoch ended after 30 of 43 samples; see whether a shard"):
+        list(loader)
+
+
+def test_an_epoch_that_is_left_early_does_not_hinder_the_next(tmp_path, plain):
+    _, fast = copies(tmp_path, plain)
+    loader = make_loader(True, fast, predownload=4)
+    next(iter(loader))
+    assert len(list(loader)) == 11
+
+
+def test_the_training_component_uses_it(latent_sets):
+    from data.encoded_sets import local_set
+    from data.latents import latents
+
+    streams = {"train": local_set(path=str(latent_sets / "train"))}
+    loading = latents(Placement(8, training=True), {}, streams=streams, resolution=32, workers=2)
+    assert loading.loader.collate_fn == loading.loader.dataset.collate
+    assert loading.loader.dataset.blocks.count > 2
+    batches = list(loading.loader)
+    assert len(batches) == 40 // 8
+    assert batches[0]["mean"].shape == (8, 4, 16, 16) and batches[0]["mean"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
+    _, fast = copies(tmp_path, plain)
+    loader = make_loader(True, fast, workers)
+    os.truncate(Path(fast[0]["local"], "shard.00002.mds"), 100)
+    with pytest.raises(ValueError, match=r"shard.00002.mds: sample \d+ is damaged"):
+        list(loader)
+
+
+def test_a_damaged_sample_is_an_error(tmp_path, plain):
+    _, fast = copies(tmp_path, plain)
+    path = Path(fast[0]["local"], "shard.00000.mds")
+    data = bytearray(path.read_bytes())
+    data[8:12] = np.uint32(len(data) - 50).tobytes()  # the second sample's begin
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="shard.00000.mds: sample 1 is damaged .*; delete the file"):
+        make_loader(True, fast).dataset[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_shard_that_cannot_be_fetched_is_an_error(tmp_path, plain, workers, monkeypatch):
+    """streaming alone ends the epoch early, or waits for ever for a shard that another worker could not fetch."""
+    monkeypatch.setattr(reading, "LONGEST_WAIT", 15)
+    remote = tmp_path / "remote"
+    shutil.copytree(plain, remote)
+    stream = {"local": str(tmp_path / "local"), "remote": str(remote), "download_retry": 1}
+    loader = make_loader(True, [stream], workers, predownload=4)
+    next(remote.glob("*3.mds")).unlink()
+    with pytest.raises(RuntimeError, match="a shard could not be fetched|Background thread failed|timed out"):
+        list(loader)
