@@ -174,7 +174,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: not JSON ({error})") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {line}: give one JSON object a line")
+                raise ValueError(f"{path}, line {line}: give one JSON object per line")
             yield line, row
 
 
