@@ -36,7 +36,7 @@ from recipes.models.autoregressive.transformer import MLP, CausalAttention, Resi
 LAYOUT = TokenLayout(256, 32, 11)
 
 
-def shard_shapes(width: int, shards: int) -> list[torch.Size]:
+def published_shard_shapes(width: int, shards: int) -> list[torch.Size]:
     """Shapes of one device's shards of the matrices of a layer, as published (Ramesh et al. 2021, appendix E)."""
     inner = 4 * width // shards
     return [torch.Size(shape) for shape in [(width, width // shards)] * 4 + [(width, inner), (inner, width)]]
@@ -58,7 +58,7 @@ def backward(width: int, batch: int, device: torch.device) -> Callable[[], None]
 def works(width: int, rank: int, options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Any]]:
     """The timed functions by name; the first five are parts of "compress and finish"."""
     compressor = LowRank(rank // options.shards)
-    shapes = shard_shapes(width, options.shards)
+    shapes = published_shard_shapes(width, options.shards)
     state = compressor.new_state(shapes, device, 0)
     gradients = [torch.randn(shape, device=device) * 1e-4 for shape in shapes]
     terms = [g if g.shape[0] <= g.shape[1] else g.T for g in gradients]
