@@ -1,11 +1,12 @@
-"""Time of an optimizer step with 16-bit moments beside PyTorch's fused AdamW, on a transformer's parameters.
+"""Time of an optimizer step with 16-bit moments, compared with PyTorch's fused AdamW on a transformer's parameters.
 
     python benchmarks/adam16.py                # d = 512, 2 layers on a CPU; d = 1920, 24 layers on a GPU
     python benchmarks/adam16.py --width 3968 --layers 8
 
-Goal on a GPU: at most 1.5 times fused AdamW's time. A step must read parameter and gradient and write the parameter,
-12 bytes, and read and write the moments: 8 bytes where they have 16 bits, 16 where they have 32. So the least time is
-20/28 of fused AdamW's where memory is the limit. The figures are medians; the alternatives take turns.
+Goal on a GPU: at most 1.5 times the time of fused AdamW. For each parameter, a step must read parameter and gradient
+and write the parameter (12 bytes), and read and write the moments (8 bytes if they have 16 bits, 16 if they have 32).
+If memory bandwidth is the limit, the shortest possible time is therefore 20/28 of fused AdamW's. Times are medians; the
+alternatives take turns.
 """
 
 import argparse
@@ -38,6 +39,7 @@ def parameters(width: int, layers: int, device: str) -> list[nn.Parameter]:
 
 
 def grouped(found: list[nn.Parameter]) -> list[dict]:
+    """Parameter groups: matrices with 16-bit moments, vectors with 32-bit ones."""
     return [
         {"params": [p for p in found if p.ndim == 2], "moment_bits": 16},
         {"params": [p for p in found if p.ndim == 1], "moment_bits": 32},
@@ -49,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1920 if gpu else 512)
     parser.add_argument("--layers", type=int, default=24 if gpu else 2)
-    parser.add_argument("--rounds", type=int, default=30 if gpu else 10, help="steps of each that are measured")
+    parser.add_argument("--rounds", type=int, default=30 if gpu else 10, help="measured steps of each alternative")
     options = parser.parse_args()
     torch.manual_seed(0)
 
@@ -58,7 +60,7 @@ def main() -> None:
 
     optimizers = {
         "AdamW, fused": torch.optim.AdamW(made(), fused=True, **ARGUMENTS),
-        "AdamW, one tensor after another": torch.optim.AdamW(made(), foreach=False, **ARGUMENTS),
+        "AdamW, one tensor at a time": torch.optim.AdamW(made(), foreach=False, **ARGUMENTS),
         "adam16, compiled": Adam16(grouped(made()), compiled=True, **ARGUMENTS),
         "adam16": Adam16(grouped(made()), compiled=False, **ARGUMENTS),
         "adam16's code with 32-bit moments, compiled": Adam16(made(), moment_bits=32, compiled=True, **ARGUMENTS),
@@ -73,9 +75,9 @@ def main() -> None:
             {
                 "optimizer": name,
                 "parameters": count,
-                "bytes of moments a parameter": round(held, 3),
-                "ms a step": round(1e3 * seconds[name], 2),
-                "of fused AdamW": round(seconds[name] / reference, 2),
+                "bytes of moments per parameter": round(held, 3),
+                "ms per step": round(1e3 * seconds[name], 2),
+                "relative to fused AdamW": round(seconds[name] / reference, 2),
                 "GB/s": round((12 + 2 * held) * count / seconds[name] / 1e9, 1),
             }
         )

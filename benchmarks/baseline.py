@@ -1,4 +1,4 @@
-"""Components of the benchmarks' recipes alone: what a plain training has in place of the levers."""
+"""Components for benchmarks only: what an ordinary training run has in place of the levers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from composer import Callback, Logger, State
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
 from torch import Tensor, nn
 
@@ -19,6 +18,8 @@ from data.loading import Batch, Loading, Placement
 from recipes.algorithms.modules.low_precision_norms import lower_norms
 from recipes.config import components
 from recipes.encoders.base import ImageEncoder, TextEncoder
+from recipes.models.task import Task
+from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
@@ -32,7 +33,7 @@ COMPONENTS = {
 
 
 def register() -> None:
-    """Make them known to recipes of this process."""
+    """Add them to the components of this process."""
     for group, names in COMPONENTS.items():
         components.COMPONENTS[group].update(names)
 
@@ -49,18 +50,18 @@ def encoded_in_loop(
     caption_dropout: float = 0.0,
     workers: int = 2,
 ) -> Loading:
-    """The samples of an encoded set, in the order of `data.latents.latents`, encoded anew in every step.
+    """The samples of an encoded set, in the order of `data.latents.latents`, encoded again in every step.
 
-    Pictures and tokens lie ready in memory, so that what is measured is the encoders' work and not a JPEG decoder's.
+    Pixels and tokens are read from memory, so that the benchmark measures the encoders and not a JPEG decoder.
 
     Args:
-        streams: the encoded set, for its order and its null caption.
-        resolution: side of the pictures in pixels.
-        pictures: folder that `benchmarks.latent_sets.write_set` made.
-        image_encoder: encodes the pixels of each (micro)batch.
-        text_encoder: encodes its tokens.
-        caption_dropout: as of `latents`.
-        workers: as of `latents`.
+        streams: the encoded set, which gives the order of the samples and the embedding of the empty caption.
+        resolution: side of the images in pixels.
+        pictures: folder of the images, written by `benchmarks.latent_sets.write_set`.
+        image_encoder: encodes the pixels of each microbatch.
+        text_encoder: encodes the tokens of each microbatch.
+        caption_dropout: as in `latents`.
+        workers: as in `latents`.
     """
     loading = latents(
         placement,
@@ -70,12 +71,12 @@ def encoded_in_loop(
         caption_dropout=caption_dropout,
         workers=workers,
     )
-    loading.loader.collate_fn = Pictures(loading.loader.collate_fn, Path(pictures), resolution)
+    loading.loader.collate_fn = PixelBatches(loading.loader.collate_fn, Path(pictures), resolution)
     return dataclasses.replace(loading, on_device=InLoop(image_encoder, text_encoder, loading.on_device))
 
 
-class Pictures:
-    """From samples' numbers to `pixels` uint8 (B, 3, R, R), `tokens` int64 (B, L) and `seed` (B,)."""
+class PixelBatches:
+    """Collates the numbers of samples into `pixels` uint8 (B, 3, R, R), `tokens` int64 (B, L) and `seed` (B,)."""
 
     def __init__(self, read: Callable[[Sequence[int]], Batch], folder: Path, resolution: int) -> None:
         self.read = read
@@ -84,7 +85,7 @@ class Pictures:
         self.rows = {seed: row for row, seed in enumerate(np.load(folder / "seeds.npy").tolist())}
 
     def __call__(self, numbers: Sequence[int]) -> Batch:
-        seed = self.read(numbers)["seed"].clone()  # out of the memory that the next batches use again
+        seed = self.read(numbers)["seed"].clone()  # the next batches reuse the memory
         rows = [self.rows[key] for key in seed.tolist()]
         return {
             "pixels": torch.from_numpy(self.pixels[rows]),
@@ -94,7 +95,7 @@ class Pictures:
 
 
 class InLoop:
-    """Encodes a batch on its device, then goes on as with a batch of latents."""
+    """Encodes a batch on its device, then calls `then` with it, as with a batch of latents."""
 
     def __init__(self, image_encoder: ImageEncoder, text_encoder: TextEncoder, then: Callable[[Batch], Batch]) -> None:
         self.image_encoder = image_encoder
@@ -107,19 +108,19 @@ class InLoop:
             if encoder.device != device:
                 encoder.to(device)
         pixels = batch["pixels"].contiguous(memory_format=torch.channels_last)
-        # In the order of memory in which stored latents come: random numbers are drawn in it.
+        # Stored latents are contiguous, and random numbers are drawn in memory order.
         mean, std = (moment.contiguous() for moment in self.image_encoder.encode(pixels))
         text = self.text_encoder.encode_tokens(batch["tokens"])
         return self.then({"mean": mean, "std": std, "text": text, "seed": batch["seed"]})
 
 
 class ComposerEMA(Lever):
-    """The moving average of `composer.algorithms.EMA`, updated after every batch from the first on."""
+    """Composer's exponential moving average of the weights, updated after every batch."""
 
     def __init__(self, *, decay: float = 0.9999) -> None:
         """
         Args:
-            decay: share of the average that an update keeps.
+            decay: factor of the old average in an update.
         """
         self.decay = decay
         self.average: EMAParameters | None = None
@@ -128,18 +129,18 @@ class ComposerEMA(Lever):
         self.average = EMAParameters(run.module)
 
     def step_end(self, run: Run) -> None:
-        compute_ema(run.module, self.average, smoothing=self.decay)
+        compute_ema(run.module, self.average, self.decay)
 
 
 class GroupNorm32(nn.GroupNorm):
-    """What a GPU's autocast makes of a GroupNorm, also on a CPU, whose autocast leaves it alone."""
+    """A GroupNorm in 32 bits. Autocast computes it so on a GPU, but does not change it on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
 
 
 class LayerNorm32(nn.LayerNorm):
-    """As GroupNorm32."""
+    """See `GroupNorm32`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
@@ -148,10 +149,10 @@ class LayerNorm32(nn.LayerNorm):
 class CPUAutocast(Lever):
     """bfloat16 autocast around a task's losses on a CPU, where Composer has none."""
 
-    def __init__(self, task: nn.Module, *, norms: Literal["fp32", "low"] = "fp32") -> None:
+    def __init__(self, task: Task, *, norms: Literal["fp32", "low"] = "fp32") -> None:
         """
         Args:
-            norms: in 32 bits as under a GPU's autocast, or as low_precision_norms makes them.
+            norms: fp32: in 32 bits, as under a GPU's autocast; low: as with the low_precision_norms lever.
         """
         self.task = task
         self.norms = norms
@@ -168,11 +169,11 @@ class CPUAutocast(Lever):
             setattr(self.task, name, torch.autocast("cpu", torch.bfloat16)(getattr(self.task, name)))
 
 
-class Losses(Callback):
+class LossRecord(Callback):
     """Appends the training loss of every batch to a list."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = values
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self.values.append(float(state.total_loss_dict["loss/train/total"]))
+    def step_end(self, run: Run) -> None:
+        self.values.append(float(run.loss))

@@ -1,11 +1,11 @@
-"""Time of an update of the averaged weights: ours beside composer.algorithms.EMA's, on the same model in the same run.
+"""Time of an update of the averaged weights, compared with composer.algorithms.EMA on the same model.
 
     python benchmarks/ema.py                # a U-Net of 40 million parameters on a CPU, Stable Diffusion 2's on a GPU
     python benchmarks/ema.py --size sd2
 
-Goal: at most a third of Composer's time. The figures are medians; the three take turns, so that what else the machine
-does falls on all of them. Beside each stand the bytes that it must move and the rate at which it moved them: an update
-reads the average and the parameters and writes the average, three passes over the memory; Composer's makes nine.
+Goal: at most a third of Composer's time. Times are medians; the alternatives take turns, so that other load on the
+machine affects all of them. GB/s is the memory traffic that an update needs over its time: ours reads the average and
+the parameters and writes the average, three passes over the memory; Composer's makes nine.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
-    parser.add_argument("--rounds", type=int, default=50 if gpu else 20, help="updates of each that are measured")
+    parser.add_argument("--rounds", type=int, default=50 if gpu else 20, help="measured updates of each alternative")
     options = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("cuda" if gpu else "cpu"):
@@ -59,19 +59,19 @@ def main() -> None:
     works = {
         "composer.algorithms.EMA": lambda: compute_ema(model, composer_average, KEEP),
         "scheduled_ema": lambda: ours.update(KEEP),
-        "scheduled_ema, device: cpu, until done": host_done,
+        "scheduled_ema, device: cpu, complete update": host_done,
     }
     seconds = times(works, options.rounds, gpu)
-    # What training waits for, where updates are far apart: the averaging is not done, on a GPU not the copy either.
+    # How long training waits if updates are far apart: not for the averaging, and on a GPU not for the copy either.
     waits = []
     for _ in range(max(3, options.rounds // 4)):
         began = time.perf_counter()
         host.update(KEEP)
         waits.append(time.perf_counter() - began)
         host.settle()
-    seconds["scheduled_ema, device: cpu, training waits"] = statistics.median(waits)
+    seconds["scheduled_ema, device: cpu, wait of training"] = statistics.median(waits)
 
-    # The same updates: the two must agree.
+    # Both made the same updates, so the averages must agree.
     for name, average in zip(ours.names, ours.shadow, strict=True):
         torch.testing.assert_close(average, composer_average.named_parameters_dict[name], rtol=1e-4, atol=1e-5)
     count = sum(p.numel() for p in model.parameters())
@@ -81,8 +81,8 @@ def main() -> None:
         {
             "average": name,
             "parameters": f"{count:,}",
-            "ms an update": round(1e3 * value, 2),
-            "of Composer's": round(value / reference, 3),
+            "ms per update": round(1e3 * value, 2),
+            "relative to Composer's": round(value / reference, 3),
             "GB/s": round(passes[name] * 4 * count / value / 1e9, 1) if name in passes else "",
         }
         for name, value in seconds.items()

@@ -28,7 +28,7 @@ from benchmarks.reporting import write_results
 from recipes.encoders.text import open_clip_text
 from recipes.encoders.vae import kl_vae
 
-# The published configurations. The image tower that comes with the text encoder is as small as can be: it is not used.
+# The published configurations. The image tower of the text encoder is not used, and as small as possible.
 VAES = {
     "sd2": {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32},
     "small": {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "norm_num_groups": 8},
@@ -41,7 +41,7 @@ VISION = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}
 
 
 def write_encoders(vae: dict[str, Any], text: dict[str, Any], folder: Path) -> None:
-    """Writes networks with random weights to FOLDER/vae and FOLDER/text, in the formats that the encode job reads."""
+    """Write networks with random weights to FOLDER/vae and FOLDER/text, in the formats that the encode job reads."""
     torch.manual_seed(0)
     AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -60,7 +60,7 @@ def write_encoders(vae: dict[str, Any], text: dict[str, Any], folder: Path) -> N
 
 
 def rate(work, count: int, seconds: float, device: torch.device) -> float:
-    """Items per second of `work`, which handles `count` items per call, after a warm-up."""
+    """Items per second of `work`, which processes `count` items per call, after a warm-up."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -1,17 +1,18 @@
-"""Training curves in 32 bits, with one gradient scale for all blocks in fp16, and with a scale for each block.
+"""Training curves in 32 bits, in fp16 with one gradient scale for all blocks, and in fp16 with one scale per block.
 
     python benchmarks/grad_scaling.py                  # after make quickstart-tokens, which makes the tokens
     python benchmarks/grad_scaling.py --batches 1000 --charts docs
 
-DALL-E's transformer on OpenMoji's tokens, twice: as it is, and with gradients that fall by 2^SPAN from the first block
-to the last inside of the backward pass. A model that a CPU trains has gradients that lie closer together than fp16's
-range, and one scale loses next to nothing of them. In the published one "the true exponents of the activation gradients
-for later resblocks can fall below the minimum exponent of the 16-bit format" (Ramesh et al. 2021, section 2.4). The
-fall is made by powers of two, which are taken out of the finished gradients: in 32 bits no bit differs.
+DALL-E's transformer trains on OpenMoji's tokens, once as it is, and once with gradients that decrease by 2^SPAN from
+the first block to the last during the backward pass. The gradients of a model that is small enough for a CPU span less
+than the range of fp16, so that one scale loses almost none of them. In the published model "the true exponents of the
+activation gradients for later resblocks can fall below the minimum exponent of the 16-bit format" (Ramesh et al. 2021,
+section 2.4). The decrease is by powers of two, which are divided out of the complete gradients, so that 32-bit training
+does not change by a bit.
 
-All three train from the same weights on the same batches. The scales start where a long run would have brought them,
-below the largest gradients of the run in 32 bits: each block's below its own, the one for all below the largest of all.
-From there on they follow their rules, the published one and torch.amp.GradScaler's.
+All three runs start from the same weights and see the same batches. Scales start where a long run would have brought
+them: the scale of each block is chosen by the largest gradient of this block in the 32-bit run, and the scale for all
+blocks by the largest gradient of all. From there they follow the published rule and that of torch.amp.GradScaler.
 """
 
 import argparse
@@ -34,30 +35,34 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import scalings
-from benchmarks.baseline import Losses
+from benchmarks.baseline import LossRecord
 from benchmarks.reporting import write_results
+from benchmarks.steady import watch
 from callbacks.charts import DPI, write_chart
+from data.log import log
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config.recipe import Recipe, load_config
+from recipes.engines.composer.adapters import RunLevers
 from recipes.engines.composer.trainer import build_trainer
+from recipes.engines.parts import the_one
 
-FULL, ONE, EACH = "32 bits", "fp16, one scale", "fp16, a scale a block"
+FULL, ONE, EACH = "32 bits", "fp16, one scale", "fp16, one scale per block"
 COLOURS = {FULL: "black", ONE: "crimson", EACH: "tab:blue"}
-FP16_END = 16  # exponent of the least number that is too large
-COUNTED = 30  # batches of a run whose gradients are
+FP16_END = 16  # exponent of the smallest number that overflows
+COUNTED = 30  # how many batches of a run have their gradients counted, about
 OPENMOJI = ROOT / "runs" / "openmoji"
 
 
 @dataclass
-class Run:
-    """What a training run left.
+class Outcome:
+    """The results of a training run.
 
     Attributes:
-        losses: of each batch.
-        validation: loss at the end.
-        zeros: (blocks,) share of each block's gradients that were zero, over the batches that were counted.
-        largest: (blocks,) exponent of each block's largest gradient, 0 where all were zero.
-        skipped: updates.
+        losses: training loss of each batch.
+        validation: validation loss at the end.
+        zeros: (blocks,) share of each block's gradients that were zero, over the counted batches.
+        largest: (blocks,) exponent of each block's largest gradient; 0 if all were zero.
+        skipped: number of skipped updates.
     """
 
     losses: list[float]
@@ -67,8 +72,8 @@ class Run:
     skipped: int
 
 
-def train(options: argparse.Namespace, span: float, algorithm: str | None, output: Path) -> Run:
-    """A run of the recipe with one of the algorithms; `output` keeps what callbacks write."""
+def train(options: argparse.Namespace, span: float, lever: str | None, output: Path) -> Outcome:
+    """Train the recipe with one of the levers, or without for None; callbacks write to `output`."""
     changes = [
         f"output={output}",
         f"data.streams.train.path={options.tokens}/train",
@@ -82,28 +87,30 @@ def train(options: argparse.Namespace, span: float, algorithm: str | None, outpu
         f"schedule.warmup={max(1, options.batches // 10)}ba",
         "checkpoints.save=false",
         "algorithms.scheduled_ema=null",
-        f"algorithms.span={{name: wide_gradients, span: {float(span)}}}",
-        f"algorithms.scaling={algorithm or 'null'}",
+        f"algorithms.wide_gradients={{name: wide_gradients, span: {float(span)}}}",
+        *([] if lever is None else [f"algorithms.{lever}"]),
         f"callbacks.exponents={{name: exponents, every: {max(1, options.batches // COUNTED)}ba}}",
-        "callbacks.scales=" + ("{name: gradient_scales}" if algorithm else "null"),
+        "callbacks.gradient_scales=" + ("{name: gradient_scales}" if lever else "null"),
         *options.changes,
     ]
     recipe = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", changes, Recipe)
-    recipe.callbacks = {name: recipe.callbacks[name] for name in ("exponents", "scales") if name in recipe.callbacks}
+    kept = ("exponents", "gradient_scales")
+    recipe.callbacks = {label: callback for label, callback in recipe.callbacks.items() if label in kept}
     recipe.loggers = {}
     trainer = build_trainer(recipe)
     losses: list[float] = []
-    trainer.state.callbacks.append(Losses(losses))
+    watch(trainer, LossRecord(losses))
     with contextlib.nullcontext() if torch.cuda.is_available() else scalings.WideProducts():
         trainer.fit()
     trainer.close()
-    scaling = next((a for a in trainer.state.algorithms[0].levers if isinstance(a, ResblockGradScaling)), None)
+    (adapter,) = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, RunLevers)]
+    scaling = the_one(adapter.levers, ResblockGradScaling)
     validation = float(trainer.state.eval_metric_values["loss"])
-    return Run(losses, validation, *counted(output), 0 if scaling is None else scaling.skipped)
+    return Outcome(losses, validation, *counted(output), 0 if scaling is None else scaling.skipped)
 
 
 def counted(output: Path) -> tuple[list[float], list[int]]:
-    """Share of zeros and largest exponent of each block's gradients, over all histograms of a run."""
+    """Share of zeros and largest exponent of the gradients of each block, over all histograms of a run."""
     records = [json.loads(file.read_text(encoding="utf-8")) for file in (output / "exponents").glob("*.json")]
     blocks = list(zip(*(record["blocks"] for record in records), strict=True))
     zeros = [sum(b["zeros"] for b in block) / sum(b["elements"] for b in block) for block in blocks]
@@ -112,32 +119,32 @@ def counted(output: Path) -> tuple[list[float], list[int]]:
     return zeros, largest
 
 
-def compare(options: argparse.Namespace, span: float, folder: Path) -> dict[str, Run]:
-    """The three, from the same weights on the same batches."""
+def compare(options: argparse.Namespace, span: float, folder: Path) -> dict[str, Outcome]:
+    """The three runs, from the same weights on the same batches."""
     runs = {FULL: train(options, span, None, folder / "full")}
     starts = [float(FP16_END - options.room - largest) for largest in runs[FULL].largest]
-    runs[ONE] = train(options, span, f"{{name: global_scaling, start: {min(starts)}}}", folder / "one")
-    runs[EACH] = train(options, span, f"{{name: started_scaling, starts: {starts}}}", folder / "each")
+    runs[ONE] = train(options, span, f"global_scaling={{name: global_scaling, start: {min(starts)}}}", folder / "one")
+    runs[EACH] = train(options, span, f"started_scaling={{name: started_scaling, starts: {starts}}}", folder / "each")
     return runs
 
 
-def row(span: float, kind: str, run: Run, full: Run) -> dict[str, Any]:
-    """A line of the table."""
+def row(span: float, kind: str, run: Outcome, full: Outcome) -> dict[str, Any]:
+    """A row of the table."""
     final = statistics.mean(run.losses[-len(run.losses) // 5 :])
     return {
-        "gradients fall by": f"2^{span:g}" if span else "as they are",
+        "gradients decrease by": f"2^{span:g}" if span else "as they are",
         "training": kind,
         "training loss, last fifth": round(final, 4),
         "validation loss": round(run.validation, 4),
-        "above 32 bits": round(run.validation - full.validation, 4),
+        "difference to 32 bits": round(run.validation - full.validation, 4),
         "gradients that are zero, %": round(100 * statistics.mean(run.zeros), 3),
         "in the last block, %": round(100 * run.zeros[-1], 3),
         "skipped updates": run.skipped,
     }
 
 
-def chart(found: dict[float, dict[str, Run]]) -> Figure:
-    """Training losses, and shares of zeros over depth; a column for each range."""
+def chart(found: dict[float, dict[str, Outcome]]) -> Figure:
+    """Training losses, and shares of zeros over depth; one column per span."""
     figure = Figure(figsize=(4.5 * len(found), 6), dpi=DPI, layout="constrained")
     axes = figure.subplots(2, len(found), sharey="row", squeeze=False, height_ratios=[2, 1])
     for column, (span, runs) in zip(axes.T, found.items(), strict=True):
@@ -147,9 +154,9 @@ def chart(found: dict[float, dict[str, Run]]) -> Figure:
             style = "--" if kind == EACH else "-"
             column[0].plot(np.arange(len(smooth)) + window, smooth, style, color=COLOURS[kind], label=kind)
             column[1].plot(np.array(run.zeros) * 100, style, color=COLOURS[kind])
-        title = f"gradients fall by 2^{span:g} over the depth" if span else "gradients as they are"
+        title = f"gradients decrease by 2^{span:g} over the depth" if span else "gradients as they are"
         column[0].set_title(title, fontsize="medium")
-        column[0].set_xlabel(f"update (means of {window})")
+        column[0].set_xlabel(f"update (mean of {window})")
         column[1].set_xlabel("block")
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel("gradients that are zero, %")
@@ -161,34 +168,34 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=Path, default=OPENMOJI / "tokens", help="folder with train/ and val/")
     parser.add_argument("--vocabulary", type=Path, default=OPENMOJI / "vocabulary.json", help="of the captions")
-    parser.add_argument("--layers", type=int, default=6, help="of attention, each with an MLP")
+    parser.add_argument("--layers", type=int, default=6, help="attention layers, each with an MLP")
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=400, help="length of a run")
-    parser.add_argument("--batch", type=int, default=8, help="samples")
-    parser.add_argument("--spans", type=float, nargs="+", default=[0, 60], help="log2 of how far gradients fall, each")
-    room = "log2 of what the scales leave at the start between the largest gradients that were counted and fp16's end"
+    parser.add_argument("--batches", type=int, default=400, help="batches per run")
+    parser.add_argument("--batch", type=int, default=8, help="samples per batch")
+    parser.add_argument("--spans", type=float, nargs="+", default=[0, 60], help="log2 of the decrease of gradients")
+    room = "log2 of the margin between the largest counted gradients, scaled, and the end of fp16's range at the start"
     parser.add_argument("--room", type=int, default=9, help=room)
-    parser.add_argument("--charts", type=Path, help="folder for PNGs: curves, exponents and scales")
+    parser.add_argument("--charts", type=Path, help="folder for charts (PNG): curves, exponents and scales")
     parser.add_argument("changes", nargs="*", help="key=value overrides of the recipe")
     options = parser.parse_args(arguments)
     for path in (options.tokens, options.vocabulary):
         if not path.exists():
-            parser.error(f"no {path}; run make quickstart-tokens, or name others by --tokens and --vocabulary")
+            parser.error(f"no {path}; run make quickstart-tokens, or give other paths by --tokens and --vocabulary")
     scalings.register()
     found, rows = {}, []
     for span in options.spans:
-        with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as log:
-            with contextlib.redirect_stdout(log):
+        with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as output:
+            with contextlib.redirect_stdout(output):
                 found[span] = compare(options, span, Path(folder))
-            if options.charts is not None:  # those of the last span stay
+            if options.charts is not None:  # those of the last span remain
                 keep_charts(Path(folder), options.charts)
         rows += [row(span, kind, run, found[span][FULL]) for kind, run in found[span].items()]
-        print(f"2^{span:g}: " + ", ".join(f"{r['training']} {r['validation loss']}" for r in rows[-3:]), flush=True)
+        log.info(f"2^{span:g}: " + ", ".join(f"{r['training']} {r['validation loss']}" for r in rows[-3:]))
     if options.charts is not None:
         write_chart(chart(found), options.charts / "grad_scaling.png")
     notes = (
         f"{options.batches} batches of {options.batch} of {options.tokens.parent.name}'s tokens, {2 * options.layers} "
-        f"blocks of width {options.width}; one seed. Zeros are counted in the blocks' matrices, every "
+        f"blocks of width {options.width}; one seed. Zeros are counted in the matrices of blocks, every "
         f"{max(1, options.batches // COUNTED)} batches."
     )
     write_results("grad_scaling", f"d{options.width}-{options.batches}ba", rows, notes)
@@ -196,7 +203,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def keep_charts(folder: Path, charts: Path) -> None:
-    """The last histograms of the run with a scale a block, and its scales."""
+    """Copy the charts of the run with one scale per block: its last histograms and its scales."""
     charts.mkdir(parents=True, exist_ok=True)
     sources = {
         "exponents.png": max((folder / "each" / "exponents").glob("*.png")),

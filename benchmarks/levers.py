@@ -1,13 +1,13 @@
-"""What each throughput lever is worth: the recipe of yamls/sd2_base.yaml from a plain baseline on, lever by lever.
+"""Speedup by each throughput lever: yamls/sd2_base.yaml from a plain baseline on, lever by lever.
 
     python benchmarks/levers.py                                        # a small network on a CPU
     python benchmarks/levers.py --size sd2 --resolution 256 512 --batch 256 --microbatch 32
     composer -n 8 benchmarks/levers.py --size sd2 --batch 2048 --microbatch 32
 
-The baseline encodes pictures and captions in every step, has 32-bit norms and eager attention, and updates Composer's
-EMA after every batch. Each lever keeps those before it. All train the same network from the same weights on the same
-batches with the same noise, by the Trainer that the recipe builds; the runs of all levers take turns, forwards and
-backwards, so that what else the machine does falls on all of them. Only whole steps after a warm-up count.
+The baseline encodes images and captions in every step, has 32-bit norms and eager attention, and updates Composer's EMA
+after every batch. Each row of the table adds a lever to those of the rows before. All runs train the same network from
+the same weights on the same batches with the same noise, with the Trainer that the recipe builds. They take turns, in
+alternating order, so that other load on the machine affects all of them. Only whole steps after a warm-up count.
 """
 
 import argparse
@@ -34,21 +34,22 @@ from composer.utils import dist
 from benchmarks import baseline
 from benchmarks.latent_sets import encoder_components, write_set
 from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, let_go, on_first_rank, run_steady, say
+from benchmarks.steady import Steady, free_memory, on_first_rank, run_until
 from benchmarks.training import SIZES, flops, recipe_with
+from data.log import log
 from recipes.algorithms.modules.compile import why_no_compiler
 from recipes.config.recipe import Recipe
 from recipes.engines.composer.trainer import build_trainer
 
 
 @dataclass(frozen=True)
-class Lever:
-    """Changes of the recipe that come on top of those before.
+class Addition:
+    """Changes of the recipe on top of those of the rows before.
 
     Attributes:
-        name: as in the table.
+        name: name of the row in the table.
         changes: `key=value` overrides.
-        missing: why it cannot run here; empty where it can.
+        missing: why it cannot run here; empty if it can.
     """
 
     name: str
@@ -57,15 +58,15 @@ class Lever:
 
 
 @dataclass
-class Measured:
-    """What the runs with one lever gave.
+class RowRuns:
+    """The measurements of one row: its runs in all rounds.
 
     Attributes:
-        rounds: samples/s of each window, a list a round.
-        losses: of every step of the first round.
-        repeat: largest difference of a step's loss between two rounds.
-        peak: bytes.
-        error: why there are none.
+        rounds: one list per round with samples/s of each window.
+        losses: loss of every step of the first round.
+        repeat: largest difference between the losses of a step in two rounds.
+        peak: peak memory in bytes.
+        error: why there are no measurements; empty if there are.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
@@ -75,14 +76,14 @@ class Measured:
     error: str = ""
 
 
-def levers(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[Lever]:
-    """The baseline and the levers, in their order.
+def additions(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[Addition]:
+    """The baseline and the levers, in the order of the table.
 
     Args:
-        folder: what `write_set` wrote.
-        resolution: of the pictures.
-        repeat: how often an epoch has each sample.
-        gpu: whether there is one.
+        folder: written by `write_set`.
+        resolution: side of the images in pixels.
+        repeat: how often an epoch contains each sample.
+        gpu: whether there is a GPU.
     """
     plain_data = {
         "name": "encoded_in_loop",
@@ -96,7 +97,7 @@ def levers(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[Leve
     no_gpu = "" if gpu else "needs a GPU"
     one_rank = "" if dist.get_world_size() > 1 else "needs several ranks"
     return [
-        Lever(
+        Addition(
             "baseline",
             [
                 f"data={_flow(plain_data)}",
@@ -104,22 +105,30 @@ def levers(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[Leve
                 "algorithms.low_precision_norms=null",
                 "algorithms.fused_group_norm=null",
                 "algorithms.attention.implementation=eager",
-                "algorithms.average={name: composer_ema, decay: 0.9999}",
+                "algorithms.composer_ema={name: composer_ema, decay: 0.9999}",
                 "optimizer.fused=false",
             ],
         ),
-        Lever("precomputed latents", [f"data={_flow({'name': 'latents', **data})}"]),
-        Lever("scheduled EMA", ["algorithms.average={name: scheduled_ema, decay: 0.9999, last: 50000ba}"]),
-        Lever("attention", ["algorithms.attention.implementation=auto"]),
-        Lever("channels_last", ["algorithms.channels_last={name: channels_last}"]),
-        Lever("low-precision norms", ["algorithms.low_precision_norms={name: low_precision_norms}"], no_gpu),
-        Lever("fused GroupNorm + SiLU", ["algorithms.fused_group_norm={name: fused_group_norm, when: auto}"], no_gpu),
-        Lever("fused AdamW", ["optimizer.fused=true"]),
-        Lever("torch.compile", ["algorithms.compile={name: compile}"], why_no_compiler(gpu) or ""),
-        Lever("CUDA graphs", ["algorithms.compile={name: compile, mode: reduce-overhead}"], no_gpu),
-        Lever(
+        Addition("precomputed latents", [f"data={_flow({'name': 'latents', **data})}"]),
+        Addition(
+            "scheduled EMA",
+            [
+                "algorithms.composer_ema=null",
+                "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9999, last: 50000ba}",
+            ],
+        ),
+        Addition("attention", ["algorithms.attention.implementation=auto"]),
+        Addition("channels_last", ["algorithms.channels_last={name: channels_last}"]),
+        Addition("low-precision norms", ["algorithms.low_precision_norms={name: low_precision_norms}"], no_gpu),
+        Addition(
+            "fused GroupNorm + SiLU", ["algorithms.fused_group_norm={name: fused_group_norm, when: auto}"], no_gpu
+        ),
+        Addition("fused AdamW", ["optimizer.fused=true"]),
+        Addition("torch.compile", ["algorithms.compile={name: compile}"], why_no_compiler(gpu) or ""),
+        Addition("CUDA graphs", ["algorithms.compile={name: compile, mode: reduce-overhead}"], no_gpu),
+        Addition(
             "FSDP SHARD_GRAD_OP",
-            # CUDA graphs need parameters that stay where they are.
+            # CUDA graphs need parameters at fixed addresses.
             [*(["algorithms.compile.mode=default"] if gpu else []), "training.fsdp={strategy: SHARD_GRAD_OP}"],
             one_rank,
         ),
@@ -130,24 +139,24 @@ def _flow(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, default_flow_style=True, width=10**6).strip()
 
 
-def measure(recipes: dict[str, Recipe], rounds: int, steady: tuple[int, int, int], log: Any) -> dict[str, Measured]:
-    """Trains every recipe `rounds` times, in turns.
+def measure(recipes: dict[str, Recipe], rounds: int, steady: tuple[int, int, int], output: Any) -> dict[str, RowRuns]:
+    """Train every recipe `rounds` times, in turns.
 
     Args:
-        recipes: by the lever's name.
-        rounds: how often each.
+        recipes: recipes by the name of the row.
+        rounds: number of runs of each.
         steady: arguments of `Steady`.
-        log: file that the runs print to.
+        output: file for what the runs print.
     """
-    found = {name: Measured() for name in recipes}
+    found = {name: RowRuns() for name in recipes}
     for number in range(rounds):
         for name in list(recipes) if number % 2 == 0 else reversed(recipes):
             measured = found[name]
             if measured.error:
                 continue
             try:
-                with contextlib.redirect_stdout(log):
-                    run = run_steady(build_trainer(recipes[name]), Steady(*steady))
+                with contextlib.redirect_stdout(output):
+                    run = run_until(build_trainer(recipes[name]), Steady(*steady))
             except torch.OutOfMemoryError:
                 measured.error = "out of memory"
                 run = None
@@ -157,59 +166,59 @@ def measure(recipes: dict[str, Recipe], rounds: int, steady: tuple[int, int, int
                 measured.losses = measured.losses or run.losses
                 differences = [abs(a - b) for a, b in zip(measured.losses, run.losses, strict=True)]
                 measured.repeat = max(measured.repeat, *differences)
-                say(f"round {number + 1} of {rounds}, {name}: {statistics.median(run.rates):,.2f} samples/s")
+                log.info(f"round {number + 1} of {rounds}, {name}: {statistics.median(run.rates):,.2f} samples/s")
             del run
-            let_go()
+            free_memory()
     return found
 
 
-def cards(found: dict[str, Measured]) -> Iterator[dict[str, Any]]:
-    """A row a lever; ratios are those of runs of the same round, which were neighbours in time."""
+def table_rows(found: dict[str, RowRuns]) -> Iterator[dict[str, Any]]:
+    """The rows of the table; speeds are compared between runs of the same round."""
     first = previous = next(iter(found.values()))
     for name, measured in found.items():
         if name == OTHER_SEED:
             continue
         rates = sorted(rate for windows in measured.rounds for rate in windows)
         if measured.error or first.error:
-            yield dict.fromkeys(ROWS, "") | {"lever": name, "images/s": measured.error or round(_middle(rates), 2)}
+            yield dict.fromkeys(COLUMNS, "") | {"lever": name, "images/s": measured.error or round(_middle(rates), 2)}
             continue
         differences = [a - b for a, b in zip(measured.losses, first.losses, strict=True)]
         yield {
             "lever": name,
             "images/s": round(_middle(rates), 2),
             "middle half": f"{rates[len(rates) // 4]:,.2f} to {rates[-1 - len(rates) // 4]:,.2f}",
-            "to previous": round(ratio(measured, previous), 3),
-            "to baseline": round(ratio(measured, first), 3),
+            "relative to previous": round(ratio(measured, previous), 3),
+            "relative to baseline": round(ratio(measured, first), 3),
             "peak MB": round(measured.peak / 1e6, 1),
             "loss": round(statistics.mean(measured.losses), 5),
-            "to baseline's": f"{statistics.mean(differences):+.1e}",
-            "largest in a step": f"{max(map(abs, differences)):.1e}",
+            "loss difference": f"{statistics.mean(differences):+.1e}",
+            "largest per step": f"{max(map(abs, differences)):.1e}",
             "between rounds": f"{measured.repeat:.1e}",
         }
         previous = measured
 
 
 OTHER_SEED = "another seed"
-ROWS = ("lever", "images/s", "middle half", "to previous", "to baseline", "peak MB", "loss", "to baseline's")
-ROWS += ("largest in a step", "between rounds")
+COLUMNS = ("lever", "images/s", "middle half", "relative to previous", "relative to baseline", "peak MB")
+COLUMNS += ("loss", "loss difference", "largest per step", "between rounds")
 
 
 def _middle(rates: list[float]) -> float:
     return statistics.median(rates) if rates else 0.0
 
 
-def ratio(one: Measured, other: Measured) -> float:
-    """How many times as fast, as the median over the rounds."""
+def ratio(one: RowRuns, other: RowRuns) -> float:
+    """The speed of `one` relative to `other`: the median over rounds."""
     pairs = zip(one.rounds, other.rounds, strict=False)
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
 
 
-def notes(found: dict[str, Measured], chosen: list[Lever], counts: dict[str, float], text: str) -> str:
-    """What a reader of the table must know."""
+def notes(found: dict[str, RowRuns], chosen: list[Addition], counts: dict[str, float], text: str) -> str:
+    """The text below the table."""
     encoding = counts["VAE"] + counts["text encoder"]
     work = ", ".join(f"{name} {count:,.2f}" for name, count in counts.items())
     share = encoding / counts["training of the U-Net"]
-    lines = [text, f"GFLOP a sample: {work}; encoding is {share:.2f} of training."]
+    lines = [text, f"GFLOP per sample: {work}; encoding takes {share:.2f} of those of training."]
     first, second = list(found.values())[:2]
     if not (first.error or second.error):
         gain = ratio(second, first)
@@ -221,19 +230,19 @@ def notes(found: dict[str, Measured], chosen: list[Lever], counts: dict[str, flo
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
+def main(arguments: list[str] | None = None) -> dict[int, dict[str, RowRuns]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
-    parser.add_argument("--resolution", type=int, nargs="+", help="sides of the pictures")
-    parser.add_argument("--batch", type=int, help="samples a step, over all ranks")
-    parser.add_argument("--microbatch", type=int, help="samples that a device takes at once; all, if not given")
-    parser.add_argument("--samples", type=int, help="pictures in the set; four batches, if not given")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each lever")
+    parser.add_argument("--resolution", type=int, nargs="+", help="sides of the images in pixels")
+    parser.add_argument("--batch", type=int, help="samples per step, over all ranks")
+    parser.add_argument("--microbatch", type=int, help="samples per microbatch and device; default: all")
+    parser.add_argument("--samples", type=int, help="images in the set; default: four batches")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
     parser.add_argument("--warm-up", type=int, default=20 if gpu else 3, help="steps before the first window")
-    parser.add_argument("--windows", type=int, default=5 if gpu else 4, help="windows of a run")
-    parser.add_argument("--steps", type=int, default=10 if gpu else 1, help="steps of a window")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="LEVER", help="levers to leave out, by their names")
+    parser.add_argument("--windows", type=int, default=5 if gpu else 4, help="windows per run")
+    parser.add_argument("--steps", type=int, default=10 if gpu else 1, help="steps per window")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="LEVER", help="names of levers to leave out")
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     batch = options.batch or size.batch
@@ -244,8 +253,9 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
     baseline.register()
     with contextlib.ExitStack() as stack:
         folder = Path(on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory())))
-        log = stack.enter_context(open(folder / f"log{dist.get_global_rank()}.txt", "w", encoding="utf-8"))
-        with contextlib.redirect_stdout(log):
+        path = folder / f"log{dist.get_global_rank()}.txt"
+        output = stack.enter_context(open(path, "w", encoding="utf-8"))
+        with contextlib.redirect_stdout(output):
             on_first_rank(lambda: write_set(folder / "set", size.encoders, resolutions, samples, gpu))
         everything = {}
         for resolution in resolutions:
@@ -257,19 +267,19 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
                 batch=batch,
                 microbatch=options.microbatch,
             )
-            # One epoch, so that what happens between two is not measured.
+            # A single epoch, so that the time between epochs is not measured.
             repeat = 1 + math.ceil((options.warm_up + options.windows * options.steps) * batch / samples)
-            chosen = levers(folder / "set", resolution, repeat, gpu)
+            chosen = additions(folder / "set", resolution, repeat, gpu)
             unknown = [name for name in options.skip if name not in [lever.name for lever in chosen[2:]]]
             if unknown:
                 parser.error(
                     f"--skip: no lever {unknown[0]}; there are {', '.join(lever.name for lever in chosen[2:])}"
                 )
             chosen = [replace(lever, missing="skipped") if lever.name in options.skip else lever for lever in chosen]
-            found = run_levers(chosen, recipe_of, options, log)
+            found = run_levers(chosen, recipe_of, options, output)
             everything[resolution] = found
             if dist.get_global_rank() == 0:
-                rows = list(cards(found))
+                rows = list(table_rows(found))
                 counts = flops(size, recipe_of([]), resolution)
                 name = options.size if [resolution] == size.resolutions else f"{options.size}_{resolution}"
                 write_results(
@@ -280,15 +290,15 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, Measured]]:
 
 
 def run_levers(
-    chosen: list[Lever], recipe_of: Callable[[list[str]], Recipe], options: Any, log: Any
-) -> dict[str, Measured]:
-    """The runs with each lever that can run here on top of those before, and one with another seed for the losses.
+    chosen: list[Addition], recipe_of: Callable[[list[str]], Recipe], options: Any, output: Any
+) -> dict[str, RowRuns]:
+    """The runs of all rows that can run here, and one run with another seed, for comparing losses.
 
     Args:
-        chosen: the levers.
-        recipe_of: makes a recipe of changes.
+        chosen: the rows.
+        recipe_of: from overrides to a recipe.
         options: of the command line.
-        log: file that the runs print to.
+        output: file for what the runs print.
     """
     recipes: dict[str, Recipe] = {}
     changes: list[str] = []
@@ -297,20 +307,20 @@ def run_levers(
             changes = changes + lever.changes
             recipes[lever.name] = recipe_of(changes)
     steady = (options.warm_up, options.windows, options.steps)
-    found = measure(recipes, options.rounds, steady, log)
+    found = measure(recipes, options.rounds, steady, output)
     second = recipe_of([*chosen[0].changes, *chosen[1].changes, "seed=18"])
-    return found | measure({OTHER_SEED: second}, 1, steady, log)
+    return found | measure({OTHER_SEED: second}, 1, steady, output)
 
 
 def conditions(resolution: int, batch: int, options: Any) -> str:
-    """How a table was measured, in words."""
+    """How the table was measured, in words."""
     clock = ""
     if not torch.cuda.is_available():
-        clock = f" {torch.get_num_threads()} thread; seconds are those that the training process computed."
+        clock = f" {torch.get_num_threads()} thread; rates are by the CPU time of the training process."
     windows = f"{options.rounds} rounds of {options.windows} windows of {options.steps} steps after {options.warm_up}"
     return (
-        f"{resolution} x {resolution} pixels, {batch} samples a step on {dist.get_world_size()} ranks, {windows}."
-        f"{clock} Losses: mean of all steps. Peak memory: tensors on the first rank."
+        f"{resolution} x {resolution} pixels, {batch} samples per step on {dist.get_world_size()} ranks, {windows}."
+        f"{clock} Losses: mean over all steps. Peak memory: tensors on the first rank."
     )
 
 

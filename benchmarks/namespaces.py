@@ -1,9 +1,9 @@
-"""Two machines on one: network namespaces joined by a cable (a veth pair) whose two ends Linux limits to a rate.
+"""Two machines on one: network namespaces joined by a cable (a veth pair), whose two ends are limited to a rate by tc.
 
-What differs from real ones: the cable has no length, so a message takes microseconds more than its bytes; each end may
-send what a pause of 0.8 ms has saved at once; from 1 Gbit/s on segments of up to 64 KiB pass whole, so that an
-interface counts one header for each, where packets of 1,500 bytes have 45; and both machines share one processor, which
-also does the network's work.
+Differences from real machines: latency is microseconds; after a pause, each end may send at once what it could have
+sent in 0.8 ms; from 1 Gbit/s on, segments of up to 64 KiB pass undivided, so that an interface counts one header per
+segment instead of the 45 headers of packets of 1,500 bytes; and both machines share one processor, which also does the
+work of the network.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# What a limited end sends at once after a pause, in seconds at its rate and in bytes. With more small messages would be
-# free; with less than a segment the kernel cuts it, which costs time at high rates.
+# The size of the burst that a limited end may send after a pause: in seconds at its rate, and its bounds in bytes. With
+# larger bursts, small messages would take no time; bursts smaller than a segment make the kernel split segments, which
+# takes time at high rates.
 BURST_SECONDS, BURST_LEAST, BURST_MOST = 8e-4, 5_000, 96_000
 PORT = 29401
 
 
 class Unavailable(Exception):
-    """This system makes no namespaces; the message says why."""
+    """Namespaces cannot be made on this system; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Machine:
     Attributes:
         namespace: name of its network namespace.
         interface: its network device there.
-        address: of that device.
+        address: address of that device.
     """
 
     namespace: str
@@ -44,16 +45,16 @@ class Machine:
     address: str
 
     def command(self, words: list[str]) -> list[str]:
-        """A command that runs there."""
+        """The command line that runs a command in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *words]
 
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[list[Machine]]:
-    """Two namespaces and the cable between them; they are removed at the end, however it comes.
+    """Two namespaces and the cable between them; they are removed at the end, also after an error.
 
     Raises:
-        Unavailable: no such programs, no permission, a kernel without them.
+        Unavailable: a missing program, missing permission, or a kernel without support.
     """
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if missing:
@@ -70,10 +71,10 @@ def two_machines() -> Iterator[list[Machine]]:
             _run(*within, "addr", "add", f"{machine.address}/30", "dev", machine.interface)
             _run(*within, "link", "set", "lo", "up")
             _run(*within, "link", "set", machine.interface, "up")
-        _run(*machines[0].command(limiting(machines[0].interface, 1000.0)))  # whether the kernel can
+        _run(*machines[0].command(limiting(machines[0].interface, 1000.0)))  # fails if the kernel does not support it
         yield machines
     finally:
-        for name in names:  # with a namespace its devices go
+        for name in names:  # also removes its devices
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
@@ -84,30 +85,33 @@ def _run(*words: str) -> None:
 
 
 def limiting(interface: str, rate: float) -> list[str]:
-    """The command that limits what an interface of this namespace sends.
+    """The command that limits the sending rate of an interface of this namespace.
 
     Args:
         interface: its name.
         rate: in Mbit/s.
     """
     burst = min(max(round(BURST_SECONDS * 1e6 * rate / 8), BURST_LEAST), BURST_MOST)
-    # Like a cable it makes the sender wait: from a short queue packets would be dropped, and sent again after 0.2 s.
+    # A long queue makes the sender wait, as a cable does. A short one drops packets, which TCP resends after 0.2 s.
     limit = ["rate", f"{round(1000 * rate)}kbit", "burst", f"{burst}b", "limit", "16mb"]
     return ["tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limit]
 
 
 def sent_bytes(interface: str) -> int:
-    """What an interface of this namespace has sent since it was made."""
+    """Bytes that an interface of this namespace has sent since it exists."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text(encoding="utf-8"))
 
 
 def exchange(rank: int, addresses: list[str], count: int) -> float:
-    """Both machines send each other so many bytes at once by TCP, as two that average do: Mbit/s that arrived here.
+    """Both machines send bytes to each other by TCP at the same time, as in averaging. Returns received Mbit/s.
 
     Args:
-        rank: of this machine, 0 or 1.
-        addresses: of both.
-        count: of bytes.
+        rank: number of this machine, 0 or 1.
+        addresses: addresses of both machines.
+        count: number of bytes.
+
+    Raises:
+        ConnectionError: the other machine does not answer, or closes the connection too early.
     """
     with contextlib.ExitStack() as stack:
         if rank == 0:
@@ -134,6 +138,6 @@ def _connected(address: str) -> socket.socket:
     for _ in range(100):
         try:
             return socket.create_connection((address, PORT), timeout=60)
-        except ConnectionRefusedError:  # the other one does not listen yet
+        except ConnectionRefusedError:  # the other machine does not listen yet
             time.sleep(0.1)
     raise ConnectionError(f"{address}:{PORT}: nothing listens there after 10 s")

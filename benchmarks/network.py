@@ -1,17 +1,18 @@
-"""Where compression starts to pay: two machines train DALL-E's transformer over a cable of several rates.
+"""At which network rates compression pays: two machines train DALL-E's transformer over a cable of several rates.
 
     python benchmarks/network.py                       # as root on Linux: two network namespaces, limited by tc
     python benchmarks/network.py --rates 100 1000 --ranks 16 --rounds 3
     python benchmarks/network.py --emulate             # anywhere
 
-Each machine is one process with one thread; all ways of averaging take turns at each rate. Bytes are those that the
-kernel counted on the interface during the measured steps, beside what the formulas say of the gradients. The cable is
-described in benchmarks/namespaces.py; what a bare transfer reaches on it, both ways at once, is in the table.
+Each machine is one process with one thread; all ways of averaging take turns at each rate. The table compares the bytes
+that the kernel counted on the interface during the measured steps with those that formulas give for the gradients. The
+cable is described in benchmarks/namespaces.py; the table also has the rate of a bare transfer in both directions at the
+same time.
 
---emulate needs no permission: the two processes talk as fast as they can, and the time that a cable would take, bytes
-by the formulas over its rate, is added to what a process computed in a step (so other work on the machine hardly
-counts). For averaging that sends during the backward pass the longer of the two is taken instead: the best that it
-could do. The table says that it is emulated.
+--emulate needs no permission: the two processes communicate at full speed, and the time on a cable (bytes by formula
+over the rate) is added to the CPU time of a step, which other load on the machine hardly changes. For averaging that
+sends during the backward pass, the longer of the two times is taken instead, which is the best possible case. The table
+says that it is emulated.
 """
 
 import argparse
@@ -34,37 +35,38 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from benchmarks.namespaces import Machine, Unavailable, two_machines
-from benchmarks.network_settings import Measured, Settings, Variant
-from benchmarks.plots import chart, save
+from benchmarks.network_settings import MeasuredRun, Settings, Variant
+from benchmarks.plots import chart
 from benchmarks.reporting import write_results
+from callbacks.charts import write_chart
 
 PLAIN = "plain averaging"
 LOOPBACK = Machine("", "lo", "127.0.0.1")
 
 
 def variants(ranks: list[int]) -> list[Variant]:
-    """Plain averaging by DDP, and PowerSGD at some ranks, after the backward pass and beside it."""
+    """Plain averaging by DDP, and PowerSGD of each rank after the backward pass and overlapped with it."""
     found = [Variant(PLAIN, [], overlaps=True)]
     for rank in ranks:
         after = f"{{name: powersgd, rank: {rank}, clip: 4.0}}"
         beside = f"{{name: powersgd, rank: {rank}, clip: 4.0, overlap: true}}"
-        clip = "training.grad_clip=null"  # PowerSGD's own
-        sharded = "training.fsdp={replicas: 2}"  # of one device each; overlapping is a matter of FSDP's
-        found.append(Variant(f"rank {rank}", [f"algorithms.averaging={after}", clip], rank))
+        clip = "training.grad_clip=null"  # PowerSGD has its own
+        sharded = "training.fsdp={replicas: 2}"  # of one device each; only FSDP can overlap
+        found.append(Variant(f"rank {rank}", [f"algorithms.powersgd={after}", clip], rank))
         found.append(
-            Variant(f"rank {rank}, overlapped", [f"algorithms.averaging={beside}", clip, sharded], rank, overlaps=True)
+            Variant(f"rank {rank}, overlapped", [f"algorithms.powersgd={beside}", clip, sharded], rank, overlaps=True)
         )
     return found
 
 
 def run(settings: Settings, machines: list[Machine], folder: Path, threads: int) -> dict[str, Any]:
-    """One process a machine; what the first wrote.
+    """Run one process per machine, and return the results that the first one wrote.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: a process failed.
     """
     settings.write(folder / "settings.json")
-    with socket.socket() as free:  # of this namespace; in new ones every port is
+    with socket.socket() as free:  # free in this namespace; in new ones, every port is
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(ROOT / "benchmarks" / "network_rank.py"), str(folder / "settings.json")]
@@ -73,13 +75,14 @@ def run(settings: Settings, machines: list[Machine], folder: Path, threads: int)
         for rank, machine in enumerate(machines):
             launcher = {"RANK": rank, "NODE_RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             launcher |= {"MASTER_ADDR": machines[0].address, "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
-            launcher |= {"GLOO_SOCKET_IFNAME": machine.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # no names there
+            # Warnings of torch would print the name of the host.
+            launcher |= {"GLOO_SOCKET_IFNAME": machine.interface, "TORCH_CPP_LOG_LEVEL": "ERROR"}
             env = os.environ | {name: str(value) for name, value in launcher.items()}
             words = machine.command(command) if machine.namespace else command
             processes.append(subprocess.Popen(words, env=env))
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):
-                break  # the other would wait for it
+                break  # the other one would wait for it for ever
             time.sleep(0.2)
     finally:
         for process in processes:
@@ -91,27 +94,27 @@ def run(settings: Settings, machines: list[Machine], folder: Path, threads: int)
 
 
 def emulated(
-    measured: list[Measured], formula: dict[str, float], ways: list[Variant], rates: list[float]
-) -> list[Measured]:
-    """What runs without a cable would have taken with one of each rate, given the bytes a step of each variant."""
+    measured: list[MeasuredRun], formula: dict[str, float], ways: list[Variant], rates: list[float]
+) -> list[MeasuredRun]:
+    """The times that runs without a cable would have on a cable of each rate, given the bytes per step by variant."""
     overlaps = {variant.name: variant.overlaps for variant in ways}
     runs = []
     for rate in rates:
         for run in measured:
             cable = 8e-6 * formula[run.variant] / rate
             seconds = [max(own, cable) if overlaps[run.variant] else own + cable for own in run.computed]
-            runs.append(Measured(run.variant, rate, run.round, 0.0, seconds, run.computed))
+            runs.append(MeasuredRun(run.variant, rate, run.round, 0.0, seconds, run.computed))
     return runs
 
 
-def times_as_fast(runs: list[Measured], name: str, rate: float) -> float:
-    """To plain averaging, as the median over the rounds, whose runs were neighbours in time."""
+def relative_speed(runs: list[MeasuredRun], name: str, rate: float) -> float:
+    """Speed relative to plain averaging: the median over rounds of the ratio of two runs of the same round."""
     of = {(run.variant, run.round): statistics.median(run.seconds) for run in runs if run.rate == rate}
     return statistics.median(of[PLAIN, turn] / seconds for (way, turn), seconds in of.items() if way == name)
 
 
-def rows_of(runs: list[Measured], formula: dict[str, float], link: str) -> list[dict[str, Any]]:
-    """A row a rate and a variant; what a cable transferred is left out where there was none."""
+def rows_of(runs: list[MeasuredRun], formula: dict[str, float], link: str) -> list[dict[str, Any]]:
+    """One row per rate and variant; without a cable, the columns of transferred bytes are left out."""
     rows = []
     for rate in sorted({run.rate for run in runs}):
         for name, expected in formula.items():
@@ -119,28 +122,28 @@ def rows_of(runs: list[Measured], formula: dict[str, float], link: str) -> list[
             row: dict[str, Any] = {f"{link}, Mbit/s": round(rate)}
             if own[0].reached:
                 row["reached"] = round(statistics.median(run.reached for run in own))
-            row |= {"averaging": name, "MB a step by formula": round(expected / 1e6, 3)}
+            row |= {"averaging": name, "MB per step by formula": round(expected / 1e6, 3)}
             if own[0].sent:
                 sent = statistics.median(run.sent for run in own)
-                row |= {"MB sent": round(sent / 1e6, 3), "more than that": f"{sent / expected - 1:+.1%}"}
+                row |= {"MB sent": round(sent / 1e6, 3), "excess": f"{sent / expected - 1:+.1%}"}
             row |= {
                 "ms computed": round(1e3 * statistics.median(statistics.median(run.computed) for run in own), 1),
-                "ms a step": round(1e3 * statistics.median(statistics.median(run.seconds) for run in own), 1),
-                "times as fast": round(times_as_fast(runs, name, rate), 2),
+                "ms per step": round(1e3 * statistics.median(statistics.median(run.seconds) for run in own), 1),
+                "relative speed": round(relative_speed(runs, name, rate), 2),
             }
             rows.append(row)
     return rows
 
 
 def break_even(rates: list[float], ratios: list[float]) -> float | None:
-    """The rate up to which compression pays: where the ratio falls below 1, on a line between logarithms.
+    """The rate up to which compression pays: where its relative speed falls below 1, interpolated in log-log space.
 
     Args:
-        rates: rising.
-        ratios: how many times as fast as plain averaging, at each.
+        rates: increasing.
+        ratios: speed relative to plain averaging at each rate.
 
     Returns:
-        The rate; infinity where it pays at the highest one too, None where it pays at none.
+        The rate; infinity if compression pays at the highest rate too, None if it pays at none.
     """
     paying = [number for number, ratio in enumerate(ratios) if ratio >= 1]
     if not paying:
@@ -153,13 +156,14 @@ def break_even(rates: list[float], ratios: list[float]) -> float | None:
 
 
 def pays(rate: float | None) -> str:
+    """The result of `break_even` in words."""
     if rate is None:
         return "pays at none of these rates"
     return "pays at all of these rates" if rate == math.inf else f"pays up to {float(f'{rate:.2g}'):,.0f} Mbit/s"
 
 
-def draw(runs: list[Measured], limits: dict[str, float | None], title: str, path: Path) -> None:
-    """Time of a step against the cable's rate; a dotted line where compression stops to pay."""
+def draw(runs: list[MeasuredRun], limits: dict[str, float | None], title: str, path: Path) -> None:
+    """Draw the time of a step by the rate of the cable, with dotted lines where compression stops paying."""
     figure = chart()
     axes = figure.add_subplot()
     rates = sorted({run.rate for run in runs})
@@ -170,30 +174,30 @@ def draw(runs: list[Measured], limits: dict[str, float | None], title: str, path
         (line,) = axes.plot(rates, times, marker="o", markersize=4, label=label)
         if limits.get(name) not in (None, math.inf):
             axes.axvline(limits[name], color=line.get_color(), linestyle=":", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="rate of the cable, Mbit/s", ylabel="ms a step", title=title)
+    axes.set(xscale="log", yscale="log", xlabel="rate of the cable, Mbit/s", ylabel="ms per step", title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    save(figure, path)
+    write_chart(figure, path)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[100, 300, 1000, 3000, 10000], help="Mbit/s")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[96, 48, 16], help="of the compression")
-    parser.add_argument("--width", type=int, default=384, help="of the transformer, a multiple of 64")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[96, 48, 16], help="ranks of the compression")
+    parser.add_argument("--width", type=int, default=384, help="width of the transformer, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16, help="samples a step, of 88 tokens, over both machines")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind at each rate")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before it is measured")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
-    parser.add_argument("--threads", type=int, default=1, help="of each machine")
-    parser.add_argument("--emulate", action="store_true", help="without namespaces: a cable's time is computed")
-    parser.add_argument("--note", default="", help="for readers of the table: what else the machine did")
+    parser.add_argument("--batch", type=int, default=16, help="samples of 88 tokens per step, over both machines")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each variant at each rate")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of a run before the measurement")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per run")
+    parser.add_argument("--threads", type=int, default=1, help="threads per machine")
+    parser.add_argument("--emulate", action="store_true", help="without namespaces: the time on the cable is computed")
+    parser.add_argument("--note", default="", help="a remark for the table, such as other load on the machine")
     options = parser.parse_args(arguments)
     if options.width % 64 or options.batch % 2 or min(options.rates) <= 0:
         parser.error("--width must be a multiple of 64, --batch even, --rates above 0")
     ways = variants(options.ranks)
-    # Small vocabularies: their matrices are sent in 32-bit, and would hide what happens to the rest.
+    # Small vocabularies, because their matrices are sent in 32-bit and would dominate the traffic.
     model = {"width": options.width, "heads": options.width // 64, "layers": options.layers}
     model |= {"text_vocabulary": 256, "codes": 256}
     with contextlib.ExitStack() as stack:
@@ -215,15 +219,16 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             out=str(folder / "found.json"),
         )
         found = run(settings, machines, folder, options.threads)
-    real = [Measured(**values) for values in found["runs"]]
-    return report(emulated(real, found["formula"], ways, options.rates) if options.emulate else real, found, options)
+    real = [MeasuredRun(**values) for values in found["runs"]]
+    runs = emulated(real, found["formula"], ways, options.rates) if options.emulate else real
+    return write_report(runs, found, options)
 
 
-def report(runs: list[Measured], found: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Table and chart."""
+def write_report(runs: list[MeasuredRun], found: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write table and chart. Returns the rows of the table."""
     rates = sorted({run.rate for run in runs})
     limits = {
-        name: break_even(rates, [times_as_fast(runs, name, rate) for rate in rates])
+        name: break_even(rates, [relative_speed(runs, name, rate) for rate in rates])
         for name in found["formula"]
         if name != PLAIN
     }
@@ -231,12 +236,12 @@ def report(runs: list[Measured], found: dict[str, Any], options: argparse.Namesp
     rows = rows_of(runs, found["formula"], link)
     text = [
         f"{found['parameters']:,} parameters (width {options.width}, {options.layers} layers), {options.batch} samples "
-        f"of 88 tokens a step on two machines of {options.threads} thread(s); medians of {options.rounds} rounds of "
-        f"{options.steps} steps after {options.warm_up}; ratios are those of neighbours in time.",
-        "The cable is emulated: only what a step computes was measured; bytes are the formulas', and times follow."
+        f"of 88 tokens per step on two machines of {options.threads} thread(s); medians of {options.rounds} rounds of "
+        f"{options.steps} steps after {options.warm_up}; relative speeds compare runs of the same round.",
+        "The cable is emulated: the CPU time of a step was measured, bytes are by formula, and step times are computed."
         if options.emulate
-        else "Bytes: what the interface of the first machine sent; reached: a bare transfer, both ways at once; "
-        "computed: by the first machine's process, waits not counted.",
+        else "Bytes: sent by the interface of the first machine; reached: a bare transfer in both directions at the "
+        "same time; computed: CPU time of the first machine's process.",
         *([options.note] if options.note else []),
         *(f"{name.capitalize()} {pays(limit)}." for name, limit in limits.items()),
     ]
@@ -248,6 +253,7 @@ def report(runs: list[Measured], found: dict[str, Any], options: argparse.Namesp
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("network: ended"))  # so that the namespaces are removed
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what trains here are processes on a CPU, and the table says so
+    # An exception, so that the namespaces are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("network: ended"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the benchmark trains on the CPU, and the table says so
     main()

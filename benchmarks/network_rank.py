@@ -1,6 +1,6 @@
-"""What each machine of benchmarks/network.py runs: every way of averaging, at every rate of the cable.
+"""The process that benchmarks/network.py runs on each machine: every way of averaging at every rate of the cable.
 
-network.py starts it with the variables of a launcher and the file of its settings.
+network.py starts it with the environment variables of a launcher and the file of its settings.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import contextlib
-import json
-import os
 import statistics
 import subprocess
 import tempfile
@@ -24,15 +22,18 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from composer import Callback, Logger, State
+from composer import Callback as ComposerCallback
+from composer import Logger, State
 from composer.utils import dist
 from torch import nn
 
 from benchmarks import random_tokens
 from benchmarks.namespaces import exchange, limiting, sent_bytes
-from benchmarks.network_settings import Measured, Settings, Variant
-from benchmarks.steady import let_go, run_steady, say
-from recipes.algorithms.powersgd.block_gradients import layout
+from benchmarks.network_settings import MeasuredRun, Settings, Variant
+from benchmarks.steady import free_memory, run_until
+from data.files import write_json
+from data.log import log
+from recipes.algorithms.powersgd.block_gradients import first_device_shapes
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.powersgd.wire import bytes_sent
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32
@@ -41,10 +42,10 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
 
-class Steps(Callback):
-    """Times steps after a warm-up and counts what the interface sent meanwhile; then it ends the run."""
+class Steps(ComposerCallback):
+    """Times steps after a warm-up and counts the bytes that the interface sends during them; then ends the run."""
 
-    def __init__(self, warm_up: int, steps: int, measured: Measured, sent: Callable[[], int]) -> None:
+    def __init__(self, warm_up: int, steps: int, measured: MeasuredRun, sent: Callable[[], int]) -> None:
         self.warm_up, self.steps, self.measured, self.sent = warm_up, steps, measured, sent
         self.began, self.before = (0.0, 0.0), 0
 
@@ -54,7 +55,7 @@ class Steps(Callback):
             self.measured.seconds.append(time.perf_counter() - self.began[0])
             self.measured.computed.append(time.process_time() - self.began[1])
         if done == 0:
-            dist.barrier()  # behind it, all that was to be sent before has left both machines
+            dist.barrier()  # everything sent before it has left both machines
             self.before = self.sent()
         if done == self.steps:
             dist.barrier()
@@ -64,7 +65,7 @@ class Steps(Callback):
 
 
 def recipe_of(settings: Settings, variant: Variant, folder: Path) -> Recipe:
-    """yamls/openmoji_dalle.yaml at the settings' size, on tokens that mean nothing, with nothing beside training."""
+    """yamls/openmoji_dalle.yaml at the size of the settings, on random tokens, without validation and callbacks."""
     batches = settings.warm_up + settings.steps + 1
     recipe = load_config(
         ROOT / "yamls" / "openmoji_dalle.yaml",
@@ -89,22 +90,22 @@ def recipe_of(settings: Settings, variant: Variant, folder: Path) -> Recipe:
 
 
 def bytes_by_formula(task: nn.Module, rank: int | None, machines: int = 2) -> float:
-    """Bytes of gradients that a machine sends a step, each sum as in a ring.
+    """Bytes of gradients that a machine sends per step, if every sum is a ring all-reduce.
 
     Args:
         task: the model.
-        rank: of the compression of its blocks' matrices; None: there is none.
-        machines: among which is averaged.
+        rank: rank of the compression of its blocks' matrices; None: no compression.
+        machines: number of machines whose gradients are averaged.
     """
     if rank is None:
         return bytes_sent(sum(p.numel() for p in task.parameters()), machines, FLOAT_32)
-    shapes, others = layout(task, shards=1)
+    shapes, others = first_device_shapes(task, shards=1)
     compressed = sum(LowRank(rank).bytes_sent(block, machines) for block in shapes)
     return compressed + bytes_sent(others, machines, FLOAT_32)
 
 
-def measure(settings: Settings, folder: Path, log: Any) -> list[Measured]:
-    """All runs of this machine, in turns: what else the processor does falls on all variants."""
+def measure(settings: Settings, folder: Path, output: Any) -> list[MeasuredRun]:
+    """All runs of this machine. Variants take turns, so that other load on the processor affects all of them."""
     number = dist.get_global_rank()
     interface = settings.interfaces[number]
 
@@ -117,38 +118,36 @@ def measure(settings: Settings, folder: Path, log: Any) -> list[Measured]:
         if rate:
             subprocess.run(limiting(interface, rate), check=True)
             dist.barrier()
-            reached = exchange(number, settings.addresses, int(125_000 * rate))  # for a second
+            reached = exchange(number, settings.addresses, int(125_000 * rate))  # takes a second
         for turn in range(settings.rounds):
             for variant in settings.variants if turn % 2 == 0 else reversed(settings.variants):
-                measured = Measured(variant.name, rate, turn, reached)
+                measured = MeasuredRun(variant.name, rate, turn, reached)
                 callback = Steps(settings.warm_up, settings.steps, measured, sent)
-                with contextlib.redirect_stdout(log):
-                    run_steady(build_trainer(recipe_of(settings, variant, folder)), callback)
-                let_go()
+                with contextlib.redirect_stdout(output):
+                    run_until(build_trainer(recipe_of(settings, variant, folder)), callback)
+                free_memory()
                 found.append(measured)
                 wall, own = (1e3 * statistics.median(s) for s in (measured.seconds, measured.computed))
-                say(f"{rate:,.0f} Mbit/s, round {turn + 1}, {variant.name}: {wall:,.0f} ms a step, {own:,.0f} computed")
+                times = f"{wall:,.0f} ms per step, {own:,.0f} ms computed"
+                log.info(f"{rate:,.0f} Mbit/s, round {turn + 1}, {variant.name}: {times}")
     return found
 
 
 def main() -> None:
     settings = Settings.read(Path(sys.argv[1]))
     warnings.filterwarnings("ignore", message="Specifying `eval_interval")
-    warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute")  # Composer's, of its own
+    warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute")  # set by Composer itself
     dist.initialize_dist("cpu", timeout=120.0)
     random_tokens.register()
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as log:
-        found = measure(settings, Path(folder), log)
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as output:
+        found = measure(settings, Path(folder), output)
         task = build_on_meta(recipe_of(settings, settings.variants[0], Path(folder)).model)
         formula = {variant.name: bytes_by_formula(task, variant.rank) for variant in settings.variants}
         parameters = sum(p.numel() for p in task.parameters())
     dist.barrier()
     if dist.get_global_rank() == 0:
-        out = Path(settings.out)
-        partial = out.with_name(f".{out.name}.{os.getpid()}")
         values = {"runs": [asdict(run) for run in found], "formula": formula, "parameters": parameters}
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(out)
+        write_json(Path(settings.out), values)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What network.py and the processes of its machines tell each other, as JSON files."""
+"""What network.py and the processes of its machines exchange as JSON files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Variant:
-    """A way of averaging.
+    """One way of averaging gradients.
 
     Attributes:
-        name: as in the table.
-        changes: `key=value` overrides of the recipe that make it.
-        rank: of the compression; None: there is none.
-        overlaps: whether it sends while the backward pass goes on.
+        name: its name in the table.
+        changes: `key=value` overrides of the recipe that select it.
+        rank: rank of the compression; None: no compression.
+        overlaps: whether it sends during the backward pass.
     """
 
     name: str
@@ -26,17 +26,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class Settings:
-    """What network.py asks for.
+    """The measurements that network.py asks for.
 
     Attributes:
-        variants: the ways of averaging; the first is what the others are compared with.
-        model: overrides that make the model's size.
-        batch: samples a step, over both machines.
-        rates: of the cable in Mbit/s; empty: there is no cable, and the machines are two processes.
-        interfaces: each machine's, of the cable.
-        addresses: each machine's.
-        rounds, warm_up, steps: runs of each variant at each rate, and their steps before and while it is measured.
-        out: JSON file for what was found.
+        variants: the ways of averaging; the others are compared with the first one.
+        model: overrides that set the size of the model.
+        batch: samples per step, over both machines.
+        rates: rates of the cable in Mbit/s; empty: there is no cable, and the machines are two ordinary processes.
+        interfaces: network interface of the cable, of each machine.
+        addresses: address of that interface, of each machine.
+        rounds: runs of each variant at each rate.
+        warm_up: steps of a run before the measurement.
+        steps: measured steps of a run.
+        out: JSON file for the results.
     """
 
     variants: list[Variant]
@@ -52,23 +54,27 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Settings:
+        """Read what `write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**values | {"variants": [Variant(**variant) for variant in values["variants"]]})
 
     def write(self, path: Path) -> None:
+        """Write as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 @dataclass
-class Measured:
-    """One run.
+class MeasuredRun:
+    """The measurements of one run.
 
     Attributes:
-        variant, rate, round: which; a rate of 0: no limit.
-        reached: Mbit/s that a bare transfer reached in each direction, both at once; 0 without a cable.
-        seconds: of each measured step, by the clock.
-        computed: the same by what this machine's process computed: without waits, and without what others computed.
-        sent: bytes that left this machine's interface a step; 0 without a cable.
+        variant: name of the way of averaging.
+        rate: rate of the cable in Mbit/s; 0: no limit.
+        round: number of the round.
+        reached: Mbit/s of a bare transfer in each direction, both at the same time; 0 without a cable.
+        seconds: wall time of each measured step.
+        computed: CPU time of this machine's process in each measured step: without waits and other programs' work.
+        sent: bytes per step that left this machine's interface; 0 without a cable.
     """
 
     variant: str

@@ -1,12 +1,12 @@
-"""Do low-precision norms change what a run learns? OpenMoji's diffusion recipe with them and with 32-bit norms.
+"""Whether low-precision norms change what a run learns: OpenMoji's diffusion recipe with them and with 32-bit norms.
 
     python benchmarks/norm_losses.py                                    # after make quickstart, which makes the latents
     python benchmarks/norm_losses.py --batches 2000 --seeds 5
 
-Each seed trains twice from the same weights on the same batches and noise, in bfloat16 autocast; the validation loss is
-that of fixed noise. What the norms change is held against what another seed changes: claimed is "within noise" where
-the mean difference is smaller than the standard deviation between seeds. On a CPU, where Composer has no autocast, it
-is put around the task, and 32-bit norms are made as a GPU's autocast makes them.
+Each seed trains twice from the same weights on the same batches and noise, under bfloat16 autocast; the validation loss
+uses fixed noise. The table says "within noise" if the mean difference between the two is smaller than the standard
+deviation between seeds. On a CPU, where Composer has no autocast, the benchmark puts autocast around the task, and
+32-bit norms are computed as under a GPU's autocast.
 """
 
 import argparse
@@ -25,6 +25,8 @@ import torch
 
 from benchmarks import baseline
 from benchmarks.reporting import write_results
+from benchmarks.steady import watch
+from data.log import log
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
@@ -33,21 +35,21 @@ OPENMOJI = ROOT / "runs" / "openmoji" / "latents"
 
 
 def changes_of(gpu: bool) -> dict[str, str]:
-    """The override that makes each of the two."""
+    """The override for each of the two."""
     if gpu:
-        return {FULL: "training.precision=amp_bf16", LOW: "algorithms.norms={name: low_precision_norms}"}
+        return {FULL: "training.precision=amp_bf16", LOW: "algorithms.low_precision_norms={name: low_precision_norms}"}
     return {
-        FULL: "algorithms.norms={name: cpu_autocast, norms: fp32}",
-        LOW: "algorithms.norms={name: cpu_autocast, norms: low}",
+        FULL: "algorithms.cpu_autocast={name: cpu_autocast, norms: fp32}",
+        LOW: "algorithms.cpu_autocast={name: cpu_autocast, norms: low}",
     }
 
 
 def losses(recipe: Recipe) -> tuple[float, float]:
-    """Validation loss at the end, and mean training loss of the last half."""
+    """Validation loss at the end, and mean training loss of the second half."""
     recipe.callbacks, recipe.loggers = {}, {}
     trainer = build_trainer(recipe)
     training: list[float] = []
-    trainer.state.callbacks.append(baseline.Losses(training))
+    watch(trainer, baseline.LossRecord(training))
     trainer.fit()
     trainer.close()
     return float(trainer.state.eval_metric_values["loss"]), statistics.mean(training[len(training) // 2 :])
@@ -57,12 +59,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latents", type=Path, default=OPENMOJI, help="folder with train/ and val/")
-    parser.add_argument("--batches", type=int, default=2000 if gpu else 100, help="length of a run")
+    parser.add_argument("--batches", type=int, default=2000 if gpu else 100, help="batches per run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
     parser.add_argument("changes", nargs="*", help="key=value overrides of the recipe")
     options = parser.parse_args(arguments)
     if options.seeds < 2:
-        parser.error("--seeds: give 2 or more, or there is no noise to compare with")
+        parser.error("--seeds: give 2 or more, or the variation between seeds is not known")
     if not options.latents.is_dir():
         parser.error(f"--latents: no folder {options.latents}; run make quickstart, or name another")
     baseline.register()
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     for seed in range(options.seeds):
         row: dict[str, Any] = {"seed": seed}
         for name, change in changes_of(gpu).items():
-            with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as log:
+            with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log.txt", "w", encoding="utf-8") as output:
                 recipe = load_config(
                     ROOT / "yamls" / "openmoji_diffusion.yaml",
                     [
@@ -89,10 +91,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     ],
                     Recipe,
                 )
-                with contextlib.redirect_stdout(log):
+                with contextlib.redirect_stdout(output):
                     row[f"validation, {name}"], row[f"training, {name}"] = losses(recipe)
         rows.append(row | {f"{of} difference": row[f"{of}, {LOW}"] - row[f"{of}, {FULL}"] for of in OF})
-        print(f"seed {seed}: " + ", ".join(f"{of} {rows[-1][f'{of} difference']:+.2e}" for of in OF), flush=True)
+        log.info(f"seed {seed}: " + ", ".join(f"{of} {rows[-1][f'{of} difference']:+.2e}" for of in OF))
     text = "\n".join([f"{options.batches} batches of {options.latents.name}.", *(verdict(rows, of) for of in OF)])
     write_results("norm_losses", "openmoji", [{k: _short(v) for k, v in row.items()} for row in rows], text)
     return rows
@@ -102,7 +104,7 @@ OF = ("validation", "training")
 
 
 def verdict(rows: list[dict[str, Any]], of: str) -> str:
-    """Whether a loss differs by less than between seeds."""
+    """Whether the norms change a loss by less than another seed does."""
     change = statistics.mean(row[f"{of} difference"] for row in rows)
     noise = statistics.stdev(row[f"{of}, {FULL}"] for row in rows)
     outcome = "within noise" if abs(change) < noise else "NOT within noise"

@@ -1,11 +1,12 @@
-"""Time and memory traffic of GroupNorm and SiLU at every shape of Stable Diffusion 2's U-Net, in several ways.
+"""Time and memory traffic of GroupNorm and SiLU at every shape of Stable Diffusion 2's U-Net, by implementation.
 
     python benchmarks/norms.py                            # small shapes on a CPU, the 256 x 256 ones on a GPU
     python benchmarks/norms.py --size sd2_512 --batch 96
-    python benchmarks/norms.py --tune                     # the fused kernels with other ways to divide the work
+    python benchmarks/norms.py --tune                     # the fused kernels with other tile sizes and splits
 
-Each way goes from an input in autocast's precision to an output in it, in the memory format of the network around it,
-forward and backward: what PyTorch's norm leaves to its neighbours (casts, copies between formats) is part of it.
+Each implementation maps an input in the autocast dtype to an output in that dtype, in the memory format of the
+surrounding network, forward and backward. Casts and copies between memory formats that PyTorch's norm causes in
+neighbouring layers are therefore included.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reporting import write_results
+from data.log import log
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm
 from recipes.models.kernels import group_norm_silu as fused
@@ -38,18 +40,19 @@ from recipes.models.latent_diffusion.unet import unet
 
 SD2 = {"channels": [320, 640, 1280, 1280], "heads": [5, 10, 20, 20], "text_width": 1024}
 SMALL = {"channels": [32, 64, 64, 64], "heads": [1, 2, 2, 2], "text_width": 16, "norm_groups": 8, "blocks": 1}
-# Name -> the U-Net, the side of its latents, and samples at once.
+# Name -> arguments of the U-Net, side of its latents, batch size.
 SIZES = {"small": (SMALL, 16, 4), "sd2": (SD2, 32, 64), "sd2_512": (SD2, 64, 32)}
 DTYPE = torch.bfloat16
 NOTES = """\
-Forward and backward in milliseconds, medians; `all` is the whole network, each shape as often as it has it. GB/s and
-`of copy` count the least traffic that forward and backward need (input, output; input, gradient, gradient of the input;
-16 bits) against a copy of a large tensor on the same device. `kept MB`: saved for the backward pass. `moved`: bytes
-that the operators read and write, as a multiple of the least; for the fused kernels two reads of every input."""
+Median times of forward and backward pass in milliseconds; `all` is the sum over all norms of the network. GB/s and
+`of copy` take the smallest possible traffic of both passes (input, output; input, gradient, gradient of the input;
+16 bits each) and compare it with a copy of a large tensor on the same device. `kept MB`: saved for the backward pass.
+`moved`: bytes that the operators read and write, as a multiple of the smallest possible traffic; for the fused kernels,
+every input is counted as read twice."""
 
 
 class In32Bits(nn.GroupNorm):
-    """What the GPU's autocast makes of a GroupNorm, also on a CPU, whose autocast leaves it alone."""
+    """A GroupNorm in 32 bits. Autocast computes it so on a GPU, but does not change it on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
@@ -59,7 +62,7 @@ Shape = tuple[int, int, int, bool]  # channels, height, width, whether SiLU foll
 
 
 def norm_shapes(config: dict[str, Any], side: int) -> Counter[Shape]:
-    """Shape of every norm that can be fused -> how often the network has it, from a run without memory."""
+    """Shape of every norm that can be fused -> number of such norms, from a forward pass on the meta device."""
     counts: Counter[Shape] = Counter()
     with torch.device("meta"), torch.no_grad():
         network = unet(attention=[True, True, True, False], **config)
@@ -75,12 +78,12 @@ def norm_shapes(config: dict[str, Any], side: int) -> Counter[Shape]:
 
 
 def ways(on_gpu: bool, tune: bool) -> dict[str, Callable[[int, int, bool, torch.device], Callable[[Tensor], Tensor]]]:
-    """Name -> what makes (channels, groups, whether SiLU follows, device) a function of pictures."""
+    """Name -> a factory: (channels, groups, whether SiLU follows, device) -> a function of tensors (N, C, H, W)."""
 
     def of(kind: type[nn.GroupNorm], compiled: bool = False):
         def make(channels: int, groups: int, silu: bool, device: torch.device):
             norm = kind(groups, channels, device=device)
-            torch._dynamo.reset()  # or the limit of recompilations would be met
+            torch._dynamo.reset()  # otherwise the limit of recompilations would be reached
 
             def function(x: Tensor) -> Tensor:
                 y = norm(x)
@@ -125,7 +128,7 @@ def ways(on_gpu: bool, tune: bool) -> dict[str, Callable[[int, int, bool, torch.
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that operators take and give; views and empty memory cost nothing."""
+    """Counts the bytes that operators read and write, without views and uninitialised memory."""
 
     FREE = {"aten::empty_like", "aten::empty", "aten::empty_strided", "aten::detach", "aten::new_empty"}
 
@@ -142,7 +145,7 @@ class Traffic(TorchDispatchMode):
 
 
 def milliseconds(step: Callable[[], Any], seconds: float, device: torch.device) -> float:
-    """Median time of a step after a warm-up."""
+    """Median time of a step in milliseconds, after a warm-up."""
     for _ in range(3):
         step()
     times: list[Any] = []
@@ -155,7 +158,7 @@ def milliseconds(step: Callable[[], Any], seconds: float, device: torch.device) 
             end.record()
             times.append((start, end))
             if len(times) % 20 == 0:
-                torch.cuda.synchronize()  # or the queue would grow past the time
+                torch.cuda.synchronize()  # otherwise the queue would outlast the measurement
         else:
             start = time.perf_counter()
             step()
@@ -167,27 +170,27 @@ def milliseconds(step: Callable[[], Any], seconds: float, device: torch.device) 
 
 
 def copy_rate(device: torch.device, seconds: float) -> float:
-    """Bytes a second that a copy of a large tensor reads and writes."""
+    """Bytes per second that a copy of a large tensor reads and writes."""
     source = torch.empty(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source), seconds, device) * 1e3
 
 
 def measure(name: str, make: Callable, shape: Shape, groups: int, batch: int, seconds: float, device: torch.device):
-    """(forward ms, both ms, kept bytes, moved bytes or None)."""
+    """Forward ms, forward and backward ms, bytes kept for the backward pass, and moved bytes or None."""
     channels, height, width, silu = shape
-    layout = torch.contiguous_format if "contiguous" in name else torch.channels_last
+    memory_format = torch.contiguous_format if "contiguous" in name else torch.channels_last
     size = (batch, channels, height, width)
-    x, dy = (torch.randn(size, device=device, dtype=DTYPE).contiguous(memory_format=layout) for _ in range(2))
+    x, dy = (torch.randn(size, device=device, dtype=DTYPE).contiguous(memory_format=memory_format) for _ in range(2))
     x.requires_grad_()
     function = make(channels, groups, silu, device)
 
     def forward() -> Tensor:
         with torch.autocast(device.type, DTYPE):
-            return function(x).contiguous(memory_format=layout)
+            return function(x).contiguous(memory_format=memory_format)
 
     def both() -> None:
-        torch.autograd.grad(forward(), x, dy)[0].contiguous(memory_format=layout)
+        torch.autograd.grad(forward(), x, dy)[0].contiguous(memory_format=memory_format)
 
     kept: dict[int, int] = {}
 
@@ -195,7 +198,7 @@ def measure(name: str, make: Callable, shape: Shape, groups: int, batch: int, se
         kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    both()  # compiles, before the hooks
+    both()  # compile before the hooks are set
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = forward()
     del y
@@ -210,7 +213,7 @@ def measure(name: str, make: Callable, shape: Shape, groups: int, batch: int, se
 
 
 def row(way: str, shape: str, count: int, values: tuple, least: float, rate: float) -> dict[str, Any]:
-    """A line of the table."""
+    """A row of the table."""
     forward, both, kept, moved = values
     reached = least / (both / 1e3)
     return {
@@ -229,9 +232,9 @@ def row(way: str, shape: str, count: int, values: tuple, least: float, rate: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help="small on a CPU, sd2 on a GPU")
-    parser.add_argument("--batch", type=int, help="samples at once")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each measurement")
-    parser.add_argument("--tune", action="store_true", help="the fused kernels alone, divided in other ways")
+    parser.add_argument("--batch", type=int, help="batch size")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds per measurement")
+    parser.add_argument("--tune", action="store_true", help="only the fused kernels, with other tile sizes and splits")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.tune and device.type == "cpu":
@@ -249,7 +252,7 @@ def main() -> None:
             try:
                 values = measure(way, make, shape, config.get("norm_groups", 32), batch, arguments.seconds, device)
             except torch._dynamo.exc.BackendCompilerFailed as error:
-                print(f"{way}: does not compile here ({str(error).splitlines()[0]})", flush=True)
+                log.info(f"{way}: does not compile here ({str(error).splitlines()[0]})")
                 break
             lines.append((shape, count, values, least))
         else:
@@ -263,8 +266,8 @@ def main() -> None:
                 for column in columns
             ]
             totals.append(row(way, "all", sum(weights), tuple(sums), sum(n * b for _, n, _, b in lines), rate))
-            print(f"{way}: {sums[1]:.2f} ms for all {sum(weights)} norms", flush=True)
-    notes = f"{NOTES} The copy: {rate / 1e9:.0f} GB/s. {DTYPE} autocast, {batch} samples."
+            log.info(f"{way}: {sums[1]:.2f} ms for all {sum(weights)} norms")
+    notes = f"{NOTES} The copy: {rate / 1e9:.0f} GB/s. {DTYPE} autocast, batch size {batch}."
     write_results("norms-tune" if arguments.tune else "norms", size, totals + rows, notes)
 
 

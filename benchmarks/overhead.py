@@ -1,10 +1,10 @@
-"""A recipe on several ranks beside Composer alone on the same network: which trains more samples a second?
+"""Overhead of a recipe on several ranks: samples per second, compared with Composer alone on the same network.
 
     composer -n 2 benchmarks/overhead.py
 
-The recipe is yamls/sd2_base.yaml at the size of benchmarks/levers.py, with the callbacks that time a run and its
-latents read from MDS shards. Composer alone has the same network, loss, optimizer and batch, and its samples as tensors
-in memory. Both use DDP and take turns. Goal: not slower by a sample.
+The recipe is yamls/sd2_base.yaml at the size of benchmarks/levers.py, with the callbacks that measure a run and with
+latents from MDS shards. Composer alone has the same network, loss, optimizer and batch size, and samples as tensors in
+memory. Both use DDP and take turns. Goal: not slower.
 """
 
 import argparse
@@ -27,19 +27,20 @@ from torch.utils.data import DataLoader
 
 from benchmarks.latent_sets import write_set
 from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, let_go, on_first_rank, run_steady, say
+from benchmarks.steady import Steady, free_memory, on_first_rank, run_until
 from benchmarks.training import SIZES, recipe_with
 from data.loading import Placement
+from data.log import log
 from recipes.config.build import build
 from recipes.config.recipe import Recipe
 from recipes.engines.composer.trainer import build_trainer
 
 OURS, PLAIN = "recipe, latents from MDS shards", "Composer alone, samples in memory"
-CALLBACKS = ("progress", "throughput", "lr")
+CALLBACKS = ("progress", "throughput", "lr_monitor")
 
 
 class Plain(ComposerModel):
-    """The task with what our data does on the device: a draw from the posterior."""
+    """The task, and what `data.latents` does on the device: sampling from the posterior."""
 
     def __init__(self, task: nn.Module) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Plain(ComposerModel):
 
 
 def plain_trainer(recipe: Recipe, samples: list[dict[str, Tensor]], batches: int) -> Trainer:
-    """Composer's Trainer on a recipe's model and optimizer, with nothing else of the recipe."""
+    """Composer's Trainer with the model and the optimizer of a recipe, and nothing else of it."""
     reproducibility.seed_all(recipe.seed)
     task = build(recipe.model)
     repeated = samples * (1 + batches * recipe.training.global_batch // len(samples))
@@ -87,10 +88,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
-    parser.add_argument("--batch", type=int, help="samples a step, over all ranks")
-    parser.add_argument("--rounds", type=int, default=4, help="runs of each")
-    parser.add_argument("--windows", type=int, default=4, help="windows of a run")
-    parser.add_argument("--steps", type=int, default=20 if gpu else 2, help="steps of a window")
+    parser.add_argument("--batch", type=int, help="samples per step, over all ranks")
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each alternative")
+    parser.add_argument("--windows", type=int, default=4, help="windows per run")
+    parser.add_argument("--steps", type=int, default=20 if gpu else 2, help="steps per window")
     options = parser.parse_args(arguments)
     size = SIZES[options.size]
     batch, resolution = options.batch or size.batch, size.resolutions[0]
@@ -100,9 +101,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     found: dict[str, list[Steady]] = {OURS: [], PLAIN: []}
     with contextlib.ExitStack() as stack:
         folder = Path(on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory())))
-        log = stack.enter_context(open(folder / f"log{dist.get_global_rank()}.txt", "w", encoding="utf-8"))
-        stack.enter_context(contextlib.redirect_stdout(log))
-        on_first_rank(lambda: write_set(folder / "set", size.encoders, [resolution], 2 * batch, gpu))
+        path = folder / f"log{dist.get_global_rank()}.txt"
+        output = stack.enter_context(open(path, "w", encoding="utf-8"))
+        with contextlib.redirect_stdout(output):
+            on_first_rank(lambda: write_set(folder / "set", size.encoders, [resolution], 2 * batch, gpu))
         changes = [
             f"data.streams.train.repeat={1 + batches // 2}",
             "data.caption_dropout=0.0",
@@ -110,20 +112,22 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             "algorithms.fused_group_norm=null",
         ]
         recipe = recipe_with(changes, size, folder / "set", resolution, batch, None, CALLBACKS)
-        samples = in_memory(recipe_with([], size, folder / "set", resolution, batch, None))
+        with contextlib.redirect_stdout(output):
+            samples = in_memory(recipe_with([], size, folder / "set", resolution, batch, None))
         makers = {OURS: lambda: build_trainer(recipe), PLAIN: lambda: plain_trainer(recipe, samples, batches)}
         for number in range(options.rounds):
             for name in list(makers) if number % 2 == 0 else reversed(makers):
-                found[name].append(run_steady(makers[name](), Steady(*steady)))
-                let_go()
+                with contextlib.redirect_stdout(output):
+                    found[name].append(run_until(makers[name](), Steady(*steady)))
+                free_memory()
                 rate = statistics.median(found[name][-1].by_clock)
-                say(f"round {number + 1} of {options.rounds}, {name}: {rate:,.2f} samples/s")
+                log.info(f"round {number + 1} of {options.rounds}, {name}: {rate:,.2f} samples/s")
         dist.barrier()
-    return report(found, batch, resolution, options)
+    return write_report(found, batch, resolution, options)
 
 
-def report(found: dict[str, list[Steady]], batch: int, resolution: int, options: Any) -> list[dict[str, Any]]:
-    """The table, on the first rank."""
+def write_report(found: dict[str, list[Steady]], batch: int, resolution: int, options: Any) -> list[dict[str, Any]]:
+    """The rows of the table, which the first rank writes."""
     rows = []
     for name, runs in found.items():
         row: dict[str, Any] = {"training": name}
@@ -131,16 +135,16 @@ def report(found: dict[str, list[Steady]], batch: int, resolution: int, options:
             medians = [statistics.median(getattr(run, rates)) for run in runs]
             others = [statistics.median(getattr(run, rates)) for run in found[PLAIN]]
             row[label] = round(statistics.median(medians), 2)
-            row["to Composer" + label.removeprefix("samples/s")] = round(
+            row["relative to Composer" + label.removeprefix("samples/s")] = round(
                 statistics.median(a / b for a, b in zip(medians, others, strict=True)), 3
             )
         rows.append(row)
     notes = (
-        f"{resolution} x {resolution} pixels, {batch} samples a step on {dist.get_world_size()} ranks, medians of "
-        f"{options.rounds} rounds; ratios are those of neighbours in time. Computed: by the time that the first rank's "
-        "process computed, without its waits, and so less subject to what else the machine does.\n"
-        f"Goal: not slower than Composer alone by a sample: {rows[0]['to Composer']:.3f} by the clock, "
-        f"{rows[0]['to Composer computed']:.3f} computed."
+        f"{resolution} x {resolution} pixels, {batch} samples per step on {dist.get_world_size()} ranks, medians of "
+        f"{options.rounds} rounds; runs of the same round are compared. Computed: by the CPU time of the first rank's "
+        "process, which excludes waits and is less affected by other load on the machine.\n"
+        f"Goal: not slower than Composer alone: {rows[0]['relative to Composer']:.3f} by wall time, "
+        f"{rows[0]['relative to Composer computed']:.3f} by CPU time."
     )
     if dist.get_global_rank() == 0:
         write_results("overhead", f"{options.size}-{dist.get_world_size()}ranks", rows, notes)

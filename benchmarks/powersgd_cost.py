@@ -1,12 +1,12 @@
-"""What PowerSGD computes in a step beside the backward pass of the same layer: compress, orthogonalise, decompress.
+"""Computation of PowerSGD per step, compared with the backward pass of the same layer.
 
     python benchmarks/powersgd_cost.py                 # d = 512 on a CPU; the published widths and ranks on a GPU
     python benchmarks/powersgd_cost.py --widths 3968 --ranks 896 --batch 4
 
-One layer of Ramesh et al. 2021: a machine of m devices averages m shards side by side, so that a device compresses a
-shard of each matrix: d x d/m of q, k, v and the output, d x 4d/m and 4d/m x d of the MLP, each with 1/m of the rank.
-Its backward pass is that of the whole layer, on the device's own samples of 1,280 positions, in bfloat16 on a GPU. The
-process group has one member: sending is not in it, rounding to 1-6-9 and back is. Alternatives take turns; medians.
+One layer of Ramesh et al. 2021. A machine has m devices, and each compresses its shard of every matrix with 1/m of the
+rank: d x d/m of q, k, v and the output projection, d x 4d/m and 4d/m x d of the MLP. The backward pass is that of the
+whole layer, on the device's samples of 1,280 positions, in bfloat16 on a GPU. The process group has one member, so the
+times include rounding to 1-6-9 and back, but no communication. Alternatives take turns; times are medians.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.reporting import write_results
 from benchmarks.timing import times
+from data.log import log
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.powersgd.orthogonal import orthonormal
 from recipes.algorithms.powersgd.wire import all_reduce_sum
@@ -35,14 +36,14 @@ from recipes.models.autoregressive.transformer import MLP, CausalAttention, Resi
 LAYOUT = TokenLayout(256, 32, 11)
 
 
-def shard_shapes(width: int, shards: int) -> list[torch.Size]:
-    """Of a layer's matrices, as they are published (appendix E)."""
+def published_shard_shapes(width: int, shards: int) -> list[torch.Size]:
+    """Shapes of one device's shards of the matrices of a layer, as published (Ramesh et al. 2021, appendix E)."""
     inner = 4 * width // shards
     return [torch.Size(shape) for shape in [(width, width // shards)] * 4 + [(width, inner), (inner, width)]]
 
 
 def backward(width: int, batch: int, device: torch.device) -> Callable[[], None]:
-    """The backward pass of an attention block with the row mask and of an MLP block."""
+    """A function that runs the backward pass of an attention block with the row mask and of an MLP block."""
     with device:
         blocks = [Residual(CausalAttention(width, width // 64)), Residual(MLP(width))]
         x = torch.randn(batch, LAYOUT.length, width, requires_grad=True)
@@ -55,9 +56,9 @@ def backward(width: int, batch: int, device: torch.device) -> Callable[[], None]
 
 
 def works(width: int, rank: int, options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """What is timed, by its name; the first five are parts of those that follow."""
+    """The timed functions by name; the first five are parts of "compress and finish"."""
     compressor = LowRank(rank // options.shards)
-    shapes = shard_shapes(width, options.shards)
+    shapes = published_shard_shapes(width, options.shards)
     state = compressor.new_state(shapes, device, 0)
     gradients = [torch.randn(shape, device=device) * 1e-4 for shape in shapes]
     terms = [g if g.shape[0] <= g.shape[1] else g.T for g in gradients]
@@ -84,8 +85,8 @@ def works(width: int, rank: int, options: argparse.Namespace, device: torch.devi
     }
 
 
-def row(width: int, rank: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Milliseconds."""
+def measure(width: int, rank: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """One row of the table: times in milliseconds."""
     done = works(width, rank, options, device)
     seconds = times(done, options.rounds, device.type == "cuda")
     everything = seconds["compress and finish"]
@@ -94,12 +95,12 @@ def row(width: int, rank: int, options: argparse.Namespace, device: torch.device
     found = {name: round(1e3 * seconds[name], 3) for name in named}
     return {
         "width": width,
-        "rank": f"{rank} ({rank // options.shards} a shard)",
+        "rank": f"{rank} ({rank // options.shards} per shard)",
         **found,
         "other": round(1e3 * other, 3),
         "compress and finish": round(1e3 * everything, 3),
         "backward pass": round(1e3 * seconds["backward pass"], 3),
-        "of the backward pass": round(everything / seconds["backward pass"], 3),
+        "relative to backward pass": round(everything / seconds["backward pass"], 3),
     }
 
 
@@ -107,16 +108,17 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[1920, 2688, 3968] if gpu else [512])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[512, 640, 896] if gpu else [128], help="one a width")
-    parser.add_argument("--shards", type=int, default=8, help="devices of a machine")
-    parser.add_argument("--batch", type=int, default=8 if gpu else 1, help="samples of a device")
+    ranks = [512, 640, 896] if gpu else [128]
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="one rank per width")
+    parser.add_argument("--shards", type=int, default=8, help="devices per machine")
+    parser.add_argument("--batch", type=int, default=8 if gpu else 1, help="samples per device")
     parser.add_argument("--rounds", type=int, default=50 if gpu else 10)
     options = parser.parse_args(arguments)
     if len(options.widths) != len(options.ranks):
-        parser.error(f"--ranks: {len(options.ranks)} for {len(options.widths)} widths; give one a width")
+        parser.error(f"--ranks: {len(options.ranks)} for {len(options.widths)} widths; give one rank per width")
     wrong = [w for w in options.widths if w % 64 or w % options.shards]
     if wrong:
-        parser.error(f"--widths: {wrong[0]} is no multiple of a head's 64 and of {options.shards} shards")
+        parser.error(f"--widths: {wrong[0]} is not a multiple of 64 (the size of a head) and {options.shards} shards")
     torch.manual_seed(0)
     device = torch.device("cuda" if gpu else "cpu")
     started = not dist.is_initialized()
@@ -128,15 +130,15 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     rows = []
     for width, rank in zip(options.widths, options.ranks, strict=True):
-        rows.append(row(width, rank, options, device))
-        print(rows[-1], flush=True)
+        rows.append(measure(width, rank, options, device))
+        log.info(rows[-1])
     if started:
         dist.destroy_process_group()
     note = (
         f"Milliseconds of one layer on one of {options.shards} devices, {options.batch} sample(s) of {LAYOUT.length:,} "
-        f"positions; medians of {options.rounds}. Compressing costs the same whatever the batch; the backward pass "
-        "grows with it. Other: reading the errors, adding them, looking for what is not finite."
-        + ("" if gpu else f" {torch.get_num_threads()} thread(s).")
+        f"positions; medians of {options.rounds} rounds. The time of the compression does not depend on the batch; "
+        "that of the backward pass is proportional to it. Other: decoding and adding the errors, and checking for "
+        "values that are not finite." + ("" if gpu else f" {torch.get_num_threads()} thread(s).")
     )
     write_results(
         "powersgd_cost", "published" if gpu and 3968 in options.widths else f"d{options.widths[-1]}", rows, note

@@ -1,4 +1,4 @@
-"""A component of the benchmarks' recipes alone: tokens that mean nothing, for what a step costs."""
+"""A data component for benchmarks only: random tokens, for measuring the time of a step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from recipes.config.components import COMPONENTS
 
 
 def register() -> None:
-    """Make it known to recipes of this process."""
+    """Add it to the components of this process."""
     COMPONENTS["data"]["random_tokens"] = "benchmarks.random_tokens:random_tokens"
 
 
 def random_tokens(placement: Placement, requirements: dict[str, Any], *, samples: int) -> Loading:
-    """Text and image tokens in memory, every one as likely.
+    """Uniformly random text and image tokens in memory.
 
     Args:
-        samples: of all ranks together.
+        samples: samples per epoch, over all ranks.
     """
     draw = torch.Generator().manual_seed(placement.seed)
     text = torch.randint(requirements["text_vocabulary"], (samples, requirements["text_positions"]), generator=draw)

@@ -1,14 +1,15 @@
-"""Tables of results: printed, and written as JSON and Markdown with what they were measured on."""
+"""Tables of results: printed, and written as JSON and Markdown together with hardware, versions and date."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from data.files import write_json, write_text
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "triton", "xformers", "mosaicml", "mosaicml-streaming", "diffusers", "webdataset", "tokenizers")
@@ -18,10 +19,10 @@ def write_results(name: str, size: str, rows: list[dict[str, Any]], notes: str =
     """Print rows as a table and write results/<name>-<size>-<hardware>.{json,md}.
 
     Args:
-        name: of the benchmark.
-        size: which of its sizes.
-        rows: one dict a line, all with the same keys.
-        notes: what a reader of the table must know.
+        name: name of the benchmark.
+        size: the size that was measured.
+        rows: one dict per row of the table, all with the same keys.
+        notes: text below the table.
 
     Returns:
         The Markdown file.
@@ -29,17 +30,14 @@ def write_results(name: str, size: str, rows: list[dict[str, Any]], notes: str =
     record = {"benchmark": name, "size": size, **surroundings(), "notes": notes, "rows": rows}
     text = f"# {name}, {size}\n\n{describe(record)}\n\n{table(rows)}\n" + (f"\n{notes}\n" if notes else "")
     print(text)
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{size}-{'gpu' if record['gpu'] else 'cpu'}.md"
-    for file, content in ((path, text), (path.with_suffix(".json"), json.dumps(record, indent=1) + "\n")):
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(file)
+    write_text(path, text)
+    write_json(path.with_suffix(".json"), record, indent=1)
     return path
 
 
 def surroundings() -> dict[str, Any]:
-    """Hardware, versions and date; no name of a machine."""
+    """Hardware, versions and date, without the name of the machine."""
     gpu = None
     try:
         import torch
@@ -58,7 +56,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line of what a record was measured on."""
+    """One line with the date, hardware and versions of a record."""
     versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
     hardware = record["gpu"] or f"{record['cores']} cores of {record['processor']}"
     return f"{record['date']}, {hardware}, Python {record['python']}, {versions}"

@@ -1,4 +1,4 @@
-"""Components of `grad_scaling.py` alone: one scale for all blocks, scales that start apart, gradients of wide range."""
+"""Components for `grad_scaling.py` only: one scale for all blocks, given starting scales, gradients of a wide range."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipes.algorithms.sixteen_bit.block_scaling import Scales
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config import components
+from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
@@ -24,30 +25,30 @@ COMPONENTS = {
 
 
 def register() -> None:
-    """Make them known to recipes of this process."""
+    """Add them to the components of this process."""
     components.COMPONENTS["algorithm"].update(COMPONENTS)
 
 
 class StartedScaling(ResblockGradScaling):
-    """resblock_grad_scaling whose scales begin apart, where a long run would have brought them."""
+    """resblock_grad_scaling with a given starting scale per block, such as a long run would reach."""
 
-    def __init__(self, task: nn.Module, *, starts: list[float]) -> None:
+    def __init__(self, task: Task, *, starts: list[float]) -> None:
         """
         Args:
-            starts: binary logarithm of each block's scale at the start.
+            starts: binary logarithm of the scale of each block at the start.
         """
         super().__init__(task, start=0.0, least=-100.0, most=100.0)
         self.scales.exponents = torch.tensor(starts, dtype=torch.float64)
 
 
 class GlobalScaling(ResblockGradScaling):
-    """Standard loss scaling, by the rule of torch.amp.GradScaler: the blocks in fp16, one scale for all.
+    """Standard loss scaling by the rule of torch.amp.GradScaler: blocks in fp16, with one scale for all of them.
 
-    The scale is applied where a block is entered, and not to the loss. Powers of two change no bit in the 32-bit
-    identity path between, so the blocks see the same numbers.
+    The scale is applied where gradients enter a block, not to the loss. Because scales are powers of two, which are
+    exact on the 32-bit identity path between blocks, the blocks see the same numbers as with a scaled loss.
     """
 
-    def __init__(self, task: nn.Module, *, start: float = 16.0) -> None:
+    def __init__(self, task: Task, *, start: float = 16.0) -> None:
         """
         Args:
             start: binary logarithm of the scale at the start.
@@ -57,7 +58,7 @@ class GlobalScaling(ResblockGradScaling):
 
 
 class GlobalScales(Scales):
-    """The rule of torch.amp.GradScaler: halved at an overflow, doubled after 2,000 updates without one."""
+    """The rule of torch.amp.GradScaler: halve at an overflow, double after 2,000 updates without one."""
 
     interval = 2000
 
@@ -72,34 +73,32 @@ class GlobalScales(Scales):
 
 
 class WideGradients(Lever):
-    """Spreads the gradients of blocks over a range, as far larger models have it; in 32 bits it changes no bit.
+    """Spreads the gradients of blocks over a range, as in far larger models. In 32-bit training no bit changes.
 
-    Block i's gradients are multiplied by 2^(-span i / (blocks - 1)) where they enter it on the way back, and divided by
-    that where they leave it. So are those of its parameters, before they are clipped and used.
+    In the backward pass, gradients are multiplied by 2^(-span i / (blocks - 1)) where they enter block i, and divided
+    by that factor where they leave it. The gradients of the block's parameters are divided by it before clipping.
     """
 
-    def __init__(self, task: nn.Module, *, span: float) -> None:
+    def __init__(self, task: Task, *, span: float) -> None:
         """
         Args:
-            span: binary logarithm of what lies between the first block and the last.
+            span: binary logarithm of the ratio between the factors of the first and the last block.
         """
         self.task = task
         self.span = span
 
     def change_modules(self, run: Run) -> None:
-        self._widen(self.task.blocks())
+        blocks = self.task.blocks()
+        for number, block in enumerate(blocks):
+            block.gradient_factor = 2.0 ** -round(self.span * number / max(1, len(blocks) - 1))
+            block.__class__ = type(f"Wide{type(block).__name__}", (_Wide, type(block)), {})
 
     def average_gradients(self, run: Run) -> None:
-        """Divide the factor out, after scales were and before clipping."""
+        # Scales are taken out before this moment, in `unscale_gradients`, and gradients are clipped after it.
         for block in self.task.blocks():
             for parameter in block.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(block.gradient_factor)
-
-    def _widen(self, blocks: list[nn.Module]) -> None:
-        for number, block in enumerate(blocks):
-            block.gradient_factor = 2.0 ** -round(self.span * number / max(1, len(blocks) - 1))
-            block.__class__ = type(f"Wide{type(block).__name__}", (_Wide, type(block)), {})
 
 
 class _Wide(nn.Module):
@@ -111,7 +110,7 @@ class _Wide(nn.Module):
 
 
 class _Times(Function):
-    """Nothing forward; gradients times a factor."""
+    """The identity; multiplies the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -124,9 +123,9 @@ class _Times(Function):
 
 
 class WideProducts(TorchDispatchMode):
-    """Matrix products of 16-bit floats on a CPU as a GPU makes them, summed in 32 bits and rounded once.
+    """Computes fp16 matrix products on a CPU as a GPU does: summed in 32 bits and rounded once.
 
-    A CPU without 16-bit arithmetic needs ten times as long for its own.
+    PyTorch's own fp16 products take ten times as long on a CPU without 16-bit arithmetic.
     """
 
     products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}

@@ -1,32 +1,38 @@
-"""Steady state of a training run: windows of steps after a warm-up, losses, and peak memory."""
+"""Measures the steady state of a Composer run: windows of steps after a warm-up, losses, and peak memory."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from composer import Callback, Logger, State
-from composer.utils import dist
+from composer import Callback as ComposerCallback
+from composer import Logger, State, Trainer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from recipes.engines.composer.adapters import RunLevers, run_callback
+from recipes.training.callback import Callback
+from recipes.training.ranks import from_first_rank, is_first_rank
 
-class Steady(Callback):
-    """Times windows of whole steps, and then ends the run.
+Ending = TypeVar("Ending", bound=ComposerCallback)
 
-    On a GPU by the clock, waits for data included; on a CPU by the time that this process computes (all its threads),
-    because other programs there take what a clock would count.
+
+class Steady(ComposerCallback):
+    """Times windows of whole steps, then ends the run. It is Composer's because recipes' callbacks cannot end a run.
+
+    On a GPU it measures wall time, including waits for data. On a CPU it measures the CPU time of this process (of all
+    its threads), because wall time would include the work of other programs.
 
     Attributes:
         rates: samples/s of each window, over all ranks.
-        by_clock: the same by the clock, waits included, on a CPU too.
+        by_clock: the same in wall time, on a CPU too.
         losses: the training loss of every step.
-        peak: largest memory of tensors on this rank in bytes. On a GPU as its allocator saw it from the start of the
-            run; on a CPU what lives before the last step of the warm-up and what that step takes on top of it.
+        peak: largest memory of tensors on this rank in bytes. On a GPU as measured by its allocator from the start of
+            the run; on a CPU the memory held before the last step of the warm-up plus the growth during that step.
     """
 
     def __init__(self, warm_up: int, windows: int, steps: int) -> None:
@@ -34,7 +40,10 @@ class Steady(Callback):
         Args:
             warm_up: steps before the first window, 2 or more.
             windows: number of windows.
-            steps: of a window.
+            steps: steps per window.
+
+        Raises:
+            ValueError: the warm-up is too short.
         """
         if warm_up < 2:
             raise ValueError(f"steady: a warm-up of {warm_up} steps is too short; give 2 or more")
@@ -51,7 +60,7 @@ class Steady(Callback):
             torch.cuda.reset_peak_memory_stats()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        # The last of the warm-up: by then the optimizer has its state.
+        # In the last step of the warm-up, the optimizer already has its state.
         if state.device.name != "gpu" and state.timestamp.batch.value == self.warm_up - 1:
             self.peak = live_bytes()
             self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -81,16 +90,16 @@ class Steady(Callback):
 
 
 def live_bytes() -> int:
-    """Memory of every tensor on the CPU that Python knows, shared memory counted once."""
+    """Bytes of all tensors on the CPU that Python's garbage collector knows; shared memory counts once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        # Not of their subclasses: a compiler's stand-ins have no memory, and a DTensor's part is a Tensor by itself.
+        # No subclasses: fake tensors of the compiler have no memory, and the shard of a DTensor is a Tensor itself.
         if type(thing) not in (Tensor, nn.Parameter):
             continue
         try:
             held = thing.device.type == "cpu" and thing.layout is torch.strided
-        except RuntimeError:  # autograd's word for no tensor is a tensor without a device
+        except RuntimeError:  # autograd has undefined tensors, which have no device
             continue
         if held:
             storage = thing.untyped_storage()
@@ -99,7 +108,7 @@ def live_bytes() -> int:
 
 
 def largest_growth(profiler: profile) -> int:
-    """Most bytes that a profiled piece of work held at once, beyond those that it began with."""
+    """The largest number of bytes that the profiled work held at once, beyond those held before it."""
     held = most = 0
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -108,32 +117,29 @@ def largest_growth(profiler: profile) -> int:
     return most
 
 
-def run_steady(trainer: Any, steady: Steady) -> Steady:
-    """Trains until `steady` has its windows, and lets go of the trainer's memory."""
-    trainer.state.callbacks.append(steady)
+def watch(trainer: Trainer, callback: Callback) -> None:
+    """Add a callback to a trainer that `recipes.engines.composer.trainer` built."""
+    (levers,) = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, RunLevers)]
+    trainer.state.callbacks.append(run_callback(callback, levers.run))
+
+
+def run_until(trainer: Trainer, ending: Ending) -> Ending:
+    """Train until a callback ends the run, then release the memory of the trainer. Returns the callback."""
+    trainer.state.callbacks.append(ending)
     trainer.fit()
     trainer.close()
-    atexit.unregister(trainer.engine._close)  # which would hold model and optimizer until the process ends
-    return steady
+    atexit.unregister(trainer.engine._close)  # it would keep model and optimizer until the process ends
+    return ending
 
 
-def on_first_rank(work: Any) -> Any:
-    """What `work` gives on the first rank, on every rank, once it is done."""
-    values = [work() if dist.get_global_rank() == 0 else None]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
+def on_first_rank(work: Callable[[], Any]) -> Any:
+    """Call `work` on the first rank only, and return its result on every rank once it is done."""
+    return from_first_rank(work() if is_first_rank() else None)
 
 
-def let_go() -> None:
-    """Frees what a run has left."""
+def free_memory() -> None:
+    """Free memory that a finished run still occupies: compiled code, cycles of objects, cached GPU memory."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def say(line: str) -> None:
-    """Prints on the first rank."""
-    if dist.get_global_rank() == 0:
-        print(line, file=sys.__stdout__, flush=True)

@@ -1,4 +1,4 @@
-"""Times of alternatives that take turns, so that what else the machine does falls on all of them."""
+"""Times of alternatives that take turns, so that other load on the machine affects all of them."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ import torch
 
 
 def times(works: dict[str, Callable[[], None]], rounds: int, gpu: bool) -> dict[str, float]:
-    """Median seconds of each, measured in turns after two rounds of warm-up."""
+    """Median seconds per call of each alternative, in turns, after two rounds of warm-up."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 2):
         for name, work in works.items():

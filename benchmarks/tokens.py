@@ -1,15 +1,15 @@
-"""Samples/s per core of token batches: this project's loader beside streaming's reading with the `tokenizers` library.
+"""Token batches, samples/s per core: this project's loader compared with streaming and the `tokenizers` library.
 
-DALL-E's sizes: 32 x 32 image tokens of four crops, a vocabulary of 16,384 entries, 256 text positions. Captions are
-made of invented words with the frequencies of a language (Zipf), because no captions ship with this repository.
+Sizes are DALL-E's: 32 x 32 image tokens of four crops, a vocabulary of 16,384 entries, 256 text positions. Captions
+consist of invented words with the frequencies of a language (Zipf), because no captions ship with this repository.
 
     python benchmarks/tokens.py                        # two minutes
     python benchmarks/tokens.py --samples 20000 --words 25
 
-- A rate is samples over CPU seconds of all threads of the training process and of the worker; medians over the rounds,
-  the readers taking turns. What counts is as in benchmarks/loader.py.
-- The library's dropout draws from a generator without a seed: its batches are other ones after a resume. It is the
-  faster way that was not taken.
+- A rate is samples over CPU seconds of all threads of the training process and the worker, as in benchmarks/loader.py.
+  Rates are medians over rounds; readers take turns.
+- The library's dropout draws from a generator without a seed, so a resumed run has other batches. It is the faster
+  alternative, which this project does not use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SYLLABLES = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "
 
 
 def captions(count: int, words: int, seed: int = 0) -> list[str]:
-    """Captions of about so many words out of 40,000 invented ones."""
+    """Captions of about `words` words each, out of 40,000 invented ones."""
     draws = random.Random(seed)
     known = ["".join(draws.choices(SYLLABLES, k=draws.choice((1, 1, 2, 2, 3, 4)))) for _ in range(40_000)]
     frequencies = [1 / rank for rank in range(1, len(known) + 1)]
@@ -67,7 +67,7 @@ def captions(count: int, words: int, seed: int = 0) -> list[str]:
 
 
 def write(folder: Path, texts: list[str], shard_size: str) -> None:
-    """A set as precompute/encode.py writes it."""
+    """Write an encoded set as precompute/encode.py does."""
     rng = np.random.default_rng(0)
     writer = ShardWriter(folder, "all", TokenColumns({RESOLUTION: GRID}, CROPS), Storage(shard_size), {})
     for number, text in enumerate(texts):
@@ -80,7 +80,7 @@ def write(folder: Path, texts: list[str], shard_size: str) -> None:
 
 
 class StockDataset(StreamingDataset):
-    """Samples as streaming decodes them and the library encodes their captions."""
+    """Samples as streaming decodes them, with captions encoded by the library."""
 
     def __init__(self, tokenizer: Tokenizer, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -96,13 +96,13 @@ class StockDataset(StreamingDataset):
 
 
 def loaders(folder: Path, vocabulary: Tokenizer, batch: int, workers: int) -> dict[str, DataLoader]:
-    """The readers by name."""
+    """The loaders by name."""
     common = {"num_workers": workers, "persistent_workers": workers > 0}
     common["prefetch_factor"] = PREFETCH if workers else None
     found = {}
     for dropout in (0.0, DROPOUT):
         for name in (OURS, THEIRS):
-            link = folder / f"{name.split()[0]}{workers}{dropout}"  # streaming lends a folder to one data set at a time
+            link = folder / f"{name.split()[0]}{workers}{dropout}"  # streaming allows one data set per folder
             link.symlink_to("mds")
             arguments = {"streams": [Stream(local=str(link))], "batch_size": batch, "shuffle": True}
             title = f"{name}, dropout {dropout:g}"
@@ -126,24 +126,24 @@ def loaders(folder: Path, vocabulary: Tokenizer, batch: int, workers: int) -> di
 
 
 def measure(loader: DataLoader, clocks: list[Any], seconds: float) -> dict[str, float]:
-    """Whole epochs for at least that long: samples per CPU second, and text tokens a sample."""
+    """Read whole epochs for at least `seconds`: samples per CPU second, and text tokens per sample."""
     samples = text = 0
     began, cpu = time.perf_counter(), sum(clock() for clock in clocks)
     while True:
         for batch in loader:
             samples += len(batch["text"])
-            text += int((batch["text"] != NO_TOKEN).sum()) + 0 * int(batch["image"].sum())  # each value is looked at
+            text += int((batch["text"] != NO_TOKEN).sum()) + 0 * int(batch["image"].sum())  # reads every value
         if time.perf_counter() - began >= seconds:
             return {"per_core": samples / (sum(clock() for clock in clocks) - cpu), "tokens": text / samples}
 
 
 def run(folder: Path, vocabulary: Tokenizer, batch: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """One row a reader and number of workers."""
+    """One row per reader and number of workers."""
     readers = {}
     for workers in (0, 1):
         for name, loader in loaders(folder, vocabulary, batch, workers).items():
             before = set(multiprocessing.active_children())
-            measure(loader, [time.process_time], 0)  # warm: page cache, known words, the worker's start
+            measure(loader, [time.process_time], 0)  # warm-up: page cache, cached words, start of the worker
             children = set(multiprocessing.active_children()) - before
             clocks = [cpu_clock(pid) for pid in (os.getpid(), *(child.pid for child in children))]
             readers[name, workers] = loader, clocks
@@ -160,7 +160,7 @@ def run(folder: Path, vocabulary: Tokenizer, batch: int, rounds: int, seconds: f
                 "workers": workers or "in process",
                 "samples/s per core": round(statistics.median(rates)),
                 "lowest to highest": f"{rates[0]:,.0f} to {rates[-1]:,.0f}",
-                "text tokens a sample": round(statistics.fmean(value["tokens"] for value in values), 1),
+                "text tokens per sample": round(statistics.fmean(value["tokens"] for value in values), 1),
             }
         )
     return rows
@@ -169,10 +169,10 @@ def run(folder: Path, vocabulary: Tokenizer, batch: int, rounds: int, seconds: f
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=6000)
-    parser.add_argument("--words", type=int, default=12, help="of a caption, on average")
+    parser.add_argument("--words", type=int, default=12, help="average number of words per caption")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a round of one reader, at least")
+    parser.add_argument("--seconds", type=float, default=0.5, help="minimum seconds per round and reader")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
@@ -182,9 +182,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         rows = run(Path(folder), vocabulary, arguments.batch, arguments.rounds, arguments.seconds)
     notes = (
         f"{arguments.samples} samples of {CROPS} crops from a warm page cache, batches of {arguments.batch}; medians "
-        f"of {arguments.rounds} rounds of at least {arguments.seconds:g} s, the readers taking turns. Load of the "
-        f"machine before: {load:.1f}. Captions of about {arguments.words} invented words, all of them met before, as "
-        "most are after the first minutes of a run. The library's dropout cannot be seeded."
+        f"of {arguments.rounds} rounds of at least {arguments.seconds:g} s; readers take turns. Load of the machine "
+        f"before: {load:.1f}. Captions of about {arguments.words} invented words, all of them seen before, as most are "
+        "after the first minutes of a run. The library's dropout cannot be seeded."
     )
     write_results("tokens", "dalle", rows, notes)
     return rows

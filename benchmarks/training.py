@@ -1,4 +1,4 @@
-"""The recipe of the benchmarks of training, and the sizes that it is trained at."""
+"""The recipe of the training benchmarks, and the sizes of its network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Size:
-    """A network, and encoders whose work relative to it is as in Stable Diffusion 2."""
+    """A network, and encoders whose FLOPs relative to the network are as in Stable Diffusion 2.
+
+    Attributes:
+        encoders: configurations of the image and the text encoder.
+        model: `key=value` overrides that set the size of the network.
+        resolutions: sides of the images in pixels.
+        batch: samples per step, over all ranks.
+    """
 
     encoders: Encoders
     model: list[str]
@@ -60,17 +67,17 @@ def recipe_with(
     callbacks: Sequence[str] = (),
     missing: list[str] | None = None,
 ) -> Recipe:
-    """yamls/sd2_base.yaml at a size, with no more than training itself.
+    """yamls/sd2_base.yaml at a size, without validation, checkpoints and loggers.
 
     Args:
-        changes: `key=value` overrides, above all others.
-        size: network.
-        folder: what `benchmarks.latent_sets.write_set` wrote.
-        resolution: of the pictures.
-        batch: samples a step, over all ranks.
-        microbatch: samples that a device takes at once; None: all.
-        callbacks: which of the YAML's are kept.
-        missing: as of `recipes.config.recipe.load_config`.
+        changes: `key=value` overrides, which take precedence over all others.
+        size: size of the network.
+        folder: written by `benchmarks.latent_sets.write_set`.
+        resolution: side of the images in pixels.
+        batch: samples per step, over all ranks.
+        microbatch: samples per microbatch and device; None: the whole batch of the device.
+        callbacks: labels of the YAML's callbacks that are kept.
+        missing: as in `recipes.config.recipe.load_config`.
     """
     recipe = load_config(
         ROOT / "yamls" / "sd2_base.yaml",
@@ -81,12 +88,12 @@ def recipe_with(
             f"data.resolution={resolution}",
             "data.workers=1",
             "evals.val=null",
-            "schedule.warmup=1ba",  # or the weights, and with them the losses, would hardly move
+            "schedule.warmup=1ba",  # otherwise weights and losses would hardly change
             "training.duration=1400000ba",
             f"training.global_batch={batch}",
             f"training.microbatch={'null' if microbatch is None else microbatch}",
             "training.precision=auto",
-            "training.fsdp=null",  # a lever of its own
+            "training.fsdp=null",  # measured as a lever
             "training.eval_every=null",
             "checkpoints={save: false, every: null, autoresume: false}",
             *changes,
@@ -101,7 +108,7 @@ def recipe_with(
 
 
 def flops(size: Size, recipe: Recipe, resolution: int) -> dict[str, float]:
-    """GFLOP a sample, by PyTorch's counter: training of the U-Net, and encoding."""
+    """GFLOP per sample by PyTorch's counter: training of the U-Net, VAE, and text encoder."""
     network: UNet = build_on_meta(recipe.model).denoiser
     text, vae = size.encoders.text, size.encoders.vae
     side = resolution // 2 ** (len(vae["block_out_channels"]) - 1)

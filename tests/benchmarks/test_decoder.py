@@ -1,4 +1,4 @@
-"""What FlexAttention's blocks are expected to save, by hand."""
+"""The blocks that FlexAttention computes with each mask, by hand."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from recipes.models.autoregressive.masks import TokenLayout, visible_pairs
 LAYOUT = TokenLayout(256, 32)
 
 
-def test_what_the_masks_of_the_published_grid_save():
-    """Text alone has 256 * 257 / 2 pairs; an image token sees 256 of text, and its mask."""
+def test_blocks_of_the_masks_of_the_published_grid():
+    """Text alone has 256 * 257 / 2 pairs; an image token sees 256 of text, and the image tokens of its mask."""
     text = 256 * 257 // 2
     assert visible_pairs("column", LAYOUT) == text + 1024 * 256 + 32 * sum(range(1, 33))
     assert visible_pairs("row", LAYOUT) == text + 1024 * 256 + sum(min(i + 1, 33) for i in range(1024))

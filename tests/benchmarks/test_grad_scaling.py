@@ -1,4 +1,4 @@
-"""The benchmark of gradient scales at a tiny size, and what its components promise."""
+"""The benchmark of gradient scales at a tiny size, and its components."""
 
 import json
 
@@ -23,20 +23,20 @@ def test_three_kinds_train(token_sets, tmp_path, monkeypatch, capsys):
          small, "data={resolution: 32, positions: 16}", "evals.val={resolution: 32, positions: 16, workers: 0}"]
     )  # fmt: skip
     assert [row["training"] for row in rows] == 2 * [FULL, ONE, EACH]
-    assert [row["gradients fall by"] for row in rows] == 3 * ["as they are"] + 3 * ["2^40"]
+    assert [row["gradients decrease by"] for row in rows] == 3 * ["as they are"] + 3 * ["2^40"]
     zero = [row["in the last block, %"] for row in rows]
     # In two of the three batches that are counted the unembedding is still zero, and so is what comes from it.
     assert zero[0] == zero[3] == pytest.approx(200 / 3, abs=0.01) and zero[4] > zero[3] + 10
-    assert rows[0]["above 32 bits"] == rows[3]["above 32 bits"] == 0
+    assert rows[0]["difference to 32 bits"] == rows[3]["difference to 32 bits"] == 0
     losses = ("training loss, last fifth", "validation loss")
-    assert all(rows[0][name] == rows[3][name] for name in losses)  # in 32 bits the fall changes nothing
+    assert all(rows[0][name] == rows[3][name] for name in losses)  # in 32 bits the decrease changes nothing
     charts = {file.name for file in (tmp_path / "charts").iterdir()}
     assert charts == {"exponents.png", "grad_scaling.png", "gradient_scales.png"}
-    with Image.open(tmp_path / "charts" / "grad_scaling.png") as picture:
-        assert picture.size == (810, 540)
+    with Image.open(tmp_path / "charts" / "grad_scaling.png") as image:
+        assert image.size == (810, 540)
     (record,) = (json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json"))
     assert record["rows"] == rows
-    assert "fp16, a scale a block" in capsys.readouterr().out
+    assert "fp16, one scale per block" in capsys.readouterr().out
 
 
 def test_without_tokens_it_says_what_to_run(tmp_path, capsys):
@@ -58,7 +58,7 @@ def test_one_scale_follows_the_rule_of_torch(monkeypatch):
 
 
 def gradients(task, scale, loss_scale=1.0):
-    """Of each block, in fp16 with one scale, divided by what they carry."""
+    """The gradients of all blocks, computed in fp16 with one scale, and unscaled."""
     tensor = torch.tensor(scale)
     for layer in task.layers:
         scale_branch(layer.branch, tensor, torch.zeros((), dtype=torch.int64))
@@ -68,7 +68,7 @@ def gradients(task, scale, loss_scale=1.0):
     return [g for block in found for g in block]
 
 
-def test_a_scale_in_the_blocks_is_one_of_the_loss():
+def test_a_scale_of_all_blocks_equals_a_scale_of_the_loss():
     inside, outside = gradients(Residual(), 2.0**12), gradients(Residual(), 1.0, 2.0**12)
     assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(inside, gradients(Residual(), 1.0), strict=True))

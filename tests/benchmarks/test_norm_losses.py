@@ -1,4 +1,4 @@
-"""The benchmark of norms' losses: both kinds train, and its verdict compares with the noise of seeds."""
+"""The benchmark of losses with both kinds of norms: both train, and the verdict compares with other seeds."""
 
 import pytest
 

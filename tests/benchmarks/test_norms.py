@@ -1,4 +1,4 @@
-"""The benchmark of norms: the shapes it takes from the U-Net, and each way on one of them."""
+"""The benchmark of norms: the shapes in the U-Net, and each implementation on one shape."""
 
 import pytest
 import torch
@@ -19,9 +19,8 @@ def test_a_way(way):
     shape, device = (16, 6, 6, True), torch.device("cpu")
     forward, both, kept, moved = norms.measure(way, norms.ways(False, False)[way], shape, 4, 2, 0.01, device)
     elements = 2 * 16 * 6 * 6
-    assert forward > 0 and both > 0
     assert kept >= 2 * 2 * elements  # the norm's input and the activation's
-    # The least is 5 numbers of 2 bytes; 32 bits make it more than twice that.
+    # The smallest traffic is 5 numbers of 2 bytes per element; computing in 32 bits more than doubles it.
     assert moved > (20 if "32" in way else 10) * elements
     line = norms.row(way, "all", 3, (forward, both, kept, moved), 10 * elements, 1e9)
     assert line["count"] == 3 and line["moved"].endswith("x")

@@ -128,7 +128,7 @@ def shard_shapes(shape: Sequence[int], stacked: int, shards: int) -> list[torch.
     return [torch.Size(local)]
 
 
-def layout(task: nn.Module, shards: int) -> tuple[list[list[torch.Size]], int]:
+def first_device_shapes(task: nn.Module, shards: int) -> tuple[list[list[torch.Size]], int]:
     """Shapes of the first device's matrices, by block, and the number of the other parameters' values on it."""
     stacked = _stacked(task)
     blocks = [matrices for matrices in block_matrices(task, "powersgd") if matrices]

@@ -6,7 +6,7 @@ from typing import Any
 
 from data.cost import FLOAT, Cost, Plan, all_reduce_bytes, size_text
 from recipes.algorithms.gradients.blocks import block_matrices
-from recipes.algorithms.powersgd.block_gradients import layout
+from recipes.algorithms.powersgd.block_gradients import first_device_shapes
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
 
@@ -26,7 +26,7 @@ def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
     if plan.replicas == 1:
         refused = "refused with one replica, as here; WORLD_SIZE and LOCAL_WORLD_SIZE say where a run will be"
         return Cost(**memory, lines=(refused,))
-    shapes, others = layout(plan.task, plan.shards)
+    shapes, others = first_device_shapes(plan.task, plan.shards)
     compressor = LowRank(args["rank"] // plan.shards, wire=formats[args["wire"]])
     sent = sum(compressor.bytes_sent(block, plan.replicas) for block in shapes)
     full = all_reduce_bytes(FLOAT * sum(shape.numel() for block in shapes for shape in block), plan.replicas)

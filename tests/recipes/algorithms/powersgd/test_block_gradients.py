@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from recipes.algorithms.powersgd.block_gradients import blocks_of, cut_dimension, layout, placements, shard_shapes
+from recipes.algorithms.powersgd.block_gradients import (
+    blocks_of,
+    cut_dimension,
+    first_device_shapes,
+    placements,
+    shard_shapes,
+)
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.task import Task
 
@@ -47,12 +53,12 @@ def test_a_transformers_layer_is_cut_as_published():
         task = Autoregressive(
             layers=2, width=64, heads=2, text_positions=4, text_vocabulary=9, side=4, codes=8, kernel=3
         )  # fmt: skip
-    blocks, others = layout(task, 8)
+    blocks, others = first_device_shapes(task, 8)
     attention, mlp = [(64, 8)] * 3 + [(8, 64)], [(32, 64), (64, 32)]
     assert blocks == [attention, mlp] * 2
     inside = 8 * sum(shape.numel() for block in blocks for shape in block)
     assert others >= (sum(p.numel() for p in task.parameters()) - inside) / 8  # rows are padded
-    assert layout(task, 1)[0] == [[(64, 64)] * 4, [(256, 64), (64, 256)]] * 2
+    assert first_device_shapes(task, 1)[0] == [[(64, 64)] * 4, [(256, 64), (64, 256)]] * 2
     dimensions = {name: placements(task, 8).get(id(p)) for name, p in task.named_parameters()}
     assert dimensions["network.blocks.0.branch.qkv.weight"] == Shard(1)
     assert dimensions["network.unembedding.weight"] is dimensions["network.blocks.0.branch.qkv.bias"] is None
