@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 from composer import ComposerModel
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
+
+from recipes.engines.metrics import MeanOf
 
 
 class Task(Protocol):
@@ -31,14 +33,6 @@ class Task(Protocol):
 
     def recomputed_blocks(self) -> list[nn.Module]:
         """What activation checkpointing computes again one by one; where it is missing, `blocks`."""
-
-
-class MeanOf(MeanMetric):
-    """The mean of one of the figures that `evaluate` returns."""
-
-    def __init__(self, figure: str) -> None:
-        super().__init__()
-        self.figure = figure
 
 
 class ComposerTask(ComposerModel):
