@@ -1,23 +1,23 @@
-"""How long ranks talk to each other, from a profile of a few steps."""
+"""How long ranks communicate, from a profile of a few steps."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
+from time import perf_counter
 
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-Interval = tuple[float, float]  # beginning and end
+Span = tuple[float, float]  # beginning and end
 
 
 class CommunicationProfile:
-    """Profiles steps from its making on.
+    """Profiles steps, from its construction until `stop`.
 
-    On a GPU its answer is the time in which an NCCL kernel runs and no other kernel does: what the backward pass does
-    not hide. On a CPU it is the time in which a gloo collective is under way, which shares the cores with the rest.
+    On a GPU the result is the time in which an NCCL kernel runs and no other kernel does: what computation does not
+    hide. On a CPU it is the time in which a gloo collective is under way, which shares the cores with the rest.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -25,12 +25,12 @@ class CommunicationProfile:
         self.profiler = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
         self._wait()
         self.profiler.start()
-        self.began = time.perf_counter()
+        self.began = perf_counter()
 
     def stop(self) -> float:
-        """Ends it; returns the share of the profiled time, 0 to 1."""
+        """End the profile; returns the share of communication in the profiled time, from 0 to 1."""
         self._wait()
-        seconds = time.perf_counter() - self.began
+        seconds = perf_counter() - self.began
         self.profiler.stop()
         return communication(self.profiler.events(), self.on_gpu) / 1e6 / seconds
 
@@ -41,22 +41,22 @@ class CommunicationProfile:
 
 def communication(events: Iterable[FunctionEvent], on_gpu: bool) -> float:
     """Microseconds of communication, as `CommunicationProfile` defines it, in a profile's events."""
-    talk: list[Interval] = []
-    work: list[Interval] = []
+    communicating: list[Span] = []
+    computing: list[Span] = []
     for event in events:
-        interval = (event.time_range.start, event.time_range.end)
+        span = (event.time_range.start, event.time_range.end)
         if not on_gpu:
             if event.name.startswith("gloo:"):
-                talk.append(interval)
+                communicating.append(span)
         elif event.device_type == DeviceType.CUDA:
-            (talk if "nccl" in event.name.lower() else work).append(interval)
-    return covered(talk + work) - covered(work)
+            (communicating if "nccl" in event.name.lower() else computing).append(span)
+    return covered(communicating + computing) - covered(computing)
 
 
-def covered(intervals: Iterable[Interval]) -> float:
-    """Length of the union of intervals."""
+def covered(spans: Iterable[Span]) -> float:
+    """Length of the union of spans."""
     total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
+    for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total

@@ -1,6 +1,7 @@
-"""Histograms of gradient exponents per block: the tool by which scales and dividers of 16-bit training are chosen.
+"""Histograms of gradient exponents per block, by which scales and divisors of 16-bit training are chosen.
 
-Ramesh et al. (2021, appendix D) chose the constants that divide gradients, P and Q before they are sent by such plots.
+Ramesh et al. (2021, appendix D) used such plots to choose the constants by which gradients, and PowerSGD's factors P
+and Q, are divided before they are sent.
 """
 
 from __future__ import annotations
@@ -9,57 +10,59 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from composer import Callback, Event, Logger, State
-from composer.core import Precision
-from composer.utils import dist
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from callbacks.charts import DPI, write_chart, write_json
+from callbacks.charts import DPI, write_chart
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO, Histograms, count_exponents
-from callbacks.interval import at_intervals
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.files import write_json
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
 from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9
+from recipes.training import ranks
+from recipes.training.callback import Callback
+from recipes.training.clock import Interval
+from recipes.training.run import Run
 
 FP16 = {"largest": (65504.0, "-"), "least normal": (2.0**-14, "--"), "least": (2.0**-24, ":")}  # and line styles
-LEAST_SHARE = 1e-6  # where the scales of shares begin
+LEAST_SHARE = 1e-6  # lower end of the axes of shares
 NARROW = (MEAN_1_6_9.largest, MEAN_1_6_9.least)
 
 
 class Exponents(Callback):
     """Writes histograms of floor(log2 |g|) of the gradients of each block's matrices to <output>/exponents.
 
-    Counted is each rank's own gradient, accumulated over the microbatches and divided by its block's scale if it has
-    one, before anything else is done to it: it is not averaged with other ranks' (FSDP's is, and a rank counts its
-    part), not clipped, and not thrown away where an update is skipped. Counts are added up over all ranks; zeros and
-    what is not finite are counted apart. The chart shows what fp16 holds after multiplication with each block's scale,
-    and what 1-6-9 holds. The program waits for the device only in batches that are counted.
+    Each rank counts its own gradient, accumulated over the microbatches and divided by its block's scale if it has one,
+    before anything else is done to it. It is not averaged with other ranks' gradients (except under FSDP, where each
+    rank counts its shard), not clipped, and not discarded if the update is skipped. Counts are summed over all ranks;
+    zeros and values that are not finite have columns of their own. The chart shows which exponents fp16 represents
+    after multiplication with each block's scale, and which 1-6-9 represents. The host waits for the device only in
+    batches that are counted.
     """
 
     def __init__(self, task: nn.Module, output: str, *, every: Duration = "100ba", log2_scale: float = 13.0) -> None:
         """
         Args:
             every: interval; the gradients counted are those of the next batch.
-            log2_scale: binary logarithm of the scale that fp16's window is drawn for where blocks have no scale.
+            log2_scale: binary logarithm of the scale that the range of fp16 is drawn for if blocks have no scale.
 
         Raises:
-            ValueError: a model without blocks.
+            ValueError: the model has no blocks.
         """
         block_matrices(task, "exponents")  # asked again when they are sharded
         self.task = task
         self.folder = Path(output, "exponents")
-        self.due = at_intervals(every, frozenset({Event.BATCH_START}))
+        self.due = Interval(every)
         self.log2_scale = log2_scale
         self.counting = False
         self.counts = torch.empty(0)  # (blocks, COLUMNS) int64
-        self.scales = torch.empty(0)  # (blocks,) float32: what gradients are multiplied by when they are counted
+        self.scales = torch.empty(0)  # (blocks,) float32: the factor in the gradients when they are counted
 
-    def after_load(self, state: State, logger: Logger) -> None:
-        # Before training starts: hooks by which algorithms change gradients are registered then, and run after these.
+    def loaded(self, run: Run) -> None:
+        # Levers that change gradients register their hooks later, when training begins, so that these run first.
         matrices = block_matrices(self.task, "exponents")
         device = next(self.task.parameters()).device
         self.counts = torch.zeros(len(matrices), COLUMNS, dtype=torch.int64, device=device)
@@ -68,19 +71,17 @@ class Exponents(Callback):
             for parameter in block:
                 parameter.register_post_accumulate_grad_hook(lambda p, number=number: self._count(p, number))
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        super().run_event(event, state, logger)
-        if event == Event.BATCH_START:
-            self.counting = self.due(state, event)
+    def batch_start(self, run: Run) -> None:
+        self.counting = self.due(run.clock)
 
-    def before_backward(self, state: State, logger: Logger) -> None:
-        if self.counting:  # what is left is the last microbatch's, whose pass sees the sum of all
+    def before_backward(self, run: Run) -> None:
+        if self.counting:  # each pass counts anew; the counts of the last one remain, which sees the accumulated sum
             self.counts.zero_()
-            self.scales.copy_(torch.stack(self._carried(state)))
+            self.scales.copy_(torch.stack(self._factors(run)))
 
-    def _carried(self, state: State) -> list[Tensor]:
-        """The factor in each block's gradients during the backward pass, () float32 each."""
-        whole = self.scales.new_tensor(state.scaler.get_scale() if state.precision == Precision.AMP_FP16 else 1.0)
+    def _factors(self, run: Run) -> list[Tensor]:
+        """The factor in each block's gradients during the backward pass: one float32 scalar per block."""
+        whole = self.scales.new_tensor(run.gradient_scale())
         branches = [getattr(block, "branch", None) for block in self.task.blocks()]
         return [branch.gradient_scale if isinstance(branch, ScaledBranch) else whole for branch in branches]
 
@@ -90,32 +91,32 @@ class Exponents(Callback):
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             self.counts[block] += count_exponents(gradient / self.scales[block])
 
-    def after_train_batch(self, state: State, logger: Logger) -> None:
+    def gradients_ready(self, run: Run) -> None:
         if not self.counting:
             return
         self.counting = False
         counts = self.counts.clone()
-        dist.all_reduce(counts)  # the sum
+        ranks.all_reduce(counts)
         names = {id(module): name for name, module in self.task.named_modules()}
-        scaled = state.precision == Precision.AMP_FP16 or any(
+        scaled = run.precision == "amp_fp16" or any(
             isinstance(getattr(block, "branch", None), ScaledBranch) for block in self.task.blocks()
         )
         log2_scales = self.scales.log2().tolist() if scaled else [self.log2_scale] * len(counts)
         found = Histograms([names[id(block)] for block in self.task.blocks()], counts.cpu(), log2_scales)
-        logger.log_metrics({f"exponents/{name}": share for name, share in found.shares().items()})
-        if dist.get_global_rank() == 0:
-            batch = state.timestamp.batch.value
+        run.log({f"exponents/{name}": share for name, share in found.shares().items()})
+        if ranks.is_first_rank():
+            batch = run.clock.batch
             path = self.folder / f"ba{batch:07d}.png"
-            write_json({"batches": batch, "scaled": scaled, **found.record()}, path.with_suffix(".json"))
+            write_json(path.with_suffix(".json"), {"batches": batch, "scaled": scaled, **found.record()})
             write_chart(exponent_chart(found, batch, scaled), path)
 
 
 def exponent_chart(found: Histograms, batch: int, scaled: bool) -> Figure:
-    """Depth against exponent: how many gradients, what fp16 holds under each block's scale, and what 1-6-9 holds.
+    """The distribution of exponents (vertical) per block (horizontal), with the ranges of scaled fp16 and of 1-6-9.
 
     Args:
         found: the counts.
-        batch: batches before the gradients' one.
+        batch: number of batches before the one whose gradients were counted.
         scaled: whether the scales are the run's own.
     """
     counts = found.counts.double().numpy()

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from composer import Callback, Event, Logger, State
-from composer.utils import dist
 from torch import nn
 
-from callbacks.interval import at_intervals, ended
+from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.bpe import copy_vocabulary
+from data.files import atomic_folder, write_json
 from data.loading import Loading
-from recipes.algorithms.averaging.scheduled_ema import averaged, running_average
+from data.log import log
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
+from recipes.training.callback import PeriodicCallback
+from recipes.training.ranks import is_first_rank
+from recipes.training.run import Run
 
 
-class Export(Callback):
-    """Writes <output>/export at intervals and at the end, whole or not at all.
+class Export(PeriodicCallback):
+    """Writes <output>/export at intervals and at the end, atomically.
 
-    Where the run has an average of the weights, a diffusion model's export has it beside them (`unet_ema` beside
-    `unet`); that of an autoencoder or text encoder, which other jobs open as one folder, has it in their place.
+    If the run averages its weights, the export of a diffusion model holds the averaged weights beside the raw ones
+    (`unet_ema` beside `unet`). The export of an autoencoder or text encoder, which other jobs open as one folder, holds
+    the averaged weights alone.
     """
 
     def __init__(
@@ -37,46 +40,46 @@ class Export(Callback):
         output: str,
         loading: Loading,
         blank: Callable[[], nn.Module],
+        average: ScheduledEMA | None,
         *,
         every: Duration | None = None,
     ) -> None:
-        """A sharded task is gathered into the first rank's host memory, in `blank`.
+        """A sharded task is gathered into the first rank's host memory, in a task that `blank` makes.
 
         Args:
             every: interval; null: only the end of the run, when weights are always written.
         """
+        super().__init__(every)
         self.task = task
         self.run_name = run_name
         self.folder = Path(output, "export")
         self.loading = loading
         self.blank = blank
-        self.due = at_intervals(every)
+        self.average = average
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        super().run_event(event, state, logger)
-        if event == Event.FIT_END or (self.due(state, event) and not ended(state)):  # the end comes once, whole
-            self._write(state, complete=event == Event.FIT_END)
+    def act(self, run: Run) -> None:
+        if not run.clock.ended:  # the last export is written once, by `end`
+            self._write(run, complete=False)
 
-    def _write(self, state: State, complete: bool) -> None:
-        if dist.get_global_rank() != 0 and not is_sharded(self.task):
+    def end(self, run: Run) -> None:
+        self._write(run, complete=True)
+
+    def _write(self, run: Run, complete: bool) -> None:
+        if not is_first_rank() and not is_sharded(self.task):
             return
-        record = {
-            "run_name": self.run_name,
-            "batches": state.timestamp.batch.value,
-            "samples": state.timestamp.sample.value,
-        }
-        ema = running_average(state)
-        if ema is not None:
+        record = {"run_name": self.run_name, "batches": run.clock.batch, "samples": run.clock.sample}
+        ema, average = self.average, None
+        if ema is not None and ema.running:
             record["average"] = {"decay": ema.decay, "every": ema.every, "begun": ema.begun}
-        average = None if ema is None else lambda: averaged(state)
+            average = partial(averaged, ema)
         task = self.task
         if is_sharded(self.task):
             task, average = self._gathered(average)
-            if dist.get_global_rank() != 0:
+            if not is_first_rank():
                 return
         export(task, self.loading, self.folder, record, complete, average)
         if complete:
-            print(f"weights: {self.folder}", flush=True)
+            log.info(f"weights: {self.folder}")
 
     def _gathered(
         self, average: Callable[[], AbstractContextManager] | None
@@ -86,7 +89,7 @@ class Export(Callback):
         if average is not None:
             with average():
                 averages = whole_weights(self.task)
-        if dist.get_global_rank() != 0:
+        if not is_first_rank():
             return self.task, None
         task = self.blank()
         task.load_state_dict(raw, assign=True)
@@ -110,56 +113,40 @@ def export(
     complete: bool,
     average: Callable[[], AbstractContextManager] | None = None,
 ) -> None:
-    """Write a task's weights and what sampling needs beside them.
+    """Write a task's weights, and beside them what generation from them needs.
 
     Args:
         task: has `export(folder)`, and `export_average(folder)` if both kinds of weights belong in one folder.
-        loading: its training data; an encoded set's manifest, its null caption or vocabulary, and local encoders go
-            into the folder too.
-        folder: replaced at once when all is written.
+        loading: its training data; the manifest of an encoded set, its null caption or vocabulary, and encoders that
+            are local folders are copied too.
+        folder: an old export in it is replaced when the new one is complete.
         record: what export.json (and done.json) says of the run.
         complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
         average: makes a context in which the task has its averaged weights; None: there are none.
     """
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with atomic_folder(folder) as new:
         if average is not None and hasattr(task, "export_average"):
-            task.export(partial)
+            task.export(new)
             with average():
-                task.export_average(partial)
+                task.export_average(new)
         else:
             with nullcontext() if average is None else average():
-                task.export(partial)
+                task.export(new)
         if loading.manifest is not None:
-            loading.manifest.write(partial)
+            loading.manifest.write(new)
             if loading.null_text is not None:
-                np.save(partial / "null_text.npy", loading.null_text.numpy())
+                np.save(new / "null_text.npy", loading.null_text.numpy())
             if loading.vocabulary is not None:
-                copy_vocabulary(loading.vocabulary, partial)
+                copy_vocabulary(loading.vocabulary, new)
             record = {**record, "resolution": loading.resolution}
-            _copy_encoders(loading, partial)
-        (partial / "export.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
-        if complete:
-            (partial / "done.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
-        replace_folder(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what an error left
+            _copy_encoders(loading, new)
+        for name in ("export.json", "done.json") if complete else ("export.json",):
+            write_json(new / name, record, indent=2)
 
 
 def _copy_encoders(loading: Loading, folder: Path) -> None:
-    """Encoders of a local folder, so that the export can be moved; those of a hub are found by their id."""
+    """Copy encoders that are local folders, so that the export can be moved; those of a hub are found by their id."""
     for name in ("image_encoder", "text_encoder"):
         path = (getattr(loading.manifest, name) or {"component": {}})["component"].get("path")
         if path and Path(path).expanduser().is_dir():
             shutil.copytree(Path(path).expanduser(), folder / name)
-
-
-def replace_folder(new: Path, old: Path) -> None:
-    """Rename `new` to `old`, which may exist."""
-    aside = old.with_name(f".{old.name}.old.{os.getpid()}")
-    if old.exists():
-        old.rename(aside)
-    new.rename(old)
-    shutil.rmtree(aside, ignore_errors=True)

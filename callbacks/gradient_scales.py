@@ -1,4 +1,4 @@
-"""The gradient scales of residual blocks in the course of a run: numbers, and a chart of depth against step."""
+"""The gradient scales of residual blocks in the course of a run, as numbers and as a chart."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from composer import Callback, Event, Logger, State
-from composer.utils import dist
 from matplotlib.figure import Figure
 
-from callbacks.charts import DPI, write_chart, write_json
-from callbacks.interval import at_intervals
+from callbacks.charts import DPI, write_chart
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.files import write_json
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.training.callback import PeriodicCallback
+from recipes.training.ranks import is_first_rank
+from recipes.training.run import Run
 
-ROWS = 1024  # of a history, at most
+ROWS = 1024  # at most, in a history
 
 
 @dataclass
 class Row:
-    """Some updates, one after another.
+    """One or more consecutive updates.
 
     Attributes:
-        batch: batches after the last of them.
-        updates: how many.
-        skipped: how many of them were skipped.
-        log2_scales: binary logarithm of each block's scale after the last of them.
-        nonfinite: block -> gradients that were not finite; blocks that had none are left out.
+        batch: number of batches after the last update.
+        updates: number of updates.
+        skipped: number of updates that were skipped.
+        log2_scales: binary logarithm of each block's scale after the last update.
+        nonfinite: block -> number of gradients that were not finite; blocks without any are left out.
     """
 
     batch: int
@@ -38,7 +39,7 @@ class Row:
     nonfinite: dict[int, int]
 
     def then(self, other: Row) -> Row:
-        """This and what followed, as one."""
+        """This row and the following one merged into one."""
         blocks = sorted(self.nonfinite | other.nonfinite)
         sums = {block: self.nonfinite.get(block, 0) + other.nonfinite.get(block, 0) for block in blocks}
         return Row(other.batch, self.updates + other.updates, self.skipped + other.skipped, other.log2_scales, sums)
@@ -46,18 +47,18 @@ class Row:
 
 @dataclass
 class History:
-    """What became of the scales, in a bounded number of rows: with too many, two at a time become one.
+    """The scales over a run in a bounded number of rows: when they become too many, pairs of rows are merged.
 
     Attributes:
         rows: in order.
-        stride: updates of a row that is full.
+        stride: number of updates per complete row.
     """
 
     rows: list[Row] = field(default_factory=list)
     stride: int = 1
 
     def add(self, row: Row) -> None:
-        """Take in an update."""
+        """Append one update."""
         if self.rows and self.rows[-1].updates < self.stride:
             self.rows[-1] = self.rows[-1].then(row)
             return
@@ -67,52 +68,53 @@ class History:
         self.rows.append(row)
 
 
-class GradientScales(Callback):
-    """Writes <output>/gradient_scales.json and .png: scale against depth and step, skipped updates and overflows.
+class GradientScales(PeriodicCallback):
+    """Writes <output>/gradient_scales.json and .png: each block's scale per update, skipped updates and overflows.
 
-    For runs with resblock_grad_scaling. A long run is kept in 1,024 rows at most, each of several updates.
+    For runs with resblock_grad_scaling. A long run is stored in at most 1,024 rows, each of several updates.
     """
 
-    def __init__(self, output: str, *, every: Duration | None = None) -> None:
+    def __init__(self, output: str, scaling: ResblockGradScaling | None, *, every: Duration | None = None) -> None:
         """
         Args:
-            every: interval; null: only the end of the run, when both are always written.
+            every: interval; null: only the end of the run, when both files are always written.
+
+        Raises:
+            ValueError: the run has no resblock_grad_scaling.
         """
+        super().__init__(every)
+        if scaling is None:
+            raise ValueError("gradient_scales: the run has no resblock_grad_scaling, whose scales it draws; add it")
+        self.scaling = scaling
         self.path = Path(output, "gradient_scales.png")
-        self.due = at_intervals(every)
         self.history = History()
-        self.scaling: ResblockGradScaling | None = None
         self.skipped = 0
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self.scaling = next((a for a in state.algorithms if isinstance(a, ResblockGradScaling)), None)
-        if self.scaling is None:
-            raise ValueError("gradient_scales: the run has no resblock_grad_scaling, whose scales it draws; add it")
+    def begin(self, run: Run) -> None:
         self.skipped = self.scaling.skipped
 
-    def after_train_batch(self, state: State, logger: Logger) -> None:  # after algorithms
+    def gradients_ready(self, run: Run) -> None:
         skipped, self.skipped = self.scaling.skipped - self.skipped, self.scaling.skipped
         nonfinite = {block: count for block, count in enumerate(self.scaling.nonfinite.tolist()) if count}
         log2_scales = [round(exponent, 4) for exponent in self.scaling.scales.exponents.tolist()]
-        self.history.add(Row(state.timestamp.batch.value + 1, 1, skipped, log2_scales, nonfinite))
+        self.history.add(Row(run.clock.batch + 1, 1, skipped, log2_scales, nonfinite))
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        super().run_event(event, state, logger)
-        if self.due(state, event) and dist.get_global_rank() == 0 and self.history.rows:
-            write_json(asdict(self.history), self.path.with_suffix(".json"))
+    def act(self, run: Run) -> None:
+        if is_first_rank() and self.history.rows:
+            write_json(self.path.with_suffix(".json"), asdict(self.history))
             write_chart(scale_chart(self.history), self.path)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, so that a resumed run's chart is whole."""
+        """The history, so that the chart of a resumed run begins with the first batch."""
         return asdict(self.history)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the history over."""
+        """Go on with the history of a checkpoint."""
         self.history = History([Row(**row) for row in state["rows"]], state["stride"])
 
 
 def scale_chart(history: History) -> Figure:
-    """Step against depth: the binary logarithm of each block's scale; overflows as dots, skipped updates above."""
+    """The binary logarithm of each block's scale (vertical) per update, overflows as dots, skipped updates above."""
     rows = history.rows
     scales = np.array([row.log2_scales for row in rows])  # (rows, blocks)
     ends = np.array([row.batch for row in rows], dtype=float)

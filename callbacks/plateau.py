@@ -6,26 +6,27 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from composer import Callback, Logger, State
-from composer.optim import ConstantWithWarmupScheduler
-from composer.utils import dist
-
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.log import log
+from recipes.training.callback import Callback
+from recipes.training.clock import Clock
+from recipes.training.run import Run
+from recipes.training.schedules import constant
 
 
 @dataclass
 class PlateauRule:
-    """When a falling loss has come to rest: means over windows of batches, none of which was better for a while.
+    """Detects plateaus of a loss: several windows of batches in a row without a lower mean loss.
 
     Attributes:
-        window: batches that a mean is taken over.
-        patience: windows without a better mean that make a plateau.
-        threshold: share of the best mean by which a better one is lower.
-        limit: plateaus that count.
-        seen, total: batches of the window so far, and the sum of their losses.
-        best: lowest mean.
-        waited: windows since it got lower.
-        plateaus: how many there were.
+        window: number of batches per mean.
+        patience: number of windows without a lower mean that make a plateau.
+        threshold: a mean counts as lower if it is below the best one by at least this share of it.
+        limit: largest number of plateaus.
+        seen, total: batches of the current window so far, and the sum of their losses.
+        best: lowest mean so far.
+        waited: number of windows since the best mean.
+        plateaus: number of plateaus so far.
     """
 
     window: int
@@ -39,7 +40,7 @@ class PlateauRule:
     plateaus: int = 0
 
     def add(self, loss: float) -> bool:
-        """Take in the loss of a batch; whether a plateau ends with it. What is not finite is left out."""
+        """Add the loss of one batch, unless it is not finite. Returns whether a plateau is complete with it."""
         if self.plateaus >= self.limit or not math.isfinite(loss):
             return False
         self.seen += 1
@@ -61,8 +62,8 @@ class PlateauRule:
 class Plateau(Callback):
     """A linear warm-up, then the peak rate, halved each time the training loss appears to plateau.
 
-    DALL-E (Ramesh et al. 2021, appendix B.2) did this by hand, five times. Here a plateau is a number of windows of
-    batches without a lower mean loss. The loss is Composer's mean over all ranks, so that they agree.
+    For DALL-E (Ramesh et al. 2021, appendix B.2) this was done by hand, five times. Here a plateau is a number of
+    windows of batches without a lower mean loss. The loss is averaged over all ranks, so that all ranks agree.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Plateau(Callback):
         """
         Args:
             warmup: length of the warm-up, in which no plateau is looked for.
-            window: batches whose mean loss is compared.
-            patience: windows without a lower mean that make a plateau.
-            threshold: share by which a mean must lie below the lowest so far to count as lower.
-            factor: what the rate is multiplied by at a plateau.
-            limit: how often, at most.
+            window: number of batches per mean loss.
+            patience: number of windows without a lower mean that make a plateau.
+            threshold: share by which a mean must be below the lowest one so far to count as lower.
+            factor: what the rate is multiplied by at each plateau.
+            limit: largest number of plateaus.
 
         Raises:
             ValueError: numbers out of range.
@@ -91,21 +92,21 @@ class Plateau(Callback):
             raise ValueError(f"plateau: window {window}, patience {patience}, limit {limit}: give 1, 1, 0 or more")
         if not 0 < factor < 1 or not 0 <= threshold < 1:
             raise ValueError(f"plateau: factor {factor}, threshold {threshold}: give shares between 0 and 1")
-        self.warm = ConstantWithWarmupScheduler(t_warmup=warmup)
+        self.warm = constant(warmup=warmup)
         self.factor = factor
         self.rule = PlateauRule(window, patience, threshold, limit)
 
-    def __call__(self, state: State, ssr: float = 1.0) -> float:
-        """The learning rate as a share of the peak: what Composer asks of a schedule."""
-        return self.warm(state, ssr) * self.factor**self.rule.plateaus
+    def __call__(self, clock: Clock) -> float:
+        """The learning rate as a share of the peak; see `recipes.training.schedules`."""
+        return self.warm(clock) * self.factor**self.rule.plateaus
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if self.warm(state) < 1 or "loss/train/total" not in state.total_loss_dict:
+    def step_end(self, run: Run) -> None:
+        if self.warm(run.clock) < 1 or run.loss is None:
             return
-        if self.rule.add(state.total_loss_dict["loss/train/total"]) and dist.get_global_rank() == 0:
+        if self.rule.add(run.loss):
             share = self.factor**self.rule.plateaus
-            print(f"plateau: number {self.rule.plateaus} at batch {state.timestamp.batch.value}, rate x {share:g}")
-        logger.log_metrics({"schedule/plateaus": self.rule.plateaus})
+            log.info(f"plateau: number {self.rule.plateaus} at batch {run.clock.batch}, rate x {share:g}")
+        run.log({"schedule/plateaus": self.rule.plateaus})
 
     def state_dict(self) -> dict[str, Any]:
         rule = self.rule

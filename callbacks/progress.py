@@ -1,20 +1,21 @@
-"""One line every few seconds: how far a run is, how fast, and when it will be done."""
+"""One line every few seconds: how far a run is, how fast it is, and how long it will take."""
 
 from __future__ import annotations
 
 import time
 
-from composer import Callback, Logger, State
-from composer.utils import dist
+from data.log import log
+from recipes.training.callback import Callback
+from recipes.training.run import Run
 
 
 class Progress(Callback):
-    """Prints share done, batches, loss, samples/s and the time that is left, also where there is no terminal."""
+    """Prints the share done, batches, loss, samples/s and the time left, also if there is no terminal."""
 
     def __init__(self, run_name: str, output: str, *, seconds: float = 10.0) -> None:
         """
         Args:
-            seconds: least time between two lines.
+            seconds: shortest time between two lines.
         """
         self.run_name = run_name
         self.output = output
@@ -23,46 +24,36 @@ class Progress(Callback):
         self.began_share = 0.0
         self.last_samples = 0
 
-    def fit_start(self, state: State, logger: Logger) -> None:
+    def begin(self, run: Run) -> None:
         self.began = self.last = time.monotonic()
-        self.began_share = _share(state)
-        self.last_samples = state.timestamp.sample.value
+        self.began_share = run.clock.share
+        self.last_samples = run.clock.sample
 
-    def batch_end(self, state: State, logger: Logger) -> None:
+    def step_end(self, run: Run) -> None:
         now = time.monotonic()
-        share = _share(state)
-        if dist.get_global_rank() != 0 or (now - self.last < self.seconds and share < 1):
+        clock = run.clock
+        if now - self.last < self.seconds and clock.share < 1:
             return
-        samples = state.timestamp.sample.value
-        rate = (samples - self.last_samples) / (now - self.last)
-        left = (now - self.began) * (1 - share) / (share - self.began_share) if share > self.began_share else 0.0
-        loss = state.total_loss_dict.get("loss/train/total", float("nan"))
-        print(
-            f"{self.run_name}: {share:4.0%}, batch {state.timestamp.batch.value}, loss {float(loss):.4f}, "
-            f"{rate:.0f} samples/s, {clock(left)} left",
-            flush=True,
+        rate = (clock.sample - self.last_samples) / (now - self.last)
+        done = clock.share - self.began_share
+        left = (now - self.began) * (1 - clock.share) / done if done > 0 else 0.0
+        loss = float("nan") if run.loss is None else run.loss
+        log.info(
+            f"{self.run_name}: {clock.share:4.0%}, batch {clock.batch}, loss {loss:.4f}, "
+            f"{rate:.0f} samples/s, {format_seconds(left)} left"
         )
-        self.last, self.last_samples = now, samples
+        self.last, self.last_samples = now, clock.sample
 
-    def eval_end(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            # Only this set's: others may have nothing yet, and computing theirs would wait for the other ranks.
-            label = state.dataloader_label
-            figures = ", ".join(f"{k} {float(metric.compute()):.4f}" for k, metric in state.eval_metrics[label].items())
-            print(f"{self.run_name}: {label} at batch {state.timestamp.batch.value}: {figures}", flush=True)
+    def eval_end(self, run: Run) -> None:
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in run.eval_figures.items())
+        log.info(f"{self.run_name}: {run.eval_label} at batch {run.clock.batch}: {figures}")
 
-    def fit_end(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0:
-            spent = clock(time.monotonic() - self.began)
-            print(f"{self.run_name}: {state.timestamp.batch.value} batches in {spent}; see {self.output}", flush=True)
+    def end(self, run: Run) -> None:
+        spent = format_seconds(time.monotonic() - self.began)
+        log.info(f"{self.run_name}: {run.clock.batch} batches in {spent}; see {self.output}")
 
 
-def _share(state: State) -> float:
-    elapsed = state.get_elapsed_duration()
-    return 0.0 if elapsed is None else min(1.0, elapsed.value)
-
-
-def clock(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Seconds as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,4 +1,4 @@
-"""Originals beside what an autoencoder makes of them."""
+"""Images beside their reconstructions by an autoencoder."""
 
 from __future__ import annotations
 
@@ -6,56 +6,60 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from composer import Callback, Event, Logger, State
-from composer.core import get_precision_context
-from composer.utils import dist, model_eval_mode
 from torch import nn
 
-from callbacks.interval import at_intervals
+from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.image_grid import picture_grid, save_png, to_uint8
-from recipes.algorithms.averaging.scheduled_ema import averaged
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.models.kl_autoencoder.task import to_signed
+from recipes.training.callback import PeriodicCallback
+from recipes.training.modes import evaluation_mode
+from recipes.training.ranks import is_first_rank
+from recipes.training.run import Run
 
 
-class Reconstructions(Callback):
-    """Draws the first pictures of the run and their reconstructions to <output>/reconstructions."""
+class Reconstructions(PeriodicCallback):
+    """Writes a grid of the run's first images and their reconstructions to <output>/reconstructions.
 
-    def __init__(self, task: nn.Module, output: str, *, every: Duration | None = None, pictures: int = 16) -> None:
+    The weights are the averaged ones if the run has an average.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        output: str,
+        average: ScheduledEMA | None,
+        *,
+        every: Duration | None = None,
+        pictures: int = 16,
+    ) -> None:
         """
         Args:
-            every: interval; null: only the end of the run, when one is always drawn.
-            pictures: how many.
+            every: interval; null: only the end of the run, when a grid is always written.
+            pictures: number of images.
         """
+        super().__init__(every)
         self.task = task
         self.folder = Path(output, "reconstructions")
-        self.due = at_intervals(every)
+        self.average = average
         self.pictures = pictures
         self.originals: torch.Tensor | None = None
 
-    def before_forward(self, state: State, logger: Logger) -> None:
-        if self.originals is None:  # the same pictures all the time, so that grids compare
-            self.originals = state.batch["image"][: self.pictures].clone()
-
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        super().run_event(event, state, logger)
-        if self.due(state, event):
-            self._draw(state, logger)
+    def before_forward(self, run: Run) -> None:
+        if self.originals is None:  # the same images in every grid, so that grids can be compared
+            self.originals = run.batch["image"][: self.pictures].clone()
 
     @torch.no_grad()
-    def _draw(self, state: State, logger: Logger) -> None:
-        first = dist.get_global_rank() == 0
-        if self.originals is None or not (first or is_sharded(self.task)):
+    def act(self, run: Run) -> None:
+        if self.originals is None or not (is_first_rank() or is_sharded(self.task)):
             return
-        precision = get_precision_context(state.precision, state.precision_config)
-        with averaged(state), model_eval_mode(self.task), precision:
+        with averaged(self.average), evaluation_mode(self.task), run.autocast():
             made = self.task.reconstruct(to_signed(self.originals))
-        if not first:
+        if not is_first_rank():
             return
         both = np.stack([to_uint8(self.originals / 255), to_uint8((made + 1) / 2)], 1).reshape(-1, *made.shape[2:], 3)
-        path = self.folder / f"ba{state.timestamp.batch.value:07d}.png"
+        path = self.folder / f"ba{run.clock.batch:07d}.png"
         save_png(picture_grid(both, ["original", "reconstruction"] * len(made), columns=8, cell=96), path)
-        logger.log_images(
-            both, name="reconstructions", channels_last=True, step=state.timestamp.batch.value, use_table=False
-        )
+        run.log_images("reconstructions", both)

@@ -1,23 +1,24 @@
-"""A number of the model that changes in the course of a run, such as a loss weight or a temperature."""
+"""A value of the model that changes in the course of a run, such as a loss weight or a temperature."""
 
 from __future__ import annotations
 
 import math
 from typing import Literal
 
-from composer import Callback, Logger, State
 from torch import nn
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.algorithms.averaging.scheduled_ema import measure
+from recipes.training.callback import Callback
+from recipes.training.clock import Clock
+from recipes.training.run import Run
 
 Shape = Literal["cosine", "linear"]
 
 
 class ScheduledValue(Callback):
-    """Sets a value of the model before each batch, as a function of the batch's number alone, and logs it.
+    """Sets a value of the model before each batch and logs it.
 
-    A resumed run therefore goes on exactly where it stopped.
+    The value depends only on how much of the run is done, so a resumed run goes on exactly where it stopped.
     """
 
     def __init__(
@@ -32,9 +33,9 @@ class ScheduledValue(Callback):
     ) -> None:
         """
         Args:
-            value: which value of the model, such as beta or temperature of a dvae.
-            start: at the first batch.
-            end: from the end of `over` on.
+            value: name of the value, such as beta or temperature of a dvae.
+            start: the value at the first batch.
+            end: the value from the end of `over` on.
             over: length of the change, from the start of the run.
             shape: half a cosine, flat at both ends, or a straight line.
 
@@ -51,22 +52,22 @@ class ScheduledValue(Callback):
         self.over = over
         self.shape: Shape = shape
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self._set(state)
+    def begin(self, run: Run) -> None:
+        self._set(run.clock)
 
-    def batch_start(self, state: State, logger: Logger) -> None:
-        logger.log_metrics({f"schedule/{self.value}": self._set(state)})
+    def batch_start(self, run: Run) -> None:
+        run.log({f"schedule/{self.value}": self._set(run.clock)})
 
-    def _set(self, state: State) -> float:
-        length, unit = measure(self.over, state)
-        passed = state.timestamp.get(unit).value
+    def _set(self, clock: Clock) -> float:
+        length, unit = clock.measure(self.over)
+        passed = clock.passed(unit)
         number = between(self.start, self.end, passed / length if length else 1.0, self.shape)
         getattr(self.task, self.value).fill_(number)
         return number
 
 
 def between(start: float, end: float, share: float, shape: Shape) -> float:
-    """The value after a share of the way from `start` to `end`; a share above 1 is the whole way."""
+    """The value when a share of the change from `start` to `end` is done; a share above 1 counts as 1."""
     share = min(1.0, share)
     weight = share if shape == "linear" else (1 - math.cos(math.pi * share)) / 2
     return (1 - weight) * start + weight * end

@@ -1,191 +1,146 @@
-"""How fast training is, how much of the hardware that uses, and where the time of a step goes."""
+"""How fast training is, how much of the hardware it uses, and where the time of a step goes."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
-from composer import Callback, Event, Logger, State
-from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.utils import dist, model_eval_mode
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from callbacks.communication import CommunicationProfile
-from callbacks.interval import at_intervals
+from callbacks.flops import flops_per_sample
+from callbacks.peak_flops import number_format_of, peak_flops
+from callbacks.step_timer import StepTimer
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.training.callback import Callback
+from recipes.training.clock import Interval
+from recipes.training.ranks import world_size
+from recipes.training.run import Run
 
-# What lies between two events of a step. DDP and FSDP communicate inside of the backward pass (FSDP in the forward
-# pass too): what they do not hide there is part of its time.
-SPANS = {
-    "data": (Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER),
-    "forward": (Event.BEFORE_FORWARD, Event.AFTER_LOSS),
-    "backward": (Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD),
-    # The average of the weights is updated at the same event, before callbacks see it; its own time is taken away.
-    "optimizer": (Event.AFTER_TRAIN_BATCH, Event.BATCH_END),
-}
-STARTS = {start: name for name, (start, _) in SPANS.items()}
-ENDS = {end: name for name, (_, end) in SPANS.items()}
-PARTS = (*SPANS, "ema")
-PROFILED = 3  # steps of a profile
+# The parts of a step whose time is measured. DDP and FSDP communicate during the backward pass (FSDP in the forward
+# pass too): the part of that time which computation does not hide belongs to these passes.
+PARTS = ("data", "forward", "backward", "optimizer", "ema")
+PROFILED = 3  # steps per profile
 
 
 class Throughput(Callback):
-    """Logs samples/s, samples/s a device, achieved TFLOP/s, MFU, and each part's share of a step's time.
+    """Logs samples/s, samples/s per device, achieved TFLOP/s, MFU, and each part's share of a step's time.
 
     A step is timed from the wait for its data to the end of its optimizer step, so that validation, checkpoints and
-    sampling between steps are left out. FLOPs of a sample are counted once by PyTorch's counter (a multiply-add is 2),
-    forward and three times that in training. On a GPU the parts are timed by CUDA events that are read when they have
-    passed: nothing waits for the device. Communication lies inside of the forward and backward parts, and only a
-    profile tells it apart (see `CommunicationProfile`): the steps of a profile count for nothing else.
+    sampling between steps are left out. The FLOPs of the forward pass are counted once by PyTorch's counter (a
+    multiply-add counts as 2); training takes three times as many. On a GPU the parts are timed by CUDA events that are
+    read after they have passed, so that nothing waits for the device. Communication is part of the forward and backward
+    passes, and only a profile can tell it apart (see `CommunicationProfile`); profiled steps count for nothing else.
     """
 
-    def __init__(self, task: nn.Module, *, window: int = 50, communication_every: Duration | None = None) -> None:
+    def __init__(
+        self,
+        task: nn.Module,
+        average: ScheduledEMA | None,
+        *,
+        window: int = 50,
+        communication_every: Duration | None = None,
+    ) -> None:
         """
         Args:
-            window: steps of the running average.
+            window: number of steps that averages are taken over.
             communication_every: interval between profiles of 3 steps that give the share of communication; null: none.
         """
         self.task = task
-        self.profile_due = None if communication_every is None else at_intervals(communication_every)
+        self.average = average
+        self.window = window
+        self.profile_due = None if communication_every is None else Interval(communication_every)
         self.profile: CommunicationProfile | None = None
         self.profile_steps = 0  # still to be profiled
         self.communication: float | None = None  # share of a step's time
-        self.steps: deque[tuple[int, float]] = deque(maxlen=window)  # (samples, seconds)
-        self.parts: deque[dict[str, float]] = deque(maxlen=window)
-        self.flops: float | None = None
-        self.peak = 0.0
-        self.began = 0.0
+        self.timer = StepTimer(window, on_gpu=False)
+        self.flops: float | None = None  # of the forward pass, per sample
+        self.peak: float | None = None  # FLOP/s of the device
         self.samples = 0
-        self.open: dict[str, Any] = {}
-        self.marks: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-        self.pending: deque[dict[str, list[tuple[Any, Any]]]] = deque()
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self.samples = state.timestamp.sample.value
-        self.peak = float(get_gpu_flops_available(state)) if state.device.name == "gpu" else 0.0
-        for algorithm in state.algorithms:
-            if isinstance(algorithm, ScheduledEMA):
-                algorithm.timer = lambda: self._timed("ema", state)
+    def begin(self, run: Run) -> None:
+        self.samples = run.clock.sample
+        self.timer = StepTimer(self.window, run.on_gpu)
+        if self.average is not None:
+            self.average.watch(partial(self.timer.part, "ema"))
+        if run.on_gpu:
+            gpu, number_format = torch.cuda.get_device_name(run.device), number_format_of(self.task, run.precision)
+            self.peak = peak_flops(gpu, number_format)
+            if self.peak is None:
+                log.warning(
+                    f"throughput: the peak FLOP/s of {gpu} in {number_format} are not known, so MFU is not logged; add "
+                    "them to callbacks/peak_flops.py"
+                )
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in ENDS and ENDS[event] in self.open:
-            name = ENDS[event]
-            self.marks[name].append((self.open.pop(name), _now(state)))
-        super().run_event(event, state, logger)
-        if event == Event.BEFORE_DATALOADER:
-            self.began = time.perf_counter()
-        if event in STARTS:
-            self.open[STARTS[event]] = _now(state)
+    def before_data(self, run: Run) -> None:
+        self.timer.begin_step()
+        self.timer.begin("data")
 
-    @contextmanager
-    def _timed(self, name: str, state: State) -> Iterator[None]:
-        start = _now(state)
-        yield
-        self.marks[name].append((start, _now(state)))
-
-    def batch_start(self, state: State, logger: Logger) -> None:
+    def batch_start(self, run: Run) -> None:
+        self.timer.end("data")
         if self.profile_steps and self.profile is None:
-            self.profile = CommunicationProfile(on_gpu=state.device.name == "gpu")
+            self.profile = CommunicationProfile(run.on_gpu)
 
-    def before_forward(self, state: State, logger: Logger) -> None:
+    def before_forward(self, run: Run) -> None:
         if self.flops is None:
-            self.flops = flops_of_a_sample(self.task, state.batch)
-            logger.log_hyperparameters({"forward_gflop_a_sample": self.flops / 1e9})
+            self.flops = flops_per_sample(self.task, run.batch)
+            run.log_settings({"forward_gflop_a_sample": self.flops / 1e9})
+        self.timer.begin("forward")
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        samples = state.timestamp.sample.value
-        if self.profile is None:
-            self.steps.append((samples - self.samples, time.perf_counter() - self.began))
-            self.pending.append(dict(self.marks))
-        self.samples = samples
-        self.marks.clear()
-        while self.pending and _passed(self.pending[0]):
-            self.parts.append(_seconds_of(self.pending.popleft()))
-        self._profile(state)
-        if len(self.steps) == self.steps.maxlen:
-            logger.log_metrics(self.figures())
+    def after_forward(self, run: Run) -> None:
+        self.timer.end("forward")
 
-    def _profile(self, state: State) -> None:
-        """Goes on with a profile of communication that is under way, or plans one that is due."""
+    def before_backward(self, run: Run) -> None:
+        self.timer.begin("backward")
+
+    def after_backward(self, run: Run) -> None:
+        self.timer.end("backward")
+
+    def gradients_ready(self, run: Run) -> None:
+        self.timer.begin("optimizer")
+
+    def step_end(self, run: Run) -> None:
+        self.timer.end("optimizer")
+        samples, self.samples = run.clock.sample - self.samples, run.clock.sample
+        self.timer.end_step(samples, counts=self.profile is None)
+        self._profile(run)
+        if self.timer.full:
+            run.log(self.figures())
+
+    def _profile(self, run: Run) -> None:
+        """Continue a profile of communication that is under way, or plan one that is due."""
         if self.profile is not None:
             self.profile_steps -= 1
             if self.profile_steps == 0:
                 self.communication = self.profile.stop()
                 self.profile = None
-        elif self.profile_due is not None and self.profile_due(state, Event.BATCH_END):
-            if dist.get_world_size() == 1:
+        elif self.profile_due is not None and self.profile_due(run.clock):
+            if world_size() == 1:
                 self.communication = 0.0
             else:
                 self.profile_steps = PROFILED
 
     def figures(self) -> dict[str, float]:
         """What is logged: averages over the window."""
-        seconds = sum(step[1] for step in self.steps)
-        rate = sum(step[0] for step in self.steps) / seconds
-        a_device = rate / dist.get_world_size()
+        rate = self.timer.samples_per_second()
+        per_device = rate / world_size()
         figures = {
             "throughput/samples_per_sec": rate,
-            "throughput/device/samples_per_sec": a_device,
-            "throughput/batches_per_sec": len(self.steps) / seconds,
+            "throughput/device/samples_per_sec": per_device,
+            "throughput/batches_per_sec": self.timer.steps_per_second(),
         }
         if self.flops:
-            achieved = 3 * self.flops * a_device
+            achieved = 3 * self.flops * per_device
             figures["throughput/device/tflops_per_sec"] = achieved / 1e12
             if self.peak:
                 figures["throughput/device/mfu"] = achieved / self.peak
-        step = seconds / len(self.steps)
-        for name in PARTS:
-            if self.parts:
-                figures[f"time/share/{name}"] = sum(p.get(name, 0.0) for p in self.parts) / len(self.parts) / step
+        shares = {part: self.timer.share(part) for part in PARTS}
+        if shares["ema"]:
+            # The average is updated at the same moment as callbacks act, but before them.
+            shares["optimizer"] -= shares["ema"]
+        figures |= {f"time/share/{part}": share for part, share in shares.items() if share is not None}
         if self.communication is not None:
             figures["time/share/communication"] = self.communication
         return figures
-
-
-@torch.no_grad()
-def flops_of_a_sample(task: nn.Module, batch: dict[str, torch.Tensor]) -> float:
-    """FLOPs of the forward pass of one sample, by PyTorch's counter; the device's generators are left as they were.
-
-    Args:
-        task: called with a batch, unless it offers `forward_flops()`, its own count.
-        batch: dict of tensors whose first dimension is the sample.
-    """
-    if hasattr(task, "forward_flops"):
-        return task.forward_flops()
-    # Two samples, halved: a single one would be an edge case for contrastive losses and batch statistics.
-    few = {name: tensor[:2] for name, tensor in batch.items()}
-    devices = {tensor.device.index for tensor in few.values() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices), model_eval_mode(task), FlopCounterMode(display=False) as counter:
-        task(few)
-    return counter.get_total_flops() / len(next(iter(few.values())))
-
-
-def _now(state: State) -> Any:
-    if state.device.name != "gpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _passed(marks: dict[str, list[tuple[Any, Any]]]) -> bool:
-    ends = [end for pairs in marks.values() for _, end in pairs]
-    return all(isinstance(end, float) or end.query() for end in ends)
-
-
-def _seconds_of(marks: dict[str, list[tuple[Any, Any]]]) -> dict[str, float]:
-    """Seconds of each part of a step."""
-    seconds = {name: sum(_seconds(*pair) for pair in pairs) for name, pairs in marks.items()}
-    if "optimizer" in seconds:
-        seconds["optimizer"] -= seconds.get("ema", 0.0)
-    return seconds
-
-
-def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000

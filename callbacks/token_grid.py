@@ -1,4 +1,4 @@
-"""Pictures from fixed prompts and seeds while a transformer over tokens trains."""
+"""Images that a transformer over tokens in training generates from fixed prompts and seeds."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from composer import State
 
-from callbacks.sample_grid import PromptGrid
+from callbacks.prompt_grid import PromptGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.bpe import Vocabulary
 from data.loading import Loading
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.autoregressive.sampler import Choice, pad_captions, uniforms
 from recipes.models.autoregressive.task import Autoregressive
 
 
 class TokenGrid(PromptGrid):
-    """Samples a grid of captioned pictures from a transformer over tokens to <output>/samples, by the same draws.
+    """Samples a grid of captioned images from a transformer over tokens to <output>/samples, by the same draws.
 
-    The weights are the averaged ones where the run has an average.
+    The weights are the averaged ones if the run has an average.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class TokenGrid(PromptGrid):
         output: str,
         loading: Loading,
         encoders: Callable[[], tuple[Any, Any]],
+        average: ScheduledEMA | None,
         *,
         prompts: list[str],
         every: Duration | None = None,
@@ -42,17 +43,17 @@ class TokenGrid(PromptGrid):
         """The dVAE is the one that the data's manifest names.
 
         Args:
-            prompts: captions, one picture each.
-            every: interval; null: only the end of the run, when one is always drawn.
-            seed: the i-th picture's tokens are drawn by seed + i.
-            temperature: divides the logits.
-            top_k: only the so many likeliest codes; null: all.
-            top_p: only the fewest likeliest codes that have this share of the probability; null: all.
-            guidance: classifier-free guidance, for data with caption_dropout; 1 for none.
-            columns: pictures a row; null: nearest to a square.
-            batch: pictures sampled at once.
+            prompts: captions, one per image.
+            every: interval; null: only the end of the run, when a grid is always written.
+            seed: the tokens of the i-th image are drawn from seed + i.
+            temperature: what the logits are divided by.
+            top_k: sample from the k most likely codes; null: from all.
+            top_p: sample from the fewest most likely codes whose probabilities sum to this; null: from all.
+            guidance: scale of classifier-free guidance, for data with caption_dropout; 1 for none.
+            columns: images per row; null: as many as make the grid nearest to a square.
+            batch: number of images sampled at once.
         """
-        super().__init__(task, output, prompts, every, columns)
+        super().__init__(task, output, average, prompts, every, columns)
         self.choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, guidance=guidance)
         self.loading = loading
         self.encoders = encoders
@@ -65,7 +66,7 @@ class TokenGrid(PromptGrid):
         encoded = [vocabulary.encode(prompt) for prompt in self.prompts]
         return self.encoders()[0], pad_captions(encoded, self.task.network.layout.text)
 
-    def draw(self, state: State) -> list[torch.Tensor]:
+    def draw(self) -> list[torch.Tensor]:
         """Grids of tokens (B, R, R); see `PromptGrid.draw`."""
         layout = self.task.network.layout
         device = next(self.task.parameters()).device

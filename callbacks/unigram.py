@@ -1,26 +1,28 @@
-"""What the frequencies of image tokens alone predict: the loss that a transformer must get below."""
+"""The loss that the frequencies of image tokens alone would have: a transformer must get below it."""
 
 from __future__ import annotations
 
 import torch
-from composer import Callback, Logger, State
-from composer.utils import dist
 from torch import Tensor
 
+from data.log import log
 from recipes.models.autoregressive.task import Autoregressive
+from recipes.training import ranks
+from recipes.training.callback import Callback
+from recipes.training.run import Run
 
 
 class Unigram(Callback):
-    """Logs and prints, after each validation, its image tokens' cross-entropy under their frequencies in training.
+    """Logs the cross-entropy of each validation set's image tokens under their frequencies in training.
 
     The frequencies are those of the batches since this process started, with one added to each count. A model that
-    learned no more than how often each token comes has this loss; one that learned nothing has ln K.
+    has learned only how often each token occurs has this loss; one that has learned nothing has ln K.
     """
 
     def __init__(self, task: Autoregressive, run_name: str, *, column: str = "image") -> None:
         """
         Args:
-            column: of the batch that holds the tokens.
+            column: entry of the batch that holds the tokens.
         """
         self.codes = task.sizes["codes"]
         self.run_name = run_name
@@ -28,35 +30,38 @@ class Unigram(Callback):
         self.seen: Tensor | None = None  # (K,), counts of training tokens
         self.validated: Tensor | None = None  # (K,), counts of the validation set's
 
-    def before_forward(self, state: State, logger: Logger) -> None:
-        counts = self._counts(state)
+    def before_forward(self, run: Run) -> None:
+        counts = self._counts(run)
         self.seen = counts if self.seen is None else self.seen + counts
 
-    def eval_start(self, state: State, logger: Logger) -> None:
+    def eval_start(self, run: Run) -> None:
         self.validated = None
 
-    def eval_before_forward(self, state: State, logger: Logger) -> None:
-        counts = self._counts(state)
+    def eval_before_forward(self, run: Run) -> None:
+        counts = self._counts(run)
         self.validated = counts if self.validated is None else self.validated + counts
 
-    def eval_end(self, state: State, logger: Logger) -> None:
+    def eval_end(self, run: Run) -> None:
         if self.seen is None or self.validated is None:
             return
         seen, validated = self.seen.clone(), self.validated.clone()
-        dist.all_reduce(seen)
-        dist.all_reduce(validated)
+        ranks.all_reduce(seen)
+        ranks.all_reduce(validated)
         loss = unigram_loss(seen, validated)
-        label = state.dataloader_label
-        logger.log_metrics({f"metrics/{label}/unigram_loss": loss})
-        if dist.get_global_rank() == 0:
-            batch = state.timestamp.batch.value
-            print(f"{self.run_name}: {label} at batch {batch}: frequencies alone would have {loss:.4f}", flush=True)
+        label = run.eval_label
+        run.log({f"metrics/{label}/unigram_loss": loss})
+        log.info(f"{self.run_name}: {label} at batch {run.clock.batch}: frequencies alone would have {loss:.4f}")
 
-    def _counts(self, state: State) -> Tensor:
-        return torch.bincount(state.batch[self.column].flatten(), minlength=self.codes)
+    def _counts(self, run: Run) -> Tensor:
+        return torch.bincount(run.batch[self.column].flatten(), minlength=self.codes)
 
 
 def unigram_loss(seen: Tensor, validated: Tensor) -> float:
-    """Nats a token of what was counted in `validated` (K,), under the frequencies of `seen` (K,) and one of each."""
+    """Cross-entropy of counted tokens under the frequencies of others, in nats per token.
+
+    Args:
+        seen: (K,), counts that the frequencies are taken from, after one is added to each.
+        validated: (K,), counts of the tokens that are predicted.
+    """
     probability = (seen.double() + 1) / (seen.sum() + len(seen))
     return float(-(validated * probability.log()).sum() / validated.sum())

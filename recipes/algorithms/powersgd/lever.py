@@ -91,7 +91,7 @@ class PowerSGD(Lever):
         self.others: list[nn.Parameter] = []
         self.states: list[BlockState] = []
         self.overlapped: Overlap[Compressed] | None = None
-        self.loaded: dict[str, Tensor] | None = None
+        self.resumed_errors: dict[str, Tensor] | None = None
         self.skipped = 0
 
     def divide(self, mesh: DeviceMesh, *, once: bool = False) -> dict[int, Shard]:
@@ -137,11 +137,11 @@ class PowerSGD(Lever):
         for number, block in enumerate(self.blocks):
             shapes = [shape for matrices in block for shape in matrices.shapes]
             self.states.append(self.compressor.new_state(shapes, block[0].parameter.device, number))
-        if self.loaded is not None:
+        if self.resumed_errors is not None:
             for block, block_state in zip(self.blocks, self.states, strict=True):
-                parts = [as_matrix(part) for m in block for part in m.parts_of(self.loaded[m.name])]
+                parts = [as_matrix(part) for m in block for part in m.parts_of(self.resumed_errors[m.name])]
                 self.compressor.load_errors(block_state, parts, self.machines)
-            self.loaded = None
+            self.resumed_errors = None
         self.overlapped = self._overlapped() if self.overlap else None
         self._report()
 
@@ -257,7 +257,7 @@ class PowerSGD(Lever):
         wrong = sorted(wanted ^ set(state["errors"]))
         if wrong:
             raise ValueError(f"powersgd: the checkpoint's errors are of other matrices: {wrong[0]}")
-        self.loaded = state["errors"]
+        self.resumed_errors = state["errors"]
         self.skipped = state["skipped"]
 
 

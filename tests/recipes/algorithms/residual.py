@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from recipes.models.task import Task
+
 
 class Times(nn.Module):
     """A layer scale."""
@@ -43,7 +45,7 @@ def network(width=32, gains=(1.0,) * 6):
     )
 
 
-class Residual(nn.Module):
+class Residual(Task):
     """Two blocks of two matrices between an embedding and an unembedding."""
 
     def __init__(self, width=16, words=11):

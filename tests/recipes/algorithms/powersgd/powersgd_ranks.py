@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from composer import Callback, Trainer
+from composer.utils import FSDP2Config
 from composer.utils import dist as composer_dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,12 +16,14 @@ from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging.average import own
 from recipes.algorithms.gradients.clipping import ClipByNorm
-from recipes.algorithms.gradients.order import in_gradient_order
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch, unscale
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.model import ComposerTask
+from recipes.engines.composer.run import ComposerRun
+from recipes.training.levers import Levers
 from tests.callbacks.exponent_ranks import check_exponents
 from tests.recipes.algorithms.averaging.ema_ranks import right_mean_on_cpu
 from tests.recipes.algorithms.residual import Residual, network
@@ -30,8 +33,6 @@ EXACT = {"rank": 100, "wire": "32-bit", "buffer": "32-bit"}
 
 
 class Task(Residual):
-    eval_names: list[str] = []
-
     def forward(self, batch):
         logits = super().forward(batch["words"])
         wanted = (batch["words"] * 3 + 1) % 11
@@ -44,15 +45,15 @@ class Task(Residual):
 class Watch(Callback):
     """The weights after every batch; breaks one gradient on one rank where it is told to."""
 
-    def __init__(self, bad_batch=None):
+    def __init__(self, bad_batch=None, averaging=None):
         self.bad_batch = bad_batch
+        self.averaging = averaging
         self.weights, self.losses = [], []
         self.errors = None  # PowerSGD's, before the first batch
 
     def batch_start(self, state, logger):
-        averaging = next((a for a in state.algorithms if isinstance(a, PowerSGD)), None)
-        if self.errors is None and averaging is not None:
-            self.errors = averaging.state_dict()["errors"]
+        if self.errors is None and self.averaging is not None:
+            self.errors = self.averaging.state_dict()["errors"]
 
     def after_loss(self, state, logger):
         self.losses.append(state.loss["total"].item())
@@ -70,35 +71,33 @@ def whole(parameter):
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
-def run(*algorithms, powersgd=None, scaled=False, fsdp=None, duration="8ba", bad_batch=None, **options):
-    """A run of 8 batches of 16 samples, each process two microbatches; `fsdp`: arguments of Sharding."""
+def run(*levers, powersgd=None, scaled=False, fsdp=None, duration="8ba", bad_batch=None, **options):
+    """A run of 8 batches of 16 samples, each process two microbatches; `fsdp`: arguments of Sharding.
+
+    Returns the trainer, what watched it, and its levers: gradient scales and PowerSGD come first.
+    """
     task = Task()
     each = 16 // dist.get_world_size()
-    if powersgd is not None:
-        algorithms = (PowerSGD(task, **powersgd), *algorithms)
-    if scaled:
-        algorithms = (ResblockGradScaling(task), *algorithms)
+    scaling = ResblockGradScaling(task, powersgd is not None) if scaled else None
+    clips = any(isinstance(lever, ClipByNorm) for lever in levers)
+    averaging = None if powersgd is None else PowerSGD(task, scaling, clips, **powersgd)
+    levers = [lever for lever in (scaling, averaging, *levers) if lever is not None]
     if fsdp is not None:
-        fsdp = {
-            "full_shard": False,
-            "by_block": True,
-            "parameters": "fp32",
-            "sync": "microbatch",
-            "checkpoints": "sharded",
-        } | fsdp
-        sharding = Sharding(task, **fsdp)
-        algorithms = (*algorithms, sharding)
-        options["parallelism_config"] = {"fsdp": sharding.composer_config()}
+        fsdp = {"full_shard": False, "by_block": True, "parameters": "fp32", "sync": "microbatch"} | fsdp
+        checkpoints = fsdp.pop("checkpoints", "sharded")
+        levers.append(Sharding(task, averaging=averaging, scaling=scaling, **fsdp))
+        task._fsdp_wrap = False
+        config = FSDP2Config(reshard_after_forward=fsdp["full_shard"], state_dict_type=checkpoints)
+        options["parallelism_config"] = {"fsdp": config}
     words = torch.randint(11, (64, 6), generator=torch.Generator().manual_seed(5))
     data = [{"words": row} for row in words]
-    watch = Watch(bad_batch)
+    watch = Watch(bad_batch, averaging)
     trainer = Trainer(
         model=ComposerTask(task),
         train_dataloader=DataLoader(data, batch_size=each, sampler=composer_dist.get_sampler(data)),
         max_duration=duration,
         optimizers=torch.optim.SGD(task.parameters(), lr=0.3, momentum=0.5),
-        algorithms=list(algorithms),
-        algorithm_passes=[in_gradient_order],
+        algorithms=as_algorithms(Levers(levers), ComposerRun(task)),
         callbacks=[watch],
         device="cpu",
         device_train_microbatch_size=each // 2,
@@ -106,6 +105,7 @@ def run(*algorithms, powersgd=None, scaled=False, fsdp=None, duration="8ba", bad
         seed=3,
         **options,
     )
+    trainer.levers = levers
     trainer.fit()
     for weights in watch.weights:
         first = weights.clone()
@@ -135,13 +135,13 @@ def check_runs(folder: Path) -> None:
     trainer, low = run(powersgd={"rank": 2}, duration="30ba")
     assert low.losses[-1] < 0.7 * low.losses[0]
     assert (low.weights[7] - plain.weights[7]).abs().max() > 1e-3  # it is not plain averaging
-    assert trainer.state.algorithms[0].skipped == 0
+    assert trainer.levers[0].skipped == 0
 
     # An infinite gradient of one process: no process changes its weights at that batch, and all go on.
     trainer, broken = run(powersgd={"rank": 2}, bad_batch=3)
     same = [torch.equal(a, b) for a, b in zip(broken.weights, broken.weights[1:], strict=False)]
     assert same == [number == 2 for number in range(7)]
-    assert trainer.state.algorithms[0].skipped == 1
+    assert trainer.levers[0].skipped == 1
     assert torch.isfinite(broken.weights[-1]).all()
 
     # Resuming: the errors' sum is shared evenly, so the same product is sent, up to rounding.
@@ -177,12 +177,12 @@ def check_scaled_runs() -> None:
         trainer, scaled = run(powersgd=powersgd, scaled=True)
         moved = (plain.weights[-1] - plain.weights[0]).abs().max()
         near(plain, scaled, 0.05 * moved)
-        assert trainer.state.algorithms[0].skipped == 0
+        assert trainer.levers[0].skipped == 0
         trainer, broken = run(powersgd=powersgd, scaled=True, bad_batch=3)
         same = [torch.equal(a, b) for a, b in zip(broken.weights, broken.weights[1:], strict=False)]
         assert same == [number == 2 for number in range(7)]
-        assert {algorithm.skipped for algorithm in trainer.state.algorithms} == {1}
-        exponents = trainer.state.algorithms[0].scales.exponents
+        assert {algorithm.skipped for algorithm in trainer.levers} == {1}
+        exponents = trainer.levers[0].scales.exponents
         assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
 
 

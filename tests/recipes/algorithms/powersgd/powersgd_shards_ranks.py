@@ -89,9 +89,9 @@ def check_drivers(plain):
             same = [torch.equal(a, b) for a, b in zip(watch.weights, watch.weights[1:], strict=False)]
             assert same == [number == 2 for number in range(7)]
             # The sharding algorithm, without a count, comes last.
-            assert {a.skipped for a in trainer.state.algorithms[:-1]} == {1}
+            assert {a.skipped for a in trainer.levers[:-1]} == {1}
             if scaled:
-                exponents = trainer.state.algorithms[0].scales.exponents
+                exponents = trainer.levers[0].scales.exponents
                 assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
 
 

@@ -11,7 +11,11 @@ from composer import Trainer
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.model import ComposerTask
+from recipes.engines.composer.run import ComposerRun
+from recipes.models.task import Task
+from recipes.training.levers import Levers
 from tests.recipes.algorithms.residual import Residual
 
 HERE = Path(__file__).parent
@@ -45,7 +49,7 @@ def test_one_process_has_nothing_to_average():
         train_dataloader=DataLoader([{"words": torch.zeros(3, dtype=torch.int64)}]),
         max_duration="1ba",
         optimizers=torch.optim.SGD(task.parameters(), lr=0.1),
-        algorithms=PowerSGD(task, rank=2),
+        algorithms=as_algorithms(Levers([PowerSGD(task, rank=2)]), ComposerRun(task)),
         device="cpu",
         progress_bar=False,
     )
@@ -62,8 +66,8 @@ def test_values_out_of_range_are_refused(arguments):
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="Linear does not say which of its modules are blocks"):
-        PowerSGD(torch.nn.Linear(2, 2), rank=1)
+    with pytest.raises(ValueError, match="Task does not say which of its modules are blocks"):
+        PowerSGD(Task(), rank=1)
     empty = Residual()
     empty.layers = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
     with pytest.raises(ValueError, match="the 1 blocks of Residual have no trained matrices"):

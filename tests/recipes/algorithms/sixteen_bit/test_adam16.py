@@ -25,6 +25,7 @@ from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANC
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
+from recipes.models.task import Task
 from tests.recipes.algorithms.residual import Residual, train, vector
 
 ARGUMENTS = {"lr": 3e-3, "betas": (0.9, 0.96), "eps": 1e-8, "weight_decay": 0.045}
@@ -219,7 +220,7 @@ def test_other_parameters_and_checkpoints_are_refused():
     with pytest.raises(ValueError, match=r"is torch.bfloat16; keep parameters in 32-bit"):
         Adam16([nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))], lr=1e-3)
     with pytest.raises(ValueError, match="does not say which of its modules are blocks"):
-        adam16([nn.Parameter(torch.zeros(2, 2))], nn.Linear(2, 2), lr=1e-3, compiled=False)
+        adam16([nn.Parameter(torch.zeros(2, 2))], Task(), lr=1e-3, compiled=False)
     parameter = nn.Parameter(torch.zeros(2, 3))
     parameter.grad = torch.ones(2, 3)
     optimizer = Adam16([parameter], lr=1e-3, moment_bits=32)

@@ -1,28 +1,34 @@
 """Per-block gradient scaling in runs: fp16 blocks follow 32-bit, overflows skip and lower one scale, runs resume."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from composer import Callback, Event, Trainer
-from composer.algorithms import ChannelsLast
+from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.gradients.clipping import ClipByNorm
-from recipes.algorithms.gradients.order import GradientStage, in_gradient_order
-from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.model import ComposerTask
+from recipes.engines.composer.run import ComposerRun
+from recipes.models import task as models_task
+from recipes.training.lever import Lever
+from recipes.training.levers import Levers
 from tests.recipes.algorithms.residual import Residual, vector
 
 
 class Task(Residual):
-    eval_names: list[str] = []
-
     def forward(self, batch):
         logits = super().forward(batch["words"])
         wanted = (batch["words"] * 3 + 1) % 11
         return {"total": torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
+
+
+class PlainTask(models_task.Task):
+    """A model that names no blocks."""
 
 
 class Watch(Callback):
@@ -48,7 +54,7 @@ class Watch(Callback):
 def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **options):
     """A run of batches of 8 samples in two microbatches; `scaling` holds the algorithm's arguments."""
     task = Task()
-    algorithms = [] if scaling is None else [ResblockGradScaling(task, **scaling)]
+    levers = [] if scaling is None else [ResblockGradScaling(task, **scaling)]
     words = torch.randint(11, (128, 6), generator=torch.Generator().manual_seed(5))
     watch = Watch(bad_batches)
     options = {"precision": "fp32", **options}
@@ -57,8 +63,7 @@ def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **o
         train_dataloader=DataLoader([{"words": row} for row in words], batch_size=8),
         max_duration=duration,
         optimizers=torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5),
-        algorithms=[*algorithms, *others],
-        algorithm_passes=[in_gradient_order],
+        algorithms=as_algorithms(Levers([*levers, *others]), ComposerRun(task)),
         callbacks=[watch, *callbacks],
         device="cpu",
         device_train_microbatch_size=4,
@@ -68,11 +73,12 @@ def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **o
     )
     trainer.fit()
     trainer.watch = watch
+    trainer.levers = [*levers, *others]
     return trainer
 
 
 def scaling_of(trainer):
-    return next(a for a in trainer.state.algorithms if isinstance(a, ResblockGradScaling))
+    return trainer.levers[0]
 
 
 def test_a_run_follows_that_in_32_bit():
@@ -92,15 +98,15 @@ def test_clipping_sees_unscaled_gradients():
     assert (vector(plain.state.model) - vector(scaled.state.model)).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("turn", [1, -1])
-def test_gradients_are_unscaled_averaged_and_clipped_in_this_order(turn):
-    task = Task()
-    other = ChannelsLast()
-    staged = [ResblockGradScaling(task), PowerSGD(task, rank=1), ClipByNorm(1.0)]
-    found = in_gradient_order([other, *staged][::turn], Event.AFTER_TRAIN_BATCH)
-    assert found == [*staged, other]
-    assert [a.gradient_stage for a in staged] == list(GradientStage)
-    assert in_gradient_order([other, *staged], Event.BATCH_END) == [other, *staged]
+def test_gradients_are_unscaled_averaged_and_clipped_in_this_order():
+    seen = []
+
+    def lever(moment):
+        return type(moment, (Lever,), {moment: lambda self, run: seen.append(moment)})()
+
+    order = ["unscale_gradients", "average_gradients", "clip_gradients", "before_step"]
+    Levers([lever(moment) for moment in reversed(order)]).finish_gradients(None)
+    assert seen == order
 
 
 def test_an_overflow_skips_the_update_and_lowers_the_scale_of_its_block():
@@ -154,8 +160,8 @@ def test_what_does_not_fit_is_refused():
         run({}, precision="amp_bf16", device="gpu") if torch.cuda.is_available() else _wrap_under("amp_bf16")
     with pytest.raises(ValueError, match="least <= start <= most"):
         ResblockGradScaling(Task(), start=5.0)
-    with pytest.raises(ValueError, match="Linear has no blocks; it is for models whose blocks are"):
-        ResblockGradScaling(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="PlainTask has no blocks; it is for models whose blocks are"):
+        ResblockGradScaling(PlainTask())
     other = Task()
     other.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="Task has blocks of Linear without a residual branch"):
@@ -170,6 +176,4 @@ def test_what_does_not_fit_is_refused():
 
 def _wrap_under(precision):
     """Composer itself refuses 16-bit precisions on a CPU."""
-    from composer.core import Precision
-
-    ResblockGradScaling(Task())._wrap(type("State", (), {"precision": Precision(precision)})())
+    ResblockGradScaling(Task()).change_modules(SimpleNamespace(precision=precision))

@@ -9,10 +9,10 @@ from composer.utils import reproducibility
 
 
 class Generators(Callback):
-    """Restores every rank's generators at the first batch after a resume.
+    """Restores the random number generators of every rank at the first batch after a resume.
 
-    Composer saves them too, but restores them while it skips the batches that were seen already. It skips none where
-    the data set finds its own place, as StreamingDataset does: noise and timesteps would be drawn from a new start.
+    Composer saves them too, but restores them while it skips the batches that were seen already. It skips none if the
+    data set finds its own position, as StreamingDataset does; noise and timesteps would then be drawn from new seeds.
     """
 
     def __init__(self) -> None:

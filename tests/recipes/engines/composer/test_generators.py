@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from callbacks.generators import Generators
+from recipes.engines.composer.generators import Generators
 
 
 def draw():

@@ -1,0 +1,121 @@
+"""The base class of every model that a recipe can train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Task(nn.Module):
+    """A model together with its training loss: everything that trainers, levers, callbacks and exports ask of a model.
+
+    A task knows no trainer, no config and no device. A subclass defines `eval_names`, `forward`, `evaluate`, `export`
+    and `load_export`. The other members have defaults that fit a model without the feature in question.
+
+    Example::
+
+        class Regression(Task):
+            eval_names = ("loss",)
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(3, 1)
+
+            def forward(self, batch):
+                return {"total": self.evaluate(batch)["loss"].mean()}
+
+            def evaluate(self, batch):
+                return {"loss": (self.layer(batch["x"]) - batch["y"]).square().mean(1)}
+
+    Attributes:
+        eval_names: names of those results of `evaluate` that are averaged over a validation set and logged.
+        entry_points: names of the methods, besides `forward` and `evaluate`, through which callers run the network,
+            such as `denoise`, `sample` or `reconstruct`. FSDP gathers the parameters for calls of these methods too.
+        scheduled: names of scalar buffers that the `scheduled_value` callback may set in the course of a run.
+        compares_samples: whether the loss compares the samples of a microbatch with each other, as contrastive losses
+            do. The size of the microbatch is then part of what is learned, and is never chosen automatically.
+        codes: size of the codebook if `evaluate` also returns `codes`, the codes of each sample; otherwise None.
+        exports_average_beside: whether an export holds the averaged weights in a folder beside the raw ones
+            (`export_average` writes them). If False, averaged weights take the place of the raw ones.
+    """
+
+    eval_names: tuple[str, ...] | list[str] = ()
+    entry_points: tuple[str, ...] = ()
+    scheduled: tuple[str, ...] = ()
+    compares_samples: bool = False
+    codes: int | None = None
+    exports_average_beside: bool = False
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The training losses of a batch.
+
+        Args:
+            batch: tensors by name, with the sample as their first dimension B.
+
+        Returns:
+            Scalars by name. `total` is minimised; the others are detached and only logged.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The validation results of each sample, without gradients and without the global random generator.
+
+        Args:
+            batch: as in `forward`.
+
+        Returns:
+            One tensor of shape (B,) per name in `eval_names`. Further tensors, for callbacks, may have other shapes.
+        """
+        raise NotImplementedError
+
+    def requirements(self) -> dict[str, Any]:
+        """What the manifest of the training data must say, such as the number of latent channels.
+
+        An empty dict, the default, is for models that train on images and captions, which have no manifest.
+        """
+        return {}
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules that FSDP shards and `compile` compiles one by one, each called through its `forward`.
+
+        Empty by default: FSDP can then only shard the model as a whole.
+        """
+        return []
+
+    def recomputed_blocks(self) -> list[nn.Module]:
+        """The modules whose activations activation checkpointing recomputes, one by one. By default `blocks()`."""
+        return self.blocks()
+
+    def forward_flops(self) -> float | None:
+        """FLOPs of the forward pass of one sample, counting a multiply-add as 2; None: use PyTorch's counter."""
+        return None
+
+    def export(self, folder: Path) -> None:
+        """Write the weights into `folder`, which exists, in a format that other programs open without unpickling."""
+        raise NotImplementedError
+
+    def export_average(self, folder: Path) -> None:
+        """Write the averaged weights beside the raw ones; called while the model holds the averaged weights.
+
+        Only called if `exports_average_beside` is True.
+        """
+        raise NotImplementedError
+
+    def export_record(self) -> dict[str, Any]:
+        """What export.json says of the model, so that recipes/generate.py can open the export.
+
+        Models that generate images from captions return `family`, the name of their package in `recipes/models`, and
+        `network`, the folder of the trained network in the export. The default is an empty dict.
+        """
+        return {}
+
+    def load_export(self, folder: Path) -> None:
+        """Load the weights of a folder that `export` wrote, strictly.
+
+        Raises:
+            FileNotFoundError: the folder holds no such weights.
+            ValueError: the tensors are not those of this model.
+        """
+        raise NotImplementedError
