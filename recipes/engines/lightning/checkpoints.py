@@ -1,7 +1,7 @@
 """Checkpoints of a Lightning run: when they are due, where they lie, and how a run goes on from one.
 
 A full checkpoint is one file. A sharded one is a folder, in which each rank writes its part of the weights and the
-optimizer's state, and the first rank everything else. `recipes.engines.lightning.checkpoint_format` says what is in them.
+optimizer's state, and the first rank everything else; see `recipes.engines.lightning.checkpoint_format`.
 """
 
 from __future__ import annotations

@@ -139,9 +139,12 @@ class BetweenBatches(pl.Callback):
         if not self._eval_due(self._run.clock) or not self._labels:
             return
         trainer = self._trainer
-        trainer.validating = True  # as Lightning's training loop does before it runs this loop
+        # As Lightning's training loop does around this loop.
+        first = trainer._logger_connector._first_loop_iter
+        trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
+        trainer._logger_connector._first_loop_iter = first
 
     def on_validation_batch_start(
         self,
