@@ -1,10 +1,10 @@
-"""Pictures a second that the encoders take: VAE, text encoder, and both, without reading or writing.
+"""Images per second of the encoders: VAE, text encoder, and both, without reading or writing.
 
     python benchmarks/encode.py                     # small networks on a CPU, Stable Diffusion 2's on a GPU
     python benchmarks/encode.py --size sd2 --batch 64
 
-Weights are random (the time does not depend on them). Goals on one H200 in half precision, VAE alone: 1,650 pictures/s
-at 256 x 256 and 400 at 512 x 512.
+The weights are random, since the time does not depend on them. Goals for the VAE alone, on one H200 in half precision:
+1,650 images/s at 256 x 256 and 400 images/s at 512 x 512.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.reporting import write_results
 from recipes.encoders.text import open_clip_text
 from recipes.encoders.vae import kl_vae
 
-# The published configurations; the picture tower of the text encoder is cut to nothing, it is never used.
+# The published configurations. The image tower that comes with the text encoder is as small as can be: it is not used.
 VAES = {
     "sd2": {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32},
     "small": {"block_out_channels": (16, 32, 32, 32), "layers_per_block": 1, "norm_num_groups": 8},
@@ -41,7 +41,7 @@ VISION = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}
 
 
 def write_encoders(vae: dict[str, Any], text: dict[str, Any], folder: Path) -> None:
-    """Random weights of such networks, in the formats that the encode job reads: vae/ and text/."""
+    """Writes networks with random weights to FOLDER/vae and FOLDER/text, in the formats that the encode job reads."""
     torch.manual_seed(0)
     AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -60,7 +60,7 @@ def write_encoders(vae: dict[str, Any], text: dict[str, Any], folder: Path) -> N
 
 
 def rate(work, count: int, seconds: float, device: torch.device) -> float:
-    """Items a second of `work`, which handles `count` at once, after a warm-up."""
+    """Items per second of `work`, which handles `count` items per call, after a warm-up."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -82,9 +82,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(VAES), default="sd2" if gpu else "small")
     parser.add_argument("--resolutions", type=int, nargs="+", default=[256, 512] if gpu else [64, 128])
-    parser.add_argument("--batch", type=int, default=64 if gpu else 8, help="pictures at once")
+    parser.add_argument("--batch", type=int, default=64 if gpu else 8, help="images per batch")
     parser.add_argument("--precision", choices=["fp16", "bf16", "fp32"], default="fp16" if gpu else "fp32")
-    parser.add_argument("--seconds", type=float, default=10.0 if gpu else 3.0, help="time of each measurement")
+    parser.add_argument("--seconds", type=float, default=10.0 if gpu else 3.0, help="seconds per measurement")
     options = parser.parse_args()
     device = torch.device("cuda" if gpu else "cpu")
     torch.backends.cudnn.benchmark = True  # as the encode job does

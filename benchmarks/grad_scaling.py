@@ -38,7 +38,7 @@ from benchmarks.baseline import Losses
 from benchmarks.reporting import write_results
 from callbacks.charts import DPI, write_chart
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
 FULL, ONE, EACH = "32 bits", "fp16, one scale", "fp16, a scale a block"
@@ -88,7 +88,7 @@ def train(options: argparse.Namespace, span: float, algorithm: str | None, outpu
         "callbacks.scales=" + ("{name: gradient_scales}" if algorithm else "null"),
         *options.changes,
     ]
-    recipe = load(ROOT / "yamls" / "openmoji_dalle.yaml", changes, Recipe)
+    recipe = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", changes, Recipe)
     recipe.callbacks = {name: recipe.callbacks[name] for name in ("exponents", "scales") if name in recipe.callbacks}
     recipe.loggers = {}
     trainer = build_trainer(recipe)

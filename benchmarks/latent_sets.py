@@ -41,9 +41,10 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
     """
     from precompute.config import EncodeConfig
     from precompute.job import run
-    from precompute.work import EncodedSet, Rank
+    from precompute.output import OutputSet
+    from precompute.ranks import Rank
     from recipes.config.build import build
-    from recipes.config.recipe import load
+    from recipes.config.recipe import load_config
 
     (folder / "encoders").mkdir(parents=True)
     write_encoders(encoders.vae, encoders.text, folder / "encoders")
@@ -58,9 +59,9 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
         **encoder_components(folder, gpu),
     }
     (folder / "encode.yaml").write_text(yaml.safe_dump(values))
-    config = load(folder / "encode.yaml", [], EncodeConfig)
+    config = load_config(folder / "encode.yaml", [], EncodeConfig)
     sources = build(config.sources)
-    sets = {"train": EncodedSet(f"{config.out}/train", sources["train"].shards())}
+    sets = {"train": OutputSet(f"{config.out}/train", sources["train"].shards())}
     run(config, sources, sets, Rank())
     _write_pictures(folder, resolutions, build(config.sources)["train"], build(config.text_encoder).tokenize)
 

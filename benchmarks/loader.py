@@ -41,7 +41,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.reporting import write_results
 from data.latents import LatentDataset
 from data.reading import PREFETCH, key_seed
-from precompute.writer import Columns, Encoded, ShardWriter, Storage
+from precompute.columns import LatentColumns
+from precompute.writer import EncodedSample, ShardWriter, Storage
 
 RESOLUTION = 256
 LATENT = (4, 32, 32)
@@ -54,7 +55,7 @@ VALUES_IN_A_PAGE = 2048
 def write(folder: Path, samples: int, shard_size: str, seed: int = 0) -> None:
     """folder/mds as precompute/encode.py writes it, folder/tars, folder/files: the same samples."""
     rng = np.random.default_rng(seed)
-    columns = Columns({RESOLUTION: LATENT}, TEXT)
+    columns = LatentColumns({RESOLUTION: LATENT}, TEXT)
     mds = ShardWriter(folder / "mds", "all", columns, Storage(shard_size), {})
     (folder / "tars").mkdir()
     (folder / "files").mkdir()
@@ -70,7 +71,7 @@ def write(folder: Path, samples: int, shard_size: str, seed: int = 0) -> None:
         row = {"key": key, "caption": f"a photograph of {number} things", "width": 512, "height": 512}
         row |= {f"{name}_{RESOLUTION}": arrays[name] for name in ("mean", "std")}
         row |= {"text": arrays["text"], f"crop_{RESOLUTION}": np.array([0, 0, 512, 512], np.int32)}
-        mds.add(number, Encoded(row, {RESOLUTION: np.zeros((3, LATENT[0]))}))
+        mds.add(number, EncodedSample(row, {RESOLUTION: np.zeros((3, LATENT[0]))}))
         tars.write({"__key__": key, **{f"{name}.npy": array for name, array in arrays.items()}})
         for name, array in arrays.items():
             np.save(folder / "files" / f"{key}.{name}.npy", array)

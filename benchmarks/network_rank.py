@@ -37,7 +37,7 @@ from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.powersgd.wire import bytes_sent
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32
 from recipes.config.build import build_on_meta
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
 
@@ -66,7 +66,7 @@ class Steps(Callback):
 def recipe_of(settings: Settings, variant: Variant, folder: Path) -> Recipe:
     """yamls/openmoji_dalle.yaml at the settings' size, on tokens that mean nothing, with nothing beside training."""
     batches = settings.warm_up + settings.steps + 1
-    recipe = load(
+    recipe = load_config(
         ROOT / "yamls" / "openmoji_dalle.yaml",
         [
             *settings.model,

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import baseline
 from benchmarks.reporting import write_results
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
 FULL, LOW = "32-bit norms", "low-precision norms"
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"seed": seed}
         for name, change in changes_of(gpu).items():
             with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as log:
-                recipe = load(
+                recipe = load_config(
                     ROOT / "yamls" / "openmoji_diffusion.yaml",
                     [
                         f"data.streams.train.path={options.latents}/train",

@@ -31,7 +31,7 @@ from benchmarks.plots import chart, save
 from benchmarks.reporting import write_results
 from benchmarks.steady import let_go, on_first_rank, run_steady, say
 from recipes.config.build import build_on_meta
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
 OPENMOJI = ROOT / "runs" / "openmoji"
@@ -64,7 +64,7 @@ class Losses(Callback):
 
 def recipe_of(options: argparse.Namespace, folder: str, changes: list[str]) -> Recipe:
     """The shipped recipe with nothing beside training."""
-    recipe = load(
+    recipe = load_config(
         ROOT / "yamls" / "openmoji_dalle.yaml",
         [
             f"data.streams.train.path={options.tokens}/train",

@@ -41,7 +41,8 @@ from benchmarks.reporting import write_results
 from data.bpe import Vocabulary, train
 from data.reading import PREFETCH, shared_blocks
 from data.tokens import NO_TOKEN, TokenDataset
-from precompute.writer import Encoded, ShardWriter, Storage, TokenColumns
+from precompute.columns import TokenColumns
+from precompute.writer import EncodedSample, ShardWriter, Storage
 
 RESOLUTION = 256
 GRID = 32 * 32
@@ -72,7 +73,7 @@ def write(folder: Path, texts: list[str], shard_size: str) -> None:
         row: dict[str, Any] = {"key": f"{number:09d}", "caption": text, "width": 512, "height": 512}
         row[f"crop_{RESOLUTION}"] = np.zeros((CROPS, 4), np.float32)
         row[f"tokens_{RESOLUTION}"] = rng.integers(0, CODES, (CROPS, GRID), dtype=np.uint16)
-        writer.add(number, Encoded(row, {}))
+        writer.add(number, EncodedSample(row, {}))
     writer.end(len(texts))
     writer.finish()
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.encode import TEXTS, VAES, VISION
 from benchmarks.latent_sets import Encoders
 from recipes.config.build import build_on_meta
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.encoders.text import Tower
 from recipes.models.latent_diffusion.unet import UNet
 
@@ -70,9 +70,9 @@ def recipe_with(
         batch: samples a step, over all ranks.
         microbatch: samples that a device takes at once; None: all.
         callbacks: which of the YAML's are kept.
-        missing: as of `recipes.config.recipe.load`.
+        missing: as of `recipes.config.recipe.load_config`.
     """
-    recipe = load(
+    recipe = load_config(
         ROOT / "yamls" / "sd2_base.yaml",
         [
             *size.model,

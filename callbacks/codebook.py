@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.log import log
+from recipes.models.task import Task
 from recipes.training import ranks
 from recipes.training.callback import Callback
 from recipes.training.run import Run
@@ -18,12 +19,12 @@ class Codebook(Callback):
     frequencies: the number of equally frequent codes that would carry as much information.
     """
 
-    def __init__(self, task: nn.Module, run_name: str) -> None:
+    def __init__(self, task: Task, run_name: str) -> None:
         """
         Raises:
             ValueError: the model has no codebook.
         """
-        if not isinstance(getattr(task, "codes", None), int):
+        if task.codes is None:
             raise ValueError(f"codebook: a {type(task).__name__} has no codes to count")
         self.codes = task.codes
         self.run_name = run_name

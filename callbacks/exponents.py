@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from callbacks.charts import DPI, write_chart
@@ -22,6 +22,7 @@ from data.files import write_json
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
 from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9
+from recipes.models.task import Task
 from recipes.training import ranks
 from recipes.training.callback import Callback
 from recipes.training.clock import Interval
@@ -43,7 +44,7 @@ class Exponents(Callback):
     batches that are counted.
     """
 
-    def __init__(self, task: nn.Module, output: str, *, every: Duration = "100ba", log2_scale: float = 13.0) -> None:
+    def __init__(self, task: Task, output: str, *, every: Duration = "100ba", log2_scale: float = 13.0) -> None:
         """
         Args:
             every: interval; the gradients counted are those of the next batch.

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.bpe import copy_vocabulary
+from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.files import atomic_folder, write_json
 from data.loading import Loading
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
+from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.ranks import is_first_rank
 from recipes.training.run import Run
@@ -35,11 +36,11 @@ class Export(PeriodicCallback):
 
     def __init__(
         self,
-        task: nn.Module,
+        task: Task,
         run_name: str,
         output: str,
         loading: Loading,
-        blank: Callable[[], nn.Module],
+        blank: Callable[[], Task],
         average: ScheduledEMA | None,
         *,
         every: Duration | None = None,
@@ -81,9 +82,17 @@ class Export(PeriodicCallback):
         if complete:
             log.info(f"weights: {self.folder}")
 
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The weights that it writes, see `data.cost`."""
+        size = FLOAT * plan.parameters
+        both = plan.averaged and plan.task.exports_average_beside
+        what = f"{size_text(size)} of weights" + (f", {size_text(2 * size)} with the averaged ones" if both else "")
+        return Cost(files=Files(args["every"], what, f"{plan.output}/export"))
+
     def _gathered(
         self, average: Callable[[], AbstractContextManager] | None
-    ) -> tuple[nn.Module, Callable[[], AbstractContextManager] | None]:
+    ) -> tuple[Task, Callable[[], AbstractContextManager] | None]:
         """A whole task in the first rank's host memory, and how it gets averaged weights. Every rank must call it."""
         raw = whole_weights(self.task)
         if average is not None:
@@ -106,7 +115,7 @@ class Export(PeriodicCallback):
 
 
 def export(
-    task: nn.Module,
+    task: Task,
     loading: Loading,
     folder: Path,
     record: dict[str, Any],
@@ -116,7 +125,7 @@ def export(
     """Write a task's weights, and beside them what generation from them needs.
 
     Args:
-        task: has `export(folder)`, and `export_average(folder)` if both kinds of weights belong in one folder.
+        task: its `exports_average_beside` says whether both kinds of weights belong in one folder.
         loading: its training data; the manifest of an encoded set, its null caption or vocabulary, and encoders that
             are local folders are copied too.
         folder: an old export in it is replaced when the new one is complete.
@@ -125,13 +134,14 @@ def export(
         average: makes a context in which the task has its averaged weights; None: there are none.
     """
     with atomic_folder(folder) as new:
-        if average is not None and hasattr(task, "export_average"):
+        if average is not None and task.exports_average_beside:
             task.export(new)
             with average():
                 task.export_average(new)
         else:
             with nullcontext() if average is None else average():
                 task.export(new)
+        record = {**record, **task.export_record()}
         if loading.manifest is not None:
             loading.manifest.write(new)
             if loading.null_text is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from recipes.models.task import Task
 from recipes.training.modes import evaluation_mode
 
 
 @torch.no_grad()
-def flops_per_sample(task: nn.Module, batch: dict[str, Tensor]) -> float:
+def flops_per_sample(task: Task, batch: dict[str, Tensor]) -> float:
     """FLOPs of the forward pass per sample; a multiply-add counts as 2.
 
     The random number generators of the batch's devices are left as they were.
@@ -19,7 +20,7 @@ def flops_per_sample(task: nn.Module, batch: dict[str, Tensor]) -> float:
         task: called with a batch, unless its `forward_flops()` knows the number.
         batch: tensors whose first dimension is the sample.
     """
-    known = task.forward_flops() if hasattr(task, "forward_flops") else None
+    known = task.forward_flops()
     if known is not None:
         return known
     # Two samples, because one would be an edge case for contrastive losses and batch statistics.

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from callbacks.averaged import averaged
+from data.cost import Cost, Files, Plan, count_text
 from data.image_grid import picture_grid, save_png, to_uint8
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
+from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.modes import evaluation_mode
 from recipes.training.ranks import from_first_rank, is_first_rank
@@ -28,7 +29,7 @@ class PromptGrid(PeriodicCallback, ABC):
 
     def __init__(
         self,
-        task: nn.Module,
+        task: Task,
         output: str,
         average: ScheduledEMA | None,
         prompts: list[str],
@@ -57,6 +58,12 @@ class PromptGrid(PeriodicCallback, ABC):
         self.columns = columns
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The grids that it writes, see `data.cost`."""
+        what = f"a grid of {count_text(len(args['prompts']), 'image')}"
+        return Cost(files=Files(args["every"], what, f"{plan.output}/samples"))
 
     @abstractmethod
     def prepare(self) -> tuple[Any, torch.Tensor]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.cost import Cost, Files, Plan
 from data.image_grid import picture_grid, save_png, to_uint8
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.models.kl_autoencoder.task import to_signed
+from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.modes import evaluation_mode
 from recipes.training.ranks import is_first_rank
@@ -28,7 +30,7 @@ class Reconstructions(PeriodicCallback):
 
     def __init__(
         self,
-        task: nn.Module,
+        task: Task,
         output: str,
         average: ScheduledEMA | None,
         *,
@@ -39,8 +41,13 @@ class Reconstructions(PeriodicCallback):
         Args:
             every: interval; null: only the end of the run, when a grid is always written.
             pictures: number of images.
+
+        Raises:
+            ValueError: the model reconstructs no images.
         """
         super().__init__(every)
+        if "reconstruct" not in task.entry_points:
+            raise ValueError(f"reconstructions: a {type(task).__name__} reconstructs no images; remove the callback")
         self.task = task
         self.folder = Path(output, "reconstructions")
         self.average = average
@@ -50,6 +57,11 @@ class Reconstructions(PeriodicCallback):
     def before_forward(self, run: Run) -> None:
         if self.originals is None:  # the same images in every grid, so that grids can be compared
             self.originals = run.batch["image"][: self.pictures].clone()
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The grids that it writes, see `data.cost`."""
+        return Cost(files=Files(args["every"], "a grid of images", f"{plan.output}/reconstructions"))
 
     @torch.no_grad()
     def act(self, run: Run) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -11,7 +11,7 @@ from callbacks.prompt_grid import PromptGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
-from recipes.models.latent_diffusion.samplers import initial_noise, make_scheduler, sample
+from recipes.models.latent_diffusion.objective import seeded_noise
 from recipes.models.latent_diffusion.task import LatentDiffusion
 
 
@@ -34,7 +34,7 @@ class SampleGrid(PromptGrid):
         seed: int = 0,
         steps: int = 25,
         guidance: float = 5.0,
-        sampler: Literal["ddim", "dpm++"] = "dpm++",
+        sampler: str | None = None,
         columns: int | None = None,
         batch: int = 16,
     ) -> None:
@@ -46,7 +46,7 @@ class SampleGrid(PromptGrid):
             seed: the noise of the i-th image is drawn from seed + i.
             steps: network evaluations per image.
             guidance: scale of classifier-free guidance; 1 for none.
-            sampler: the solver.
+            sampler: one of the objective's samplers, such as dpm++ or ddim; null: its default.
             columns: images per row; null: as many as make the grid nearest to a square.
             batch: number of images sampled at once.
         """
@@ -56,7 +56,7 @@ class SampleGrid(PromptGrid):
         self.seed = seed
         self.steps = steps
         self.guidance = guidance
-        self.sampler = sampler
+        self.sampler = task.objective.check_sampler(sampler)
         self.batch = batch
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
@@ -68,21 +68,20 @@ class SampleGrid(PromptGrid):
         """Latents (B, C, H, W); see `PromptGrid.draw`."""
         device = next(self.task.parameters()).device
         shape = self.loading.manifest.latent_shape(self.loading.resolution)
-        noise = initial_noise([self.seed + i for i in range(len(self.prompts))], shape)
+        noise = seeded_noise([self.seed + i for i in range(len(self.prompts))], shape)
         null_text = self.loading.null_text.to(device, torch.float32)
-        scheduler_config = self.task.scheduler_config()
         latents = []
         for start in range(0, len(self.prompts), self.batch):
             part = slice(start, start + self.batch)
             latents.append(
-                sample(
+                self.task.objective.sample(
                     self.task.denoise,
-                    make_scheduler(self.sampler, scheduler_config),
                     noise[part].to(device),
                     self.text[part].to(device, torch.float32),
                     null_text,
                     self.steps,
                     self.guidance,
+                    sampler=self.sampler,
                 )
             )
         return latents

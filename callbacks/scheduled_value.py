@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torch import nn
-
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from recipes.models.task import Task
 from recipes.training.callback import Callback
 from recipes.training.clock import Clock
 from recipes.training.run import Run
@@ -23,7 +22,7 @@ class ScheduledValue(Callback):
 
     def __init__(
         self,
-        task: nn.Module,
+        task: Task,
         *,
         value: str,
         start: float,
@@ -42,9 +41,8 @@ class ScheduledValue(Callback):
         Raises:
             ValueError: the model has no such value.
         """
-        known = getattr(task, "scheduled", ())
-        if value not in known:
-            names = ", ".join(known) or "none"
+        if value not in task.scheduled:
+            names = ", ".join(task.scheduled) or "none"
             raise ValueError(f"scheduled_value: the model has no value `{value}` to be scheduled; it has: {names}")
         self.task = task
         self.value = value

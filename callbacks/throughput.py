@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import nn
 
 from callbacks.communication import CommunicationProfile
 from callbacks.flops import flops_per_sample
@@ -14,6 +13,7 @@ from callbacks.step_timer import StepTimer
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.models.task import Task
 from recipes.training.callback import Callback
 from recipes.training.clock import Interval
 from recipes.training.ranks import world_size
@@ -37,7 +37,7 @@ class Throughput(Callback):
 
     def __init__(
         self,
-        task: nn.Module,
+        task: Task,
         average: ScheduledEMA | None,
         *,
         window: int = 50,

@@ -15,7 +15,8 @@ from typing import Any
 def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which is renamed to it when the block ends without an error.
 
-    The folder is created where it is missing. After an error nothing is left: `path` is as it was before.
+    The folder is created where it is missing. After an error nothing is left: `path` is as it was before. Processes of
+    several machines may write the same file at the same time; the last one wins.
 
     Example::
 
@@ -23,9 +24,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
             picture.save(partial, format="PNG")
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         yield partial
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())  # on disk before it has its name: no empty file after a power failure
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

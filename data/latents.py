@@ -8,12 +8,21 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from data.cost import Cost, Plan, with_cost
 from data.encoded_sets import manifests_of
+from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
 from data.reading import EncodedDataset, key_seed, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
 
 
+def latents_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """The size of an epoch, see `data.cost`."""
+    sets = [(encoded.local, encoded.options["repeat"]) for encoded in plan.build(args["streams"]).values()]
+    return Cost(epoch=epoch_of("latents", sets, args, plan.task.requirements()))
+
+
+@with_cost(latents_cost)
 def latents(
     placement: Placement,
     requirements: dict[str, Any],

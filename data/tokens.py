@@ -12,7 +12,9 @@ import torch
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
 from data.bpe import Vocabulary, check_text
+from data.cost import Cost, Plan, with_cost
 from data.encoded_sets import manifests_of
+from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
 from data.reading import EncodedDataset, open_loader, shared_blocks, streams_of
 from data.shared_batches import Specs
@@ -21,6 +23,16 @@ NO_TOKEN = -1  # behind the last token of a caption
 POWERS_OF_TEN = frozenset(10**digits for digits in range(12))
 
 
+def tokens_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """The size of an epoch, see `data.cost`. The vocabulary may not have been made yet."""
+    path = Path(args["vocabulary"])
+    bpe = Vocabulary.read(path) if path.is_file() else None
+    needs = check_text(plan.task.requirements(), args["positions"], bpe)
+    sets = [(encoded.local, encoded.options["repeat"]) for encoded in plan.build(args["streams"]).values()]
+    return Cost(epoch=epoch_of("tokens", sets, args, needs))
+
+
+@with_cost(tokens_cost)
 def tokens(
     placement: Placement,
     requirements: dict[str, Any],

@@ -1,17 +1,18 @@
-"""Write docs/recipes.md from the code: every section and component with its keys.
+"""Write docs/recipes.md from the code: every section and every component with its keys.
 
 python docs/make_recipes.py --out docs/recipes.md
 """
 
 import argparse
-import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.files import write_text
 from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.config.command_line import groups_of, signatures
 from recipes.config.components import COMPONENTS
@@ -21,12 +22,13 @@ from recipes.config.schema import Signature, read_section, subsections
 INTRODUCTION = """\
 # Recipes
 
-*Made from the code by `make docs`: edit the docstrings, or the first part in `docs/make_recipes.py`.*
+*This page is generated from the code by `make docs`. To change it, edit the docstrings, or the first section in
+`docs/make_recipes.py`.*
 
 ## How a config works
 
-A recipe is a YAML. Its fixed keys are listed below, with their defaults. Its components (the model, the data, a
-callback) are written `{name: ..., arguments}`:
+A recipe is a YAML file. Its fixed keys are listed below with their defaults. Its components, such as the model, the
+data or a callback, are written `{name: ..., arguments}`:
 
 ```yaml
 optimizer: {name: adamw, lr: 1e-4}
@@ -34,45 +36,50 @@ callbacks:
   progress: {name: progress, seconds: 30}
 ```
 
-A run takes a YAML, and `key.sub=value` to change it. What follows `=` is read as YAML:
+A run takes a YAML file, and overrides of the form `key.sub=value`. The value is read as YAML:
 
 ```bash
 composer recipes/train.py yamls/openmoji_vae.yaml training.duration=1200ba optimizer.lr=1e-3
 composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompts=[a red fox, a blue cube]'
 ```
 
-- `--help` lists the keys; `--dry-run` builds the model without memory for its weights, and prints its size, the
-  arithmetic of batches, and what would be written:
+- `--help` lists the keys. `--print-config` prints the resolved config. `--dry-run` builds the model without allocating
+  memory for its weights, and prints its size, the memory on each device, how batches are divided, how much is sent
+  between devices, and what would be written:
 
   ```bash
   python recipes/train.py --help
+  python recipes/train.py yamls/sd2_base.yaml --print-config
   python recipes/train.py yamls/sd2_base.yaml --dry-run
   ```
 
-- Every key is checked before anything is built. A misspelled one is named with its full path and the nearest that
-  there is; all errors are reported at once, each on a line.
-- Given another name, a component starts without the arguments of the one it replaces; the order on the command line
-  does not matter:
+- All keys are checked before anything is built. The message for a misspelled key gives its full path and the most
+  similar allowed key. All errors are reported at once, one line each.
+- A component that is given another name does not keep the arguments of the component that it replaces. The order of
+  overrides on the command line does not matter:
 
   ```bash
   composer recipes/train.py yamls/openmoji_vae.yaml schedule.name=constant schedule.warmup=100ba
   ```
 
-- Callbacks, algorithms, loggers, validation sets and sources have labels, which a YAML chooses. `null` removes one,
-  a new label adds one:
+- Callbacks, algorithms, loggers, validation sets and sources have labels. In the YAML files of this repository, the
+  label of a component is its name, unless a recipe has two components of the same name. `null` removes a label, and a
+  new label adds a component:
 
   ```bash
   composer recipes/train.py yamls/openmoji_vae.yaml callbacks.reconstructions=null \\
       'loggers.wandb={name: wandb, project: precompose}'
   ```
 
-- `base: other.yaml`, a path from this YAML's folder, starts from that one and overrides its keys. Lists are replaced
-  whole.
-- `${training.duration}` repeats the value of another key. A text that holds `${` itself is written `\\${`.
-- A *duration* is a number and a unit: `500ba` batches, `2ep` epochs, `1000sp` samples, `0.25dur` a share of the run.
-- An *existing path* is checked before the run starts; relative ones begin in the folder that the command runs in. A
+- `training.engine` selects the library whose trainer runs the recipe: `composer` or `lightning`.
+- `base: other.yaml`, a path relative to this YAML file, inherits the keys of that file, which this one may override.
+  Lists are replaced as a whole.
+- `${training.duration}` inserts the value of another key. A text that contains `${` itself is written `\\${`.
+- A *duration* is a number and a unit: `500ba` batches, `2ep` epochs, `1000sp` samples, `0.25dur` a fraction of the run.
+- An *existing path* is checked before the run starts. Relative paths start in the folder in which the command is run. A
   *hub id* has the form `owner/name`.
-- The resolved config is printed and saved as `config.yaml` in the run's folder. It is a recipe itself.
+- A run opens with ten lines on its model, data, batches and length. It saves the resolved config as `config.yaml` in
+  its output folder. That file is itself a recipe.
 """
 
 
@@ -95,25 +102,30 @@ SCRIPTS = {
 
 
 def title(cls: type) -> str:
-    """A section's description as a heading: "A training run"."""
+    """The description of a config as a heading: "A training run"."""
     return read_section(cls).doc.split(":")[0].rstrip(".")
 
 
 def section_tables(cls: type) -> str:
-    """A table of a config's own keys, and one for each of its sections."""
-    signature = read_section(cls)
+    """One table of the config's own keys, and one per section."""
+    doc = read_section(cls).doc
+    return ("" if doc == f"{title(cls)}." else f"{doc}\n\n") + "\n".join(key_tables(cls, ""))
+
+
+def key_tables(cls: type, prefix: str) -> Iterator[str]:
+    """The table of a section's own keys, then the tables of the sections inside it."""
     inner = subsections(cls)
-    own = {name: p for name, p in signature.parameters.items() if name not in inner}
-    doc = "" if signature.doc == f"{title(cls)}." else f"{signature.doc}\n\n"
-    parts = [f"{doc}{table(Signature(own, ''), 'key')}"]
-    parts += [
-        f"`{name}`: {read_section(c).doc}\n\n{table(read_section(c), 'key', f'{name}.')}" for name, c in inner.items()
-    ]
-    return "\n".join(parts)
+    parameters = read_section(cls).parameters
+    own = {name: p for name, p in parameters.items() if name not in inner or p.allows_null}
+    yield table(Signature(own, ""), "key", prefix)
+    for name, section in inner.items():
+        first, *rest = key_tables(section, f"{prefix}{name}.")
+        yield f"`{prefix}{name}`: {read_section(section).doc}\n\n{first}"
+        yield from rest
 
 
 def group_list() -> str:
-    """Every group, linked, with the names in it and the script that takes it."""
+    """One line per group of components: a link, the scripts that use the group, and the names of its components."""
     lines = []
     for group, names in COMPONENTS.items():
         scripts = ", ".join(f"`{script}`" for cls, script in SCRIPTS.items() if group in groups_of(cls))
@@ -122,14 +134,14 @@ def group_list() -> str:
 
 
 def component_text(target: str, name: str, signature: Signature) -> str:
-    """A component's description and its arguments."""
+    """The description of a component and a table of its arguments."""
     file = target.split(":")[0].replace(".", "/") + ".py"
     arguments = table(signature, "argument") if signature.parameters else "No arguments.\n"
     return f"#### `{name}`\n\n{escaped(signature.doc)} ([source](../{file}))\n\n{arguments}"
 
 
 def table(signature: Signature, first: str, prefix: str = "") -> str:
-    """Keys with type, default and meaning."""
+    """A table of keys with their types, defaults and meanings."""
     rows = [f"| {first} | type | default | meaning |", "| --- | --- | --- | --- |"]
     for p in signature.parameters.values():
         default = "required" if p.required else f"`{p.default}`"
@@ -140,7 +152,7 @@ def table(signature: Signature, first: str, prefix: str = "") -> str:
 
 
 def escaped(text: str) -> str:
-    """Text whose <names>, outside of backticks, Markdown would take for HTML."""
+    """Escape <names> outside of backticks, which Markdown would take for HTML."""
     parts = text.split("`")
     return "`".join(part if number % 2 else part.replace("<", r"\<") for number, part in enumerate(parts))
 
@@ -149,9 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write docs/recipes.md from the code.")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     out = parser.parse_args().out
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    partial.write_text(document(), encoding="utf-8")
-    partial.replace(out)
+    write_text(out, document())
     print(f"wrote {out}")
 
 

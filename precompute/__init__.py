@@ -1,1 +1,1 @@
-"""Pictures and captions to latents and text embeddings, offline."""
+"""Encodes images and captions to latents, text embeddings and tokens, offline."""

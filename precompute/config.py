@@ -1,4 +1,4 @@
-"""What the YAML of an encode job may say. Imports nothing heavy."""
+"""The YAML keys of the encode job and of the vocabulary job. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,54 +9,56 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import plain
+from recipes.config.recipe import plain_values
 from recipes.config.schema import Component, ConfigError
 
-# Image encoders that make tokens, known without importing them; all others make latents.
+# Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)
 
 
 @dataclass(kw_only=True)
 class EncodeConfig:
-    """An encode job: sources of pictures with captions to folders of MDS shards."""
+    """An encode job: it reads sources of images with captions and writes folders of MDS shards."""
 
     out: str
-    """Local folder of the result; each source gets its own folder inside, of its label."""
+    """Local folder of the result; each source gets a folder inside it, which has the source's label as its name."""
     sources: dict[str, Annotated[Any, "source"]]
-    """Pictures with captions, by label (train, val, ...)."""
+    """Sources of images with captions, by label (train, val, ...)."""
     filter: Annotated[Any, "filter"] | None = None
-    """Which pictures and captions are taken, the others are set aside with their reason; null: all that can be read."""
+    """Which images and captions are taken; the others are listed in rejected.jsonl with a reason. null takes all that
+    can be read."""
     resolutions: list[int]
-    """Sides of the encoded squares, in pixels; all of them are made from one decoded picture."""
+    """Sides of the encoded squares, in pixels. Each image is decoded once for all of them."""
     crop: Literal["center", "random", "dvae", "transformer"] = "center"
-    """Where the square is taken from. center and random: the largest there is. dvae and transformer: DALL-E's crops for
-    its two models (see data/crops.py), with an image encoder that makes tokens. All but center are drawn once per
-    picture and crop, the same again for the same seed."""
+    """How the square is chosen. center and random: the largest square, at the center or at a random place. dvae and
+    transformer: the crops with which DALL-E's two models are trained (see data/crops.py); they need an image encoder
+    that makes tokens. Random crops are drawn once per image and crop, and are the same for the same seed."""
     crops: int = 1
-    """Crops of each picture that are encoded and stored, of which training takes another one each time. More than one
-    need a crop that is drawn and an image encoder that makes tokens."""
+    """Number of crops per image that are encoded and stored; training draws one of them each time that it
+    reads the sample. More than one needs a random crop and an image encoder that makes tokens."""
     upscale: bool = False
-    """Enlarge pictures smaller than the largest resolution; false sets them aside as too_small."""
+    """Whether to enlarge images that are smaller than the largest resolution; false rejects them as too_small."""
     image_encoder: Annotated[Any, "image_encoder"]
-    """What encodes the pictures."""
+    """The encoder of the images."""
     text_encoder: Annotated[Any, "text_encoder"] | None = None
-    """What encodes the captions; null where the image encoder makes tokens: captions are then encoded in training."""
+    """The encoder of the captions; null where the image encoder makes tokens: captions are then encoded during
+    training."""
     batch: int = 64
-    """Pictures encoded at once, on each device."""
+    """Images per batch, on each device."""
     workers: int = 8
-    """Processes that read, decode and resize, for each device; 0 does it in the encoder's own process."""
+    """Processes per device that read, decode and resize images; 0 does this in the process of the encoders."""
     prefetch: int = 2
-    """Batches that each worker prepares ahead; they lie in shared memory (/dev/shm)."""
+    """Batches that each worker prepares ahead; they are held in shared memory (/dev/shm)."""
     size_limit: str = "64mb"
-    """Largest size of an MDS file before compression, such as 64mb."""
+    """Maximum size of an MDS file before compression, such as 64mb."""
     compression: str | None = None
-    """Compression of the MDS files: zstd, gz, br, bz2 or snappy, with a level such as zstd:7 if wanted."""
+    """Compression of the MDS files: zstd, gz, br, bz2 or snappy, optionally with a level, such as zstd:7."""
     hashes: list[str] = field(default_factory=list)
     """Checksums of the MDS files in the index, such as [xxh64]."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """auto: the GPU of this process's rank where there is one."""
+    """auto: the GPU with the number of this process on its machine, or the CPU where there is no GPU."""
     seed: int = 17
-    """Seed of random crops."""
+    """Seed of the random crops."""
 
     def __post_init__(self) -> None:
         self.filter = self.filter or _default_filter()
@@ -71,27 +73,27 @@ class EncodeConfig:
         require(bool(self.sources), "sources: empty; name at least one, such as train: {name: tars, urls: ...}")
         for label in self.sources:
             safe = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label)
-            require(bool(safe), f"sources.{label}: a label names a folder: letters, digits and _ . - only")
+            require(bool(safe), f"sources.{label}: a label is the name of a folder; use letters, digits and _ . - only")
         require(bool(sizes) and min(sizes) > 0, f"resolutions: {sizes}; give at least one, in pixels")
         require(len(set(sizes)) == len(sizes), f"resolutions: {sizes} names one twice")
         makes, tokens = self.image_encoder.name, self.kind == "tokens"
         require(
             tokens or self.text_encoder is not None,
-            f"text_encoder: missing; `{makes}` makes latents, which are trained on with embedded captions",
+            f"text_encoder: missing; `{makes}` makes latents, which need embedded captions",
         )
         require(
             not tokens or self.text_encoder is None,
-            f"text_encoder: `{makes}` makes tokens, whose captions are encoded in training; remove it",
+            f"text_encoder: `{makes}` makes tokens, whose captions are encoded during training; remove it",
         )
         require(
             tokens or self.crop in ("center", "random"),
             f"crop: {self.crop} is for tokens, `{makes}` makes latents; give center or random",
         )
         require(self.crops >= 1, f"crops: {self.crops}; give 1 or more")
-        require(tokens or self.crops == 1, f"crops: {self.crops}; `{makes}` makes latents, of one crop a picture")
+        require(tokens or self.crops == 1, f"crops: {self.crops}; `{makes}` makes latents, of one crop per image")
         require(
             self.crop != "center" or self.crops <= 1,
-            f"crop: center is the same square for all {self.crops} crops; give one that is drawn, or crops=1",
+            f"crop: center is the same square for all {self.crops} crops; give a random crop, or crops=1",
         )
         require(self.batch >= 1, f"batch: {self.batch}; give 1 or more")
         require(self.workers >= 0, f"workers: {self.workers}; give 0 or more")
@@ -107,35 +109,35 @@ class EncodeConfig:
             raise ConfigError(errors)
 
     def request(self) -> dict[str, Any]:
-        """What determines the encoded values, with digests of the local files that the encoders are read from."""
+        """Everything that determines the encoded values, with digests of the encoders' local files."""
         keys = ["filter", "resolutions", "crop", "upscale", "image_encoder", "text_encoder", "seed"]
         if self.kind == "tokens":
             keys.append("crops")
-        values = {key: plain(getattr(self, key)) for key in keys}
+        values = {key: plain_values(getattr(self, key)) for key in keys}
         encoders = [encoder for encoder in (self.image_encoder, self.text_encoder) if encoder is not None]
         values["files"] = {file: digest for encoder in encoders for file, digest in _digests(encoder).items()}
         return values
 
     @property
     def kind(self) -> str:
-        """What the image encoder makes: latents or tokens."""
+        """What the image encoder makes: "latents" or "tokens"."""
         return "tokens" if self.image_encoder.name in TOKEN_ENCODERS else "latents"
 
 
 @dataclass(kw_only=True)
 class VocabularyConfig:
-    """A BPE vocabulary: the captions of sources to a file of the tokenizers library."""
+    """A vocabulary job: it trains a BPE vocabulary on captions and writes a file of the tokenizers library."""
 
     out: str
-    """File of the result, such as runs/mine/vocabulary.json; its manifest lies beside it."""
+    """File of the result, such as runs/mine/vocabulary.json; its manifest is written beside it."""
     sources: dict[str, Annotated[Any, "source"]]
-    """Pictures with captions, by label; only the captions are read. Leave validation sets out."""
+    """Sources of images with captions, by label; only the captions are used. Leave validation sets out."""
     filter: Annotated[Any, "filter"] | None = None
-    """Which captions are taken, as in the encode job; null: all that can be read."""
+    """Which captions are taken, as in the encode job; null takes all that can be read."""
     entries: int = 16384
-    """Entries of the vocabulary, the 256 bytes included. Fewer captions than give so many are refused."""
+    """Number of entries, the 256 bytes included. It is an error if the captions give fewer."""
     limit: int | None = None
-    """Most captions that are read, from shards in drawn order; null: all."""
+    """Maximum number of captions, read from shards in random order; null reads all."""
     seed: int = 17
     """Seed of that order."""
 
@@ -147,15 +149,15 @@ class VocabularyConfig:
         if not self.sources:
             errors.append("sources: empty; name at least one, such as train: {name: tars, urls: ...}")
         if self.entries <= 256:
-            errors.append(f"entries: {self.entries}; give more than 256, which the bytes alone take")
+            errors.append(f"entries: {self.entries}; give more than 256, which is the number of the bytes alone")
         if self.limit is not None and self.limit < 1:
             errors.append(f"limit: {self.limit}; give 1 or more, or null for all")
         if errors:
             raise ConfigError(errors)
 
     def request(self) -> dict[str, Any]:
-        """What determines the vocabulary."""
-        return {key: plain(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
+        """Everything that determines the vocabulary."""
+        return {key: plain_values(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
 
 
 def _default_filter() -> Component:
@@ -163,7 +165,7 @@ def _default_filter() -> Component:
 
 
 def _digests(encoder: Component) -> dict[str, str]:
-    """sha256 of the config and weights files in local folders that an encoder's arguments name."""
+    """sha256 of the config and weights files in the local folders that an encoder's arguments name, by path."""
     texts = [value.removeprefix("local-dir:") for value in encoder.args.values() if isinstance(value, str)]
     roots = [Path(text).expanduser() for text in texts if "/" in text or "." in text]
     files = [root for root in roots if root.is_file()]

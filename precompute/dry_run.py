@@ -1,60 +1,93 @@
-"""What an encode job would do, without loading a network."""
+"""What a job would do, without loading a network."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from precompute.config import EncodeConfig
-from precompute.work import EncodedSet, Rank
+from precompute.columns import LatentColumns, TokenColumns
+from precompute.config import EncodeConfig, VocabularyConfig
+from precompute.output import OutputSet
+from precompute.ranks import Rank
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.config.schema import Component
 
-# Stable Diffusion 2: (channels, pixels per latent pixel) and (tokens, width).
+# Of Stable Diffusion 2: (channels, pixels per latent pixel) and (tokens, width).
 USUAL_VAE = (4, 8)
 USUAL_TEXT = (77, 1024)
 DVAE_DOWNSAMPLE = 8
-CAPTION = 60  # bytes of a usual caption and key
+TEXT_BYTES = 60  # a usual caption with its key
+MDS_BYTES = 84  # of the MDS format per sample: sizes of the columns, offset of the sample
 
 
-def report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
-    """The resolved config, shards to do, and expected sizes, as text."""
-    lines = [to_yaml(config), *(f"missing: {path}" for path in missing)]
+def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
+    """The resolved config, the shards to do and the expected sizes of an encode job, as text."""
+
+    def shards_line(label: str, shards: list[str]) -> str:
+        output = OutputSet(f"{config.out}/{label}", shards)
+        todo = len(output.remaining())
+        return (
+            f"{label}: {len(shards):,} input shards, {len(shards) - todo:,} done, {todo:,} to do, "
+            f"about {-(-todo // rank.world):,} for each of {rank.world} ranks; into {output.out}"
+        )
+
+    return "\n".join([*_config_lines(config, missing), *_source_lines(config, shards_line), *_size_lines(config)])
+
+
+def vocabulary_report(config: VocabularyConfig, missing: list[str]) -> str:
+    """The resolved config and the shards to read of a vocabulary job, as text."""
+    build(config.filter)  # for its errors
+    sources = _source_lines(config, lambda label, shards: f"{label}: {len(shards):,} input shards")
+    return "\n".join([*_config_lines(config, missing), *sources, f"into {config.out}: {config.entries:,} entries"])
+
+
+def _config_lines(config: EncodeConfig | VocabularyConfig, missing: list[str]) -> list[str]:
+    return [to_yaml(config), *(f"missing: {path}" for path in missing)]
+
+
+def _source_lines(
+    config: EncodeConfig | VocabularyConfig, describe: Callable[[str, list[str]], str]
+) -> list[str]:
+    """One line per source: `describe(label, shards)`, or why the source cannot be read."""
+    lines = []
     for label, component in config.sources.items():
         try:
-            encoded = EncodedSet(f"{config.out}/{label}", build(component).shards())
+            shards = build(component).shards()
         except (FileNotFoundError, ValueError) as error:
             lines.append(f"{label}: the source cannot be read yet: {error}")
-            continue
-        todo = len(encoded.remaining())
-        lines.append(
-            f"{label}: {len(encoded.shards):,} input shards, {len(encoded.shards) - todo:,} done, {todo:,} to do, "
-            f"about {-(-todo // rank.world):,} for each of {rank.world} ranks; into {encoded.out}"
-        )
+        else:
+            lines.append(describe(label, shards))
+    return lines
+
+
+def _size_lines(config: EncodeConfig) -> list[str]:
+    lines = []
     if config.kind == "tokens":
-        parts = {f"tokens {r}": 2 * config.crops * (r // DVAE_DOWNSAMPLE) ** 2 for r in config.resolutions}
+        columns = TokenColumns({r: (r // DVAE_DOWNSAMPLE) ** 2 for r in config.resolutions}, config.crops)
     else:
         (channels, downsample), vae_known = image_shape(config.image_encoder)
-        (length, width), text_known = text_shape(config.text_encoder)
-        parts = {f"latents {r}": 2 * 2 * channels * (r // downsample) ** 2 for r in config.resolutions}
-        parts["text"] = 2 * length * width
+        text, text_known = text_shape(config.text_encoder)
+        sides = {r: r // downsample for r in config.resolutions}
+        columns = LatentColumns({r: (channels, side, side) for r, side in sides.items()}, text)
         for name, known in (("image encoder", vae_known), ("text encoder", text_known)):
             if not known:
-                lines.append(f"sizes of the {name} are assumed to be Stable Diffusion 2's: no local config tells them")
-    parts["the rest"] = 100 + CAPTION + 16 * config.crops * len(config.resolutions)
+                lines.append(f"sizes of the {name} are assumed to be Stable Diffusion 2's: there is no local config")
+    parts = columns.bytes_by_part()
+    parts["the rest"] = columns.bytes_per_sample() - sum(parts.values()) + TEXT_BYTES + MDS_BYTES
     total = sum(parts.values())
     lines.append(
-        f"expected size: {total:,} bytes a picture ({', '.join(f'{name} {size:,}' for name, size in parts.items())}), "
-        f"{total / 1e3:,.1f} GB for a million pictures, before compression"
+        f"expected size: {total:,} bytes per image ({', '.join(f'{name} {size:,}' for name, size in parts.items())}), "
+        f"{total / 1e3:,.1f} GB for a million images, before compression"
     )
-    return "\n".join(lines)
+    return lines
 
 
 def image_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
-    """(channels, downsample) of a VAE, and whether its config says so."""
+    """(channels, downsampling factor) of a VAE, and whether they were read from its config."""
     folder = Path(str(encoder.args.get("path", ""))).expanduser() / (encoder.args.get("subfolder") or "")
     config = _read(folder / "config.json")
     if "latent_channels" not in config or "block_out_channels" not in config:
@@ -63,7 +96,7 @@ def image_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
 
 
 def text_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
-    """(tokens, width) of a text encoder, and whether its config says so."""
+    """(tokens, width) of a text encoder, and whether they were read from its config."""
     args = encoder.args
     root = Path(str(args.get("path") or args.get("model", "")).removeprefix("local-dir:")).expanduser()
     config = _read(root / (args.get("subfolder") or "") / "config.json")
@@ -76,7 +109,7 @@ def text_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
 
 
 def _open_clip(model: str) -> dict[str, Any]:
-    """open_clip's own config of a model, read without importing it (it imports torch)."""
+    """open_clip's config of a model, read without importing open_clip, which imports torch."""
     package = importlib.util.find_spec("open_clip")
     if package is None or not model or "/" in model:
         return {}

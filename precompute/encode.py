@@ -1,10 +1,10 @@
-"""Encode pictures and captions to MDS shards, of latents and text embeddings or of tokens.
+"""Encode images and captions to MDS shards, of latents and text embeddings or of tokens.
 
     python precompute/encode.py yamls/openmoji_encode.yaml
     composer -n 8 precompute/encode.py yamls/sd2_encode.yaml out=/data/latents    # or torchrun --nproc_per_node 8
     python precompute/encode.py yamls/sd2_encode.yaml --dry-run
 
-Started again, it does only what is missing.
+When it is started again, it encodes only the shards that are not done yet.
 """
 
 import sys
@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.log import log
 from precompute.config import EncodeConfig
 from recipes.config.command_line import read_command_line, user_errors
 
@@ -22,28 +23,30 @@ def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, EncodeConfig, __doc__)
     config: EncodeConfig = command.config
     with user_errors():
-        from precompute.work import EncodedSet, Rank
+        from precompute.output import OutputSet
+        from precompute.ranks import Rank
         from recipes.config.build import build
 
         build(config.filter)  # for its errors, before anything slow
         rank = Rank.from_environment()
         if command.dry_run:
-            from precompute.dry_run import report
+            from precompute.dry_run import encode_report
 
-            print(report(config, command.missing, rank))
+            print(encode_report(config, command.missing, rank))
             return
         sources = build(config.sources)
-        sets = {label: EncodedSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}
-        if all(encoded.is_complete(request) for request in [config.request()] for encoded in sets.values()):
-            print(f"already complete: {config.out}; delete it to encode again")
+        sets = {label: OutputSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}
+        request = config.request()
+        if all(output.is_complete(request) for output in sets.values()):
+            log.info(f"already complete: {config.out}; delete it to encode again")
             return
-        # From here on imports take seconds; what a config can get wrong was said above.
-        from precompute.job import run
-
         try:
+            # From here on imports take seconds; all errors in the config were reported above.
+            from precompute.job import run
+
             run(config, sources, sets, rank)
         except KeyboardInterrupt:
-            print("\nencode: interrupted; started again, it goes on with the shards that are not done", flush=True)
+            log.warning("\nencode: interrupted; start it again to do the shards that are not done")
             sys.exit(130)
 
 

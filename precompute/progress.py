@@ -1,4 +1,4 @@
-"""One line about how far a long job is."""
+"""One line that says how far an encode job is."""
 
 from __future__ import annotations
 
@@ -8,29 +8,34 @@ from typing import TextIO
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, 4:05 or 12s."""
+    """Seconds as text: 1:02:03, 4:05 or 12s."""
     seconds = round(seconds)
     if seconds >= 3600:
         return f"{seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
     return f"{seconds // 60}:{seconds % 60:02d}" if seconds >= 60 else f"{seconds}s"
 
 
-class Progress:
-    """Pictures, rate and remaining time: rewritten in place on a terminal, else a line every ten seconds.
+class EncodeProgress:
+    """Counts images and shards, and prints rate and remaining time.
+
+    On a terminal the line is rewritten in place twice per second; elsewhere a new line is printed every ten seconds.
 
     Args:
-        shards: shards to do.
-        known: pictures a shard, where earlier shards tell; for the remaining time.
-        quiet: print nothing (ranks other than the first).
+        shards: number of shards to do.
+        samples_per_shard: for the remaining time, until the first shard is done; None where nothing is known.
+        quiet: print nothing (for ranks other than the first).
+        out: where to print; None: standard output.
     """
 
-    def __init__(self, shards: int, known: float | None = None, quiet: bool = False, out: TextIO | None = None) -> None:
+    def __init__(
+        self, shards: int, samples_per_shard: float | None = None, quiet: bool = False, out: TextIO | None = None
+    ) -> None:
         self.out = out or sys.stdout
         self.terminal = self.out.isatty()
         self.quiet = quiet
-        self.shards, self.known = shards, known
+        self.shards, self.samples_per_shard = shards, samples_per_shard
         self.done_shards = self.done_in_shards = 0
-        self.pictures = self.rejected = 0
+        self.images = self.rejected = 0
         self.started = time.monotonic()
         self.printed = self.started
 
@@ -39,9 +44,9 @@ class Progress:
         self.done_shards += 1
         self.done_in_shards += samples
 
-    def update(self, pictures: int, rejected: int) -> None:
-        """Counts a batch, and prints if it is time."""
-        self.pictures += pictures
+    def update(self, images: int, rejected: int) -> None:
+        """Counts a batch, and prints the line if it is time."""
+        self.images += images
         self.rejected += rejected
         now = time.monotonic()
         if not self.quiet and now - self.printed >= (0.5 if self.terminal else 10.0):
@@ -50,19 +55,19 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Pictures a second since the start."""
-        return self.pictures / max(1e-6, time.monotonic() - self.started)
+        """Images per second since the start."""
+        return self.images / max(1e-6, time.monotonic() - self.started)
 
     def line(self) -> str:
-        """The line."""
-        a_shard = self.done_in_shards / self.done_shards if self.done_shards else self.known
+        """The line, such as "encode: 95 images, shard 2/4, 4.8 images/s, ETA 1:00"."""
+        per_shard = self.done_in_shards / self.done_shards if self.done_shards else self.samples_per_shard
         left = "?"
-        if a_shard is not None and self.pictures:
-            samples = max(0.0, self.shards * a_shard - self.pictures - self.rejected)
-            seconds = (time.monotonic() - self.started) / (self.pictures + self.rejected) * samples
+        if per_shard is not None and self.images:
+            samples = max(0.0, self.shards * per_shard - self.images - self.rejected)
+            seconds = (time.monotonic() - self.started) / (self.images + self.rejected) * samples
             left = duration(seconds)
         return (
-            f"encode: {self.pictures:,} pictures, shard {min(self.done_shards + 1, self.shards)}/{self.shards}, "
+            f"encode: {self.images:,} images, shard {min(self.done_shards + 1, self.shards)}/{self.shards}, "
             f"{self.rate:,.1f} images/s, ETA {left}"
         )
 
@@ -71,6 +76,6 @@ class Progress:
         print(start + line, end=end, file=self.out, flush=True)
 
     def close(self) -> None:
-        """Leaves the terminal's line."""
+        """Ends the line on a terminal."""
         if self.terminal and not self.quiet and self.printed != self.started:
             print(file=self.out, flush=True)

@@ -1,9 +1,9 @@
-"""Train the BPE vocabulary that captions are encoded with, on the captions of sources.
+"""Train the BPE vocabulary with which captions are encoded.
 
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml entries=512 out=runs/small/vocabulary.json
 
-Writes a file of the `tokenizers` library, and beside it a manifest that holds its sha256 and what it was made of.
+Writes a file of the `tokenizers` library, and beside it a manifest with its sha256 and what it was made from.
 """
 
 import sys
@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.log import log
 from precompute.config import VocabularyConfig
 from recipes.config.command_line import read_command_line, user_errors
 
@@ -21,12 +22,18 @@ def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, VocabularyConfig, __doc__)
     config: VocabularyConfig = command.config
     with user_errors():
-        from precompute.captions import report, write_vocabulary
-
         if command.dry_run:
-            print(report(config, command.missing))
-        else:
+            from precompute.dry_run import vocabulary_report
+
+            print(vocabulary_report(config, command.missing))
+            return
+        from precompute.vocabulary_job import write_vocabulary
+
+        try:
             write_vocabulary(config)
+        except KeyboardInterrupt:
+            log.warning("\nvocabulary: interrupted, nothing was written; start it again to train the vocabulary")
+            sys.exit(130)
 
 
 if __name__ == "__main__":

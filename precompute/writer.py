@@ -1,4 +1,4 @@
-"""One input shard's samples, arriving in any order, to one folder of MDS files in the source's order."""
+"""Writes the samples of an input shard, which arrive in any order, to a folder of MDS files in the source's order."""
 
 from __future__ import annotations
 
@@ -8,87 +8,20 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from streaming import MDSWriter
 
 from data.manifest import REJECTED
-from precompute.work import DONE
-
-BASIC = {"key": "str", "caption": "str", "width": "int", "height": "int"}
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a set of latents.
-
-    Attributes:
-        latents: (channels, height, width) by resolution.
-        text: (tokens, width).
-    """
-
-    latents: dict[int, tuple[int, int, int]]
-    text: tuple[int, int]
-
-    @property
-    def resolutions(self) -> list[int]:
-        return list(self.latents)
-
-    def encodings(self) -> dict[str, str]:
-        """MDS encodings by column."""
-        columns = dict(BASIC)
-        for resolution, shape in self.latents.items():
-            columns[f"crop_{resolution}"] = "ndarray:int32:4"
-            for name in ("mean", "std"):
-                columns[f"{name}_{resolution}"] = f"ndarray:float16:{','.join(map(str, shape))}"
-        columns["text"] = f"ndarray:float16:{','.join(map(str, self.text))}"
-        return columns
-
-    def bytes_per_sample(self) -> int:
-        """Size of the columns of fixed size."""
-        fixed = sum(2 * 2 * int(np.prod(shape)) + 16 for shape in self.latents.values())
-        return fixed + 2 * int(np.prod(self.text)) + 16
-
-
-@dataclass(frozen=True)
-class TokenColumns:
-    """The columns of a set of tokens.
-
-    Attributes:
-        grids: tokens of a crop by resolution, in raster order.
-        crops: of each picture.
-    """
-
-    grids: dict[int, int]
-    crops: int
-    latents: ClassVar[dict] = {}  # there are no statistics of tokens
-
-    @property
-    def resolutions(self) -> list[int]:
-        return list(self.grids)
-
-    def encodings(self) -> dict[str, str]:
-        """MDS encodings by column."""
-        columns = dict(BASIC)
-        for resolution, count in self.grids.items():
-            columns[f"crop_{resolution}"] = f"ndarray:float32:{self.crops},4"
-            columns[f"tokens_{resolution}"] = f"ndarray:uint16:{self.crops},{count}"
-        return columns
-
-    def bytes_per_sample(self) -> int:
-        """Size of the columns of fixed size."""
-        return sum(self.crops * (2 * count + 16) for count in self.grids.values()) + 16
-
-
-def crop_column(kind: str, boxes: list[tuple[float, float, float, float]]) -> np.ndarray:
-    """What a crop_R column holds: the box of a picture's latents, or those of the crops whose tokens are stored."""
-    return np.asarray(boxes[0], np.int32) if kind == "latents" else np.asarray(boxes, np.float32)
+from data.sources.base import Rejected, rejected_line
+from precompute.columns import LatentColumns, TokenColumns
+from precompute.output import DONE
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How MDS files are stored (see `EncodeConfig`)."""
+    """How MDS files are stored (see `precompute.config.EncodeConfig`)."""
 
     size_limit: str = "64mb"
     compression: str | None = None
@@ -96,24 +29,15 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """A sample that is not encoded: the fields of a line of rejected.jsonl."""
-
-    key: str
-    reason: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A sample that is.
+class EncodedSample:
+    """A sample as it will be stored.
 
     Attributes:
         columns: the MDS row.
-        sums: by resolution, per channel over the latent's pixels: sums of mean, of mean squared, and of variance,
-            float64 (3, channels).
-        upscaled: resolutions that it was enlarged for.
-        reencoded: whether it took a second pass in fp32.
+        sums: by resolution, float64 (3, C): the sums over a latent's pixels, per channel, of the mean, of the squared
+            mean and of the variance. Empty for tokens.
+        upscaled: resolutions that the image was enlarged for.
+        reencoded: whether it was encoded a second time, in fp32.
     """
 
     columns: dict[str, Any]
@@ -123,17 +47,25 @@ class Encoded:
 
 
 class ShardWriter:
-    """Writes one shard. `add` each sample by its number and `end` with their count; `finish` once `complete`.
+    """Writes one shard.
+
+    Call `add` once per sample and `end` once per part in which the shard was read. Call `finish` when the shard is
+    `complete`, or `abandon` to give it up.
 
     Args:
         folder: where to write; emptied first.
         shard: the input shard's id.
         columns, storage: what is stored, and how.
-        options: kept in done.json (see `work.EncodedSet.claim`).
+        options: what the values depend on; kept in done.json (see `precompute.output.OutputSet.claim`).
     """
 
     def __init__(
-        self, folder: Path, shard: str, columns: Columns | TokenColumns, storage: Storage, options: dict[str, Any]
+        self,
+        folder: Path,
+        shard: str,
+        columns: LatentColumns | TokenColumns,
+        storage: Storage,
+        options: dict[str, Any],
     ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -150,8 +82,10 @@ class ShardWriter:
         self.upscaled: Counter[int] = Counter()
         self.pixels = {r: shape[1] * shape[2] for r, shape in columns.latents.items()}
         self.sums = {r: np.zeros((3, shape[0])) for r, shape in columns.latents.items()}
-        self._early: dict[int, Encoded | SetAside] = {}
-        # First, because MDSWriter insists on an empty folder.
+        self._ends = 0
+        self._parts = 1
+        self._rejected_lines: list[str] = []
+        self._early: dict[int, EncodedSample | Rejected] = {}
         self._mds = MDSWriter(
             out=str(folder),
             columns=columns.encodings(),
@@ -159,30 +93,36 @@ class ShardWriter:
             hashes=list(storage.hashes),
             size_limit=storage.size_limit,
         )
-        self._lines = open(folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed by finish or abandon
 
-    def add(self, number: int, sample: Encoded | SetAside) -> None:
-        """Takes the sample of that place in the source's order; writes it once all before it are there."""
+    def add(self, number: int, sample: EncodedSample | Rejected) -> None:
+        """Takes sample `number` of the source's order, and writes it when all samples before it have arrived."""
         assert number >= self.next and number not in self._early, (self.shard, number)
         self._early[number] = sample
         while self.next in self._early:
             self._write(self._early.pop(self.next))
             self.next += 1
 
-    def end(self, total: int) -> None:
-        """Says how many samples, rejected ones included, the shard has."""
-        assert self.total in (None, total), (self.shard, self.total, total)
+    def end(self, total: int, parts: int = 1) -> None:
+        """Takes the shard's number of samples, rejected ones included, from the reader of one of its parts.
+
+        Raises:
+            ValueError: the reader of another part counted another number of samples.
+        """
+        if self.total not in (None, total):
+            raise ValueError(f"one process read samples up to number {self.total}, another up to number {total}")
         self.total = total
+        self._parts = parts
+        self._ends += 1
 
     @property
     def complete(self) -> bool:
-        return self.next == self.total
+        """Whether all parts were read to their end, and all samples have arrived."""
+        return self._ends == self._parts and self.next == self.total
 
-    def _write(self, sample: Encoded | SetAside) -> None:
-        if isinstance(sample, SetAside):
+    def _write(self, sample: EncodedSample | Rejected) -> None:
+        if isinstance(sample, Rejected):
             self.rejected[sample.reason] += 1
-            row = {"key": sample.key, "shard": self.shard, "reason": sample.reason, "detail": sample.detail}
-            self._lines.write(json.dumps(row) + "\n")
+            self._rejected_lines.append(rejected_line(self.shard, sample) + "\n")
             return
         self._mds.write(sample.columns)
         self.samples += 1
@@ -193,10 +133,10 @@ class ShardWriter:
             self.upscaled[resolution] += 1
 
     def finish(self) -> dict[str, Any]:
-        """Closes the files and writes done.json, whose content it returns."""
+        """Closes the files, writes done.json and returns its content."""
         assert self.complete and not self._early, self.shard
         self._mds.finish()
-        self._lines.close()
+        (self.folder / REJECTED).write_text("".join(self._rejected_lines), encoding="utf-8")
         done = {
             "shard": self.shard,
             "samples": self.samples,
@@ -219,6 +159,5 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._lines.close()
         self._mds.cancel_future_jobs()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Pictures from captions with weights that a training run exported, of diffusion or of tokens.
+"""Images from captions, with the weights that a training run exported.
 
 python recipes/generate.py runs/openmoji_diffusion/export --prompts "red heart" "cat face" --out grid.png
 python recipes/generate.py runs/openmoji_dalle/export --prompts "red heart" --candidates 32 --each 4 \
@@ -15,45 +15,38 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from recipes.config.command_line import fail, user_errors
-
-# Options that only one kind of model takes, as the keywords of its pipeline's `generate`.
-OWN = {
-    "diffusion": ("sampler", "steps", "resolution"),
-    "tokens": ("temperature", "top_k", "top_p", "picture", "rows"),
-}
+from recipes.generation.exports import families, family_of, find_export, find_network, load_pipeline
+from recipes.models.family import Family
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line. What is not given to a model's own options is left to its pipeline."""
+    """The command line. Options of a family that are not given stay None: its pipeline has the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="export folder of a run, or the run's folder")
-    parser.add_argument("--prompts", nargs="+", default=[], metavar="CAPTION", help="captions, one picture each")
-    parser.add_argument("--prompts-file", type=Path, help="text file with a caption a line")
+    parser.add_argument("--prompts", nargs="+", default=[], metavar="CAPTION", help="captions, one image each")
+    parser.add_argument("--prompts-file", type=Path, help="text file with one caption per line")
     parser.add_argument("--out", type=Path, default=Path("grid.png"), help="PNG to write (default: %(default)s)")
-    parser.add_argument("--each", type=int, default=1, help="pictures a caption (default: %(default)s)")
-    parser.add_argument("--candidates", type=int, help="pictures drawn a caption, of which the best are kept")
+    parser.add_argument("--each", type=int, default=1, help="images per caption (default: %(default)s)")
+    parser.add_argument("--candidates", type=int, help="images drawn per caption, of which the best are kept")
     parser.add_argument(
         "--rerank", metavar="FOLDER", help="open_clip folder, or MODEL/TAG of open_clip, that says which are best"
     )
-    parser.add_argument("--columns", type=int, help="pictures a row (default: nearest to a square)")
-    parser.add_argument("--guidance", type=float, help="classifier-free guidance (default: diffusion 3, tokens 1)")
-    parser.add_argument("--seed", type=int, default=0, help="picture i is drawn by seed + i (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="pictures sampled at once (default: %(default)s)")
+    parser.add_argument("--columns", type=int, help="images per row (default: nearest to a square)")
+    parser.add_argument("--guidance", type=float, help="classifier-free guidance (default: see below)")
+    parser.add_argument("--seed", type=int, default=0, help="image i is drawn by seed + i (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="images sampled at once (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the network")
     parser.add_argument(
-        "--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged where there are any)"
+        "--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged if there are any)"
     )
-    diffusion = parser.add_argument_group("diffusion")
-    diffusion.add_argument("--sampler", choices=["ddim", "dpm++"], help="solver (default: dpm++)")
-    diffusion.add_argument("--steps", type=int, help="network evaluations a picture (default: 25)")
-    diffusion.add_argument("--resolution", type=int, help="side of the pictures in pixels (default: that of training)")
-    tokens = parser.add_argument_group("tokens")
-    tokens.add_argument("--temperature", type=float, help="divides the logits (default: 1)")
-    tokens.add_argument("--top-k", type=int, help="only the so many likeliest codes (default: all)")
-    tokens.add_argument("--top-p", type=float, help="only the likeliest codes of this share (default: all)")
-    tokens.add_argument("--picture", type=Path, help="picture whose upper rows are kept and completed")
-    tokens.add_argument("--rows", type=int, help="rows of the grid of tokens that are kept (default: 15 of 32)")
+    added = set()
+    for family in families().values():
+        group = parser.add_argument_group(f"{family.title} models", f"--guidance is {family.guidance:g} by default")
+        for flag, settings in family.options.items():
+            if flag not in added:  # an option that two families have is listed once
+                group.add_argument(flag, **settings)
+                added.add(flag)
     return parser.parse_args(arguments)
 
 
@@ -68,18 +61,23 @@ def read_captions(options: argparse.Namespace) -> list[str]:
     return captions
 
 
-def own_options(options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """The given ones of the options that a kind of model takes; those of another kind are an error."""
-    for other, names in OWN.items():
-        wrong = [name for name in names if other != kind and getattr(options, name) is not None]
-        if wrong:
-            fail([f"--{wrong[0].replace('_', '-')}: of {other} models; this export is of the kind {kind}"])
-    given = {name: getattr(options, name) for name in (*OWN[kind], "guidance")}
+def own_options(options: argparse.Namespace, family: Family) -> dict[str, Any]:
+    """The given ones of a family's options and the guidance, as keywords; options of other families are an error."""
+    for other in families().values():
+        for flag in other.options:
+            if flag not in family.options and getattr(options, _keyword(flag)) is not None:
+                fail([f"{flag}: an option of {other.title} models; this export holds a {family.title} model"])
+    given = {name: getattr(options, name) for name in (*map(_keyword, family.options), "guidance")}
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _keyword(flag: str) -> str:
+    """--top-k -> top_k."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def candidates_of(options: argparse.Namespace) -> int:
-    """Pictures that are drawn a caption."""
+    """Number of images that are drawn per caption."""
     count = options.each if options.candidates is None else options.candidates
     if options.each < 1 or count < options.each:
         fail([f"--candidates: {count}; give at least as many as are kept (--each {options.each})"])
@@ -92,13 +90,9 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     with user_errors():
         captions = read_captions(options)
-        from recipes.generation.exports import find_export, find_network, kind_of
-
         folder = find_export(options.checkpoint)  # before the slow imports, so that a wrong path answers at once
-        own, candidates = own_options(options, kind_of(folder)), candidates_of(options)
+        own, candidates = own_options(options, family_of(folder)), candidates_of(options)
         print(f"generate: {find_network(folder, options.weights)}", file=sys.stderr)
-        from recipes.generation.exports import load_pipeline
-
         pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
         reranker = None
         if options.rerank is not None:
@@ -107,13 +101,13 @@ def main(arguments: list[str]) -> None:
             reranker = Reranker(options.rerank, pipeline.device)
         captions = [caption for caption in captions for _ in range(candidates)]
         seeds = [options.seed + i for i in range(len(captions))]
-        pictures = pipeline.generate(captions, seeds=seeds, batch=options.batch, **own)
+        images = pipeline.generate(captions, seeds=seeds, batch=options.batch, **own)
         if reranker is not None:
-            kept = best(reranker.scores(captions, pictures), candidates, options.each)
-            pictures, captions = pictures[kept], [captions[i] for i in kept]
+            kept = best(reranker.scores(captions, images), candidates, options.each)
+            images, captions = images[kept], [captions[i] for i in kept]
         from data.image_grid import picture_grid, save_png
 
-        save_png(picture_grid(pictures, captions, options.columns), options.out)
+        save_png(picture_grid(images, captions, options.columns), options.out)
         print(options.out)
 
 

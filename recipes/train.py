@@ -3,9 +3,11 @@
     composer recipes/train.py yamls/sd2_base.yaml training.global_batch=256
     python recipes/train.py yamls/openmoji_diffusion.yaml --dry-run
 
---help lists the keys, docs/recipes.md the components.
+--dry-run prints sizes and counts and leaves, --print-config prints the resolved config and leaves, --help lists the
+keys. docs/recipes.md lists the components.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -20,18 +22,20 @@ from recipes.config.recipe import Recipe
 
 def main() -> None:
     command = read_command_line(sys.argv[1:], Recipe, __doc__)
+    recipe = command.config
 
     # From here on imports take seconds; everything that the config can get wrong was said above.
     with user_errors():
         if command.dry_run:
-            from recipes.planning.dry_run import report
+            from recipes.planning.dry_run import describe_run
 
             if os.environ.get("RANK", "0") == "0":
-                print(report(command.config, command.missing))
+                print(describe_run(recipe, command.missing))
             return
-        from recipes.engines.composer.trainer import train
-
-        train(command.config)
+        engine = ROOT / "recipes" / "engines" / recipe.training.engine / "trainer.py"
+        if not engine.is_file():
+            raise ValueError(f"training.engine: {recipe.training.engine} is not part of this version; use composer")
+        importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer").train(recipe)
 
 
 if __name__ == "__main__":

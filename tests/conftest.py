@@ -26,7 +26,7 @@ SMALL = [
     "model.denoiser.heads=[1,2,2,2]",
     "model.denoiser.blocks=1",
     "model.denoiser.text_width=16",
-    "model.eval_timesteps=[50,500,950]",
+    "model.objective={name: ddpm, eval_timesteps: [50,500,950]}",
     "data.resolution=16",
     "data.expect={scaling_factor: 0.5, text_length: 12}",
     "data.workers=0",
@@ -47,7 +47,7 @@ SMALL = [
     "callbacks.sample_grid=null",
     "callbacks.export=null",
     "algorithms.low_precision_norms=null",  # there is no autocast on a CPU
-    "callbacks.memory=null",  # it warns without a GPU
+    "callbacks.memory_monitor=null",  # it warns without a GPU
     "loggers={}",
 ]
 
@@ -228,7 +228,7 @@ def token_sets(tmp_path_factory, drawings, dvae_folder) -> Path:
 @pytest.fixture(scope="session")
 def small_recipe(latent_sets):
     """(output, overrides) -> yamls/sd2_base.yaml as a recipe of the small model on the small set."""
-    from recipes.config.recipe import Recipe, load
+    from recipes.config.recipe import Recipe, load_config
 
     def make(output: Path, *overrides: str, yaml_name: str = "sd2_base.yaml") -> Recipe:
         paths = [
@@ -236,7 +236,7 @@ def small_recipe(latent_sets):
             f"evals.val.streams.val.path={latent_sets}/val",
             f"output={output}",
         ]
-        return load(ROOT / "yamls" / yaml_name, [*SMALL, *paths, *overrides], Recipe)
+        return load_config(ROOT / "yamls" / yaml_name, [*SMALL, *paths, *overrides], Recipe)
 
     return make
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from precompute.config import EncodeConfig, VocabularyConfig
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
@@ -75,7 +75,7 @@ def yaml_problem(cls, arguments):
     if arguments == ["--help"]:
         return None
     try:
-        load(ROOT / arguments[0], arguments[1:], cls, [])
+        load_config(ROOT / arguments[0], arguments[1:], cls, [])
     except ValueError as error:
         return str(error)
     return None

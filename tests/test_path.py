@@ -26,7 +26,7 @@ DIFFUSION = [
     "model.denoiser={channels: [16, 32], attention: [false, true], heads: [1, 2], norm_groups: 8, text_width: 32}",
     "data={resolution: 32, workers: 1}",
     "evals.val.resolution=32",
-    "callbacks.samples={every: null, prompts: [red heart, cat face], steps: 2}",
+    "callbacks.sample_grid={every: null, prompts: [red heart, cat face], steps: 2}",
     "callbacks.export.every=null",
 ]
 
@@ -36,7 +36,7 @@ TRANSFORMER = [
     "model={layers: 2, width: 16, heads: 2, text_positions: 12, text_vocabulary: 300, side: 4, codes: 32, kernel: 3}",
     "data={resolution: 32, positions: 12, workers: 0}",
     "evals.val={resolution: 32, positions: 12}",
-    "callbacks.samples={every: null, prompts: [red heart, cat face]}",
+    "callbacks.token_grid={every: null, prompts: [red heart, cat face]}",
     "callbacks.export.every=null",
 ]
 

@@ -6,13 +6,22 @@ Parameters before `*` are handed over by `recipes.config.build` by their name; t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from data.cost import FLOAT, Cost, Plan, with_cost
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
 
+def adamw_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """Two 32-bit moments of each trained parameter, see `data.cost`."""
+    size = 2 * FLOAT * plan.trained
+    return Cost(device_bytes=size / plan.shards, checkpoint_bytes=size, note="two moments in fp32")
+
+
+@with_cost(adamw_cost)
 def adamw(
     parameters: Iterable[torch.nn.Parameter],
     *,
@@ -34,6 +43,15 @@ def adamw(
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
 
+def adam16_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """Two moments of each trained parameter, in 16 bits for the blocks' matrices; see `data.cost`."""
+    low = sum(p.numel() for matrices in block_matrices(plan.task, "adam16") for p in matrices)
+    size = 2 * (2 * low + FLOAT * (plan.trained - low))
+    note = "two moments in fp32 (in 16 bits for the blocks' matrices)"
+    return Cost(device_bytes=size / plan.shards, checkpoint_bytes=size, note=note)
+
+
+@with_cost(adam16_cost)
 def adam16(
     parameters: Iterable[torch.nn.Parameter],
     task: torch.nn.Module,

@@ -1,4 +1,4 @@
-"""From a checked component to the object it describes, nested components first. Imports only what is built."""
+"""Building the objects that checked components describe. Only the modules of these components are imported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from recipes.config.schema import Checker, Component
 
 
 def build(component: Any, **context: Any) -> Any:
-    """The object that a checked component describes, nested components first.
+    """Build the object that a checked component describes, after the components nested in its arguments.
 
     Args:
-        component: a Component; lists and dicts of them, and plain values, come back built or as they are.
-        context: what builders may ask for by naming it as a parameter before their `*`.
+        component: a Component, or a list or dict whose Components are built; other values are returned as they are.
+        context: objects that a builder may request, by naming a parameter before its `*` like the object. For example
+            the optimizer `adamw(parameters, *, lr)` requests `parameters`.
     """
     if isinstance(component, dict):
         return {key: build(value, **context) for key, value in component.items()}
@@ -41,10 +42,10 @@ def import_builder(component: Component) -> Callable[..., Any]:
 
 
 def build_on_meta(component: Component, **context: Any) -> Any:
-    """As `build`, without memory for weights."""
+    """As `build`, on the meta device: weights have shapes and take no memory."""
     import torch  # here, so that building a source or a filter does not wait for it
 
-    _import_all(component)  # a module imported under the meta device would keep meta tensors, or fail
+    _import_all(component)  # modules imported while meta is the default device would keep meta tensors, or fail
     with torch.device("meta"):
         return build(component, **context)
 
@@ -59,14 +60,17 @@ def _import_all(value: Any) -> None:
 
 
 def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, Any]:
-    """The picture encoder and text encoder (None for a set of tokens) that made an encoded set, by its manifest.
+    """Build the image encoder and the text encoder of an encoded set from its manifest.
 
     Args:
         manifest: of the set.
-        bundle: folder that may hold copies of local encoders, as `image_encoder` and `text_encoder`.
+        bundle: folder that may contain copies of local encoders, as `image_encoder` and `text_encoder`.
+
+    Returns:
+        The image encoder, and the text encoder or None for a set of tokens.
 
     Raises:
-        ValueError: the manifest names encoders that are not there, or whose weights have changed.
+        ValueError: the manifest names encoders that do not exist, or whose weights have changed.
     """
     built = []
     for group, record in (("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)):

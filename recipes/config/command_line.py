@@ -1,8 +1,12 @@
-"""What the scripts' command lines have in common: YAML, overrides, --help, --dry-run, and errors in one line each."""
+"""The command line that the scripts share: a YAML, overrides, flags, and errors of one line each.
+
+`python SCRIPT config.yaml key.sub=value ... [--dry-run | --print-config | --help]`
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -10,19 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import load
+from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import ROOT, Signature, read_section, read_signature, subsections
 from recipes.config.values import ConfigError
+
+FLAGS = ("--dry-run", "--print-config")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A read command line.
+    """A command line that has been read and checked.
 
     Attributes:
-        config: checked.
-        dry_run: only say what would be done.
-        missing: input paths that do not exist (only a dry run gets this far with any).
+        config: the checked config.
+        dry_run: only describe what would be done.
+        missing: input paths that do not exist, one line each; empty unless `dry_run`.
     """
 
     config: Any
@@ -31,26 +37,39 @@ class Command:
 
 
 def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Command:
-    """YAML, overrides and flags to a checked config; prints help or errors and leaves where that is all to do."""
+    """Read a YAML, overrides and flags into a checked config.
+
+    The process ends here with --help and --print-config, which print and exit with status 0, and after mistakes, which
+    are printed one line each and exit with status 2.
+
+    Args:
+        arguments: of the command line, without the name of the script.
+        cls: the dataclass that defines the keys of the config.
+        usage: how the script is called, for help and errors.
+    """
     if "--help" in arguments or "-h" in arguments:
         print(help_text(cls, usage or ""))
         sys.exit(0)
-    flags = [a for a in arguments if a == "--dry-run"]
-    rest = [a for a in arguments if a != "--dry-run"]
+    flags = {a for a in arguments if a in FLAGS}
+    rest = [a for a in arguments if a not in FLAGS]
     if not rest or "=" in rest[0] or rest[0].startswith("-"):
         got = f", got {rest[0]!r}" if rest else ""
         print((usage or "").strip(), file=sys.stderr)
         fail([f"expected a YAML as the first argument{got} (--help lists the keys)"])
     missing: list[str] = []
     try:
-        config = load(rest[0], rest[1:], cls, missing if flags else None)
+        config = load_config(rest[0], rest[1:], cls, missing if flags else None)
     except ConfigError as error:
         fail(error.lines)
-    return Command(config, bool(flags), missing)
+    if "--print-config" in flags:
+        if os.environ.get("RANK", "0") == "0":
+            print(to_yaml(config), end="")
+        sys.exit(0)
+    return Command(config, "--dry-run" in flags, missing)
 
 
 def fail(lines: list[str]) -> None:
-    """Write one line an error and leave with status 2."""
+    """Print one line per error to standard error, and exit with status 2."""
     for line in lines:
         print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
@@ -58,7 +77,7 @@ def fail(lines: list[str]) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Errors that a user can mend (ValueError, FileNotFoundError) end the program in one line, without a traceback."""
+    """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -70,7 +89,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _from_a_library(error: ValueError) -> bool:
-    """Whether the error was raised outside this project: then its traceback is what helps."""
+    """Whether the error was raised outside of this project, in which case its traceback is needed."""
     traceback = error.__traceback__
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -79,7 +98,7 @@ def _from_a_library(error: ValueError) -> bool:
 
 
 def help_text(cls: type, usage: str) -> str:
-    """Every fixed key with type, default and meaning, and the names of the components that they may hold."""
+    """Every fixed key with its type, default and meaning, and the names of all components that a config may contain."""
     lines = [usage.strip(), "", "keys:"]
     lines += _section_lines(cls, "")
     lines += ["", "components ({name: ..., arguments}); docs/recipes.md lists their arguments:"]
@@ -88,7 +107,7 @@ def help_text(cls: type, usage: str) -> str:
 
 
 def groups_of(cls: type) -> dict[str, list[str]]:
-    """Group -> names of its components, of all groups that a config of this class can hold."""
+    """The groups of components that a config of this class can contain: group -> names."""
     found: set[str] = set()
 
     def follow(signature: Signature) -> None:
@@ -107,14 +126,14 @@ def _section_lines(cls: type, prefix: str) -> list[str]:
     inner = subsections(cls)
     lines = []
     for parameter in read_section(cls).parameters.values():
+        if parameter.name not in inner or parameter.allows_null:
+            default = "required" if parameter.required else f"default {parameter.default}"
+            lines.append(f"  {prefix}{parameter.name} ({parameter.type_text}; {default})\n      {parameter.doc}")
         if parameter.name in inner:
             lines += _section_lines(inner[parameter.name], f"{prefix}{parameter.name}.")
-            continue
-        default = "required" if parameter.required else f"default {parameter.default}"
-        lines.append(f"  {prefix}{parameter.name} ({parameter.type_text}; {default})\n      {parameter.doc}")
     return lines
 
 
 def signatures() -> dict[str, dict[str, Signature]]:
-    """Every component's signature: group -> name -> signature."""
+    """The signatures of all components: group -> name -> signature."""
     return {g: {name: read_signature(target) for name, target in names.items()} for g, names in COMPONENTS.items()}

@@ -1,6 +1,6 @@
-"""Every component a YAML may name: group -> name -> its builder, as "module:callable".
+"""The table of components that a YAML may name: group -> name -> builder, as "module:callable".
 
-The builders are imported only when they are built; `recipes.config.schema` reads their keys from their source.
+A builder is imported only when its component is built. `recipes.config.schema` reads its keys from its source.
 """
 
 COMPONENTS: dict[str, dict[str, str]] = {
@@ -13,6 +13,10 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "denoiser": {
         "unet": "recipes.models.latent_diffusion.unet:unet",
+    },
+    "objective": {
+        "ddpm": "recipes.models.latent_diffusion.ddpm:DDPM",
+        "rectified_flow": "recipes.models.latent_diffusion.rectified_flow:RectifiedFlow",
     },
     "data": {
         "latents": "data.latents:latents",
@@ -52,7 +56,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "algorithm": {
         "activation_checkpointing": "recipes.algorithms.modules.activation_checkpointing:ActivationCheckpointing",
-        "attention": "recipes.algorithms.modules.attention:Attention",
+        "attention": "recipes.algorithms.modules.attention:AttentionImplementation",
         "channels_last": "recipes.algorithms.modules.channels_last:ChannelsLast",
         "compile": "recipes.algorithms.modules.compile:Compile",
         "fused_group_norm": "recipes.algorithms.modules.fused_group_norm:FusedGroupNorms",

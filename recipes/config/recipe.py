@@ -1,4 +1,7 @@
-"""From a YAML and `key=value` overrides to a checked config. Imports nothing heavy: it answers at once."""
+"""The sections of a training recipe, and how a YAML and `key=value` overrides become a checked config.
+
+Nothing slow is imported here: a mistake in a config is reported before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +19,39 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import ROOT, Checker
-from recipes.config.values import Component, ConfigError, Dumper, plain
+from recipes.config.values import Component, ConfigError, Dumper, plain_values
 
 Config = TypeVar("Config")
 
 
 @dataclass(kw_only=True)
 class FSDP:
-    """Parameters, gradients and optimizer state divided over devices, by PyTorch's FSDP2."""
+    """Sharding of parameters, gradients and optimizer state over devices, by PyTorch's FSDP2."""
 
     strategy: Literal["SHARD_GRAD_OP", "FULL_SHARD"] = "SHARD_GRAD_OP"
-    """SHARD_GRAD_OP keeps gathered parameters from the forward to the backward pass; FULL_SHARD gathers them twice."""
+    """SHARD_GRAD_OP keeps gathered parameters until the backward pass; FULL_SHARD frees them and gathers them again."""
     wrap: Literal["blocks", "model"] = "blocks"
-    """What is gathered at once: a block of the network, or all of it."""
+    """What is gathered at once: one block of the network, or the whole network."""
     parameters: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of gathered parameters; shards, norms, gradients' sums and optimizer state have 32 bits. auto:
-    bf16 where the precision is amp_bf16; fp16, in blocks, where resblock_grad_scaling computes in it."""
+    """Number format of gathered parameters. Shards, norms, reduced gradients and optimizer state are always fp32. auto:
+    bf16 if the precision is amp_bf16; fp16 inside of blocks if resblock_grad_scaling runs them in fp16; else fp32."""
     replicas: int | Literal["machines"] = 1
-    """Groups of devices that each hold the whole model: 1 shards over all devices, machines within each machine."""
+    """Device groups that each hold the whole model. 1: sharded over all devices; machines: within each machine."""
     sync: Literal["microbatch", "batch"] = "microbatch"
-    """When a device sends its gradients to those that hold the shards: after each microbatch; or once a batch, which
-    takes memory for a gradient of the whole model, in 32 bits. Between replicas they are averaged once a batch."""
+    """When gradients are reduced over the shards: after each microbatch, or once per batch, which takes memory for
+    fp32 gradients of the whole model. Between replicas they are always averaged once per batch."""
     checkpoints: Literal["sharded", "full"] = "sharded"
-    """sharded: each device writes its part; full: the first one writes all. Both load on any number of devices."""
+    """sharded: each device writes its part; full: the first device writes all. Both load on any number of devices."""
 
     def __post_init__(self) -> None:
         valid = self.replicas == "machines" or self.replicas >= 1
         _require((valid, f"replicas: {self.replicas}; give 1 or more, or machines"))
 
     def replicas_in(self, world: int, machine: int) -> int:
-        """Replicas among `world` devices, `machine` of them in each machine.
+        """The number of replicas among `world` devices, `machine` of which are in each machine.
 
         Raises:
-            ValueError: they do not divide.
+            ValueError: it does not divide the number of devices.
         """
         replicas = world // machine if self.replicas == "machines" else self.replicas
         if world % replicas:
@@ -58,27 +61,30 @@ class FSDP:
 
 @dataclass(kw_only=True)
 class Training:
-    """How long, how large a batch, on what."""
+    """Length of the run, batch size, precision and devices."""
 
+    engine: Literal["composer", "lightning"] = "composer"
+    """The library whose trainer runs the recipe: MosaicML Composer or PyTorch Lightning. Results are the same."""
     duration: Duration
-    """Length of the run: batches (ba), epochs (ep) or samples (sp)."""
+    """Length of the run in batches (ba), epochs (ep) or samples (sp), such as 2000ba."""
     global_batch: int
-    """Samples an optimizer step, over all devices."""
+    """Samples per optimizer step, over all devices."""
     microbatch: int | Literal["auto"] | None = None
-    """Samples a device takes at once; gradients accumulate over a batch's microbatches. null: the whole device batch;
-    auto: the largest that fits into every GPU's memory, searched in the first batches; on a CPU the whole."""
+    """Samples per forward and backward pass on each device; gradients are accumulated over the microbatches of a batch.
+    null: the whole batch of the device; auto: the largest microbatch that fits into the memory of every GPU, found
+    during the first batches (on a CPU the whole batch)."""
     precision: Literal["auto", "fp32", "amp_bf16", "amp_fp16"] = "auto"
-    """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU (where all else fails)."""
+    """Number format of the forward and backward pass. auto: amp_bf16 on a GPU; fp32 on a CPU, which needs it."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """auto: the GPU where there is one."""
+    """auto: the GPU if there is one, else the CPU."""
     eval_every: Duration | None = None
-    """Interval of validation; null: only the end of the run, when it is always done."""
+    """Interval of validation; null: only at the end of the run. The end always validates."""
     grad_clip: float | None = None
-    """Largest L2 norm of the whole gradient."""
+    """Largest L2 norm of the gradient of all parameters; larger gradients are scaled down to it. null: no clipping."""
     fsdp: FSDP | None = None
-    """Sharding over devices; null: each device has the whole model (DDP)."""
+    """Sharding over devices; null: each device holds the whole model (DDP)."""
     progress_bar: bool = False
-    """Composer's own progress bar, beside the progress callback's lines."""
+    """Show the progress bar of the engine, in addition to the lines of the `progress` callback."""
 
     def __post_init__(self) -> None:
         _require(
@@ -99,10 +105,10 @@ class Training:
         )
 
     def device_batch(self, world: int) -> int:
-        """Samples that each of `world` devices takes an optimizer step.
+        """Samples per optimizer step on each of `world` devices.
 
         Raises:
-            ValueError: the batch does not divide.
+            ValueError: the batch does not divide evenly.
         """
         if self.global_batch % world:
             raise ValueError(f"training.global_batch: {self.global_batch} does not divide over {world} devices")
@@ -111,20 +117,20 @@ class Training:
 
 @dataclass(kw_only=True)
 class Checkpoints:
-    """What is saved and what a run starts from."""
+    """What is saved, and what a run starts from."""
 
     save: bool = True
-    """Whether to save any."""
+    """Whether checkpoints are saved."""
     every: Duration | None = None
-    """Interval between checkpoints; null: only the end of the run, when one is always saved."""
+    """Interval of checkpoints; null: only at the end of the run. The end always saves one."""
     keep: int = 2
-    """Newest checkpoints kept on disk; -1 keeps all."""
+    """How many of the newest checkpoints are kept on disk; -1 keeps all."""
     load_path: InputPath | None = None
-    """Checkpoint to go on from, a file or a remote address. All of it is taken: weights, optimizer, step, schedule."""
+    """Checkpoint to resume from, a file or a remote address. Weights, optimizer, step and schedule are restored."""
     load_weights: InputPath | None = None
-    """Exported folder (safetensors) to take only the weights from; step, optimizer and schedule start anew."""
+    """Exported folder (safetensors) to load only the weights from. Step, optimizer and schedule start anew."""
     autoresume: bool = False
-    """Go on from the newest checkpoint of this run, where there is one."""
+    """Resume from the newest checkpoint of this run, if there is one."""
 
     def __post_init__(self) -> None:
         both = self.load_path is not None and self.load_weights is not None
@@ -134,8 +140,8 @@ class Checkpoints:
                 self.keep == -1 or self.keep >= 1,
                 f"keep: {self.keep}; give 1 or more, or -1 for all; save: false for none",
             ),
-            (not both, "load_weights: load_path takes the weights too; give one of them"),
-            (self.save or not self.autoresume, "autoresume: needs save: true, there is nothing to go on from"),
+            (not both, "load_weights: load_path loads the weights too; give one of them"),
+            (self.save or not self.autoresume, "autoresume: needs save: true, or there is nothing to resume from"),
         )
 
 
@@ -161,48 +167,49 @@ class Recipe:
     run_name: str
     """Name of the run in logs and checkpoints."""
     output: str | None = None
-    """Folder for checkpoints, logs, samples and the resolved config; null: runs/<run_name>."""
+    """Folder of checkpoints, logs, samples and the resolved config; null: runs/<run_name>."""
     seed: int = 17
-    """Seed of initial weights, order of samples and noise (each rank adds its own number)."""
+    """Seed of the initial weights, the order of samples and the noise (to which each rank adds its number)."""
     model: Annotated[Any, "model"]
-    """What is trained."""
+    """The model to train, with its loss."""
     data: Annotated[Any, "data"]
-    """Training samples."""
+    """Training data."""
     evals: dict[str, Annotated[Any, "data"]] = field(default_factory=dict)
-    """Validation sets by label."""
+    """Validation sets, by label."""
     optimizer: Annotated[Any, "optimizer"]
     """The optimizer."""
     schedule: Annotated[Any, "schedule"]
-    """The learning rate over the run."""
+    """The learning rate over the course of the run."""
     training: Training
-    """How long, how large a batch, on what."""
+    """Length of the run, batch size, precision and devices."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    """What is saved and what a run starts from."""
+    """What is saved, and what a run starts from."""
     algorithms: dict[str, Annotated[Any, "algorithm"]] = field(default_factory=dict)
-    """Changes to model or training, by label."""
+    """Changes to the model or to the training loop, by label."""
     callbacks: dict[str, Annotated[Any, "callback"]] = field(default_factory=dict)
-    """What happens beside training, by label."""
+    """What happens besides training, such as sample grids and exports, by label."""
     loggers: dict[str, Annotated[Any, "logger"]] = field(default_factory=_tensorboard)
-    """Where figures and pictures go, by label."""
+    """Where metrics and images are logged, by label."""
 
     def __post_init__(self) -> None:
         _require((self.run_name.strip(), "run_name: empty; it names the run's folder"))
         self.output = self.output or f"runs/{self.run_name}"
 
 
-def load(path: str | Path, overrides: list[str], cls: type[Config], missing: list[str] | None = None) -> Config:
-    """The config `cls` from a YAML, the YAML it names as `base`, and `key.sub=value` overrides, later ones winning.
+def load_config(path: str | Path, overrides: list[str], cls: type[Config], missing: list[str] | None = None) -> Config:
+    """Read a config from a YAML, the YAML that it names as `base`, and `key.sub=value` overrides.
 
-    A component that is given another `name` starts without the arguments of the one it replaces.
+    Overrides take precedence over the YAML, and the YAML over its base. A component that is given another `name` does
+    not keep the arguments of the component that it replaces.
 
     Args:
         path: the YAML.
-        overrides: `key.sub=value` texts, values read as YAML.
-        cls: the dataclass that says which keys there are.
-        missing: receives input paths that do not exist; where None, they are errors like all others.
+        overrides: texts of the form `key.sub=value`; the values are read as YAML.
+        cls: the dataclass that defines the keys, such as `Recipe`.
+        missing: a list that receives one line per input path that does not exist; None: such paths are errors.
 
     Raises:
-        ConfigError: everything that is wrong, one line each.
+        ConfigError: all mistakes, one line each.
     """
     values = merge(_read(Path(path)), _parse(overrides))
     try:
@@ -220,12 +227,12 @@ def load(path: str | Path, overrides: list[str], cls: type[Config], missing: lis
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The YAML's plain values, merged over those of its `base` (a path beside it), interpolations left as they are."""
+    """The values of a YAML, merged over those of its `base`, a path relative to it. Interpolations stay."""
     named = f" (the base of {seen[-1].name})" if seen else ""
     if not path.is_file():
         raise ConfigError([f"{path}: no such YAML file{named}{_similar_file(path)}"])
     if path.resolve() in seen:
-        raise ConfigError([f"{path}: is its own base, by way of {', '.join(file.name for file in seen)}"])
+        raise ConfigError([f"{path}: is its own base, through {', '.join(file.name for file in seen)}"])
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
@@ -241,7 +248,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _similar_file(path: Path) -> str:
-    """A hint for a YAML that is not there: one of a similar name, shipped or beside it."""
+    """A hint for a YAML that does not exist: one with a similar name, in yamls/ or in the same folder."""
     files = {file.name: file for folder in (ROOT / "yamls", path.parent) for file in folder.glob("*.yaml")}
     close = difflib.get_close_matches(path.stem, [Path(name).stem for name in files], n=1)
     return f"; did you mean {files[f'{close[0]}.yaml']}?" if close else ""
@@ -252,7 +259,7 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
     errors = []
     for override in overrides:
         if "=" not in override or override.startswith(("-", "=")):
-            errors.append(f"{override}: expected key=value on the command line (or --help, --dry-run)")
+            errors.append(f"{override}: expected key=value on the command line (or --help, --dry-run, --print-config)")
             continue
         try:
             values = merge(values, OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False))
@@ -264,7 +271,12 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
 
 
 def merge(below: Any, above: Any) -> Any:
-    """`above` laid over `below`, key by key; lists and components of another name are replaced whole."""
+    """Merge `above` into `below`, key by key. Lists, and components with another name, are replaced as a whole.
+
+    Example::
+
+        merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})  # {"a": 1, "b": {"c": 2, "d": 3}}
+    """
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     if "name" in above and "name" in below and above["name"] != below["name"]:
@@ -276,12 +288,12 @@ def merge(below: Any, above: Any) -> Any:
 
 
 def to_yaml(config: Any) -> str:
-    """The resolved config as YAML that `load` reads back: what is printed and saved beside the checkpoints."""
-    return yaml.dump(_escaped(plain(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """The resolved config as YAML that `load_config` reads back. It is saved beside the checkpoints."""
+    return yaml.dump(_escaped(plain_values(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _escaped(value: Any) -> Any:
-    """Texts that hold ${ as OmegaConf reads them back, instead of taking them for interpolations."""
+    """Escape texts that contain ${, so that OmegaConf does not take them for interpolations."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -292,9 +304,9 @@ def _escaped(value: Any) -> Any:
 
 
 def _one_line(error: Exception, where: str = "") -> str:
-    """An error of OmegaConf or PyYAML as one line, the key that it is about first."""
+    """An error of OmegaConf or PyYAML as one line that begins with the key in question."""
     key = getattr(error, "full_key", None) or where
     text = " ".join(str(error).split("\n    full_key")[0].split())
     if isinstance(error, GrammarParseError):
-        text += r"; a text that holds ${ is written \${"
+        text += r"; a text that contains ${ is written \${"
     return f"{key}: {text}" if key else text

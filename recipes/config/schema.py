@@ -1,8 +1,8 @@
-"""What a YAML may say, read from the source of the code it configures.
+"""The keys that a YAML may contain, read from the source of the code that it configures.
 
-A component is `{name: x, argument: value, ...}`. Its builder's keyword-only parameters are the allowed keys. They are
-read with `ast`, never by importing the builder: a misspelled key is reported in a fraction of a second, while importing
-torch and Composer takes many. Fixed sections are dataclasses, checked by the same rules.
+A component is written `{name: x, argument: value, ...}`. The keyword-only parameters of its builder are the allowed
+keys. They are read with `ast`, without importing the builder, so that a misspelled key is reported in a fraction of a
+second: importing torch and a trainer takes many seconds. Fixed sections are dataclasses and follow the same rules.
 """
 
 from __future__ import annotations
@@ -19,42 +19,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.config.values import Component, ConfigError, plain, short, yaml_line
+from recipes.config.values import Component, ConfigError, plain_values, quoted, yaml_line
 
 ROOT = Path(__file__).resolve().parents[2]
 DURATION = re.compile(r"\d+(ba|ep|sp)|(\d+(\.\d*)?|\.\d+)dur")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# Types that are strings with a promise, as messages and docs name them.
+# Types that are strings of a certain form, by the names that messages and docs use.
 ALIASES = {"Duration": "duration", "InputPath": "existing path", "ModelPath": "existing path or hub id"}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One key of a component or section."""
+    """One key of a component or of a section."""
 
     name: str
     annotation: ast.expr
     required: bool
     default: str
-    """As YAML on one line; empty where the key is required."""
+    """As YAML on one line; empty if the key is required."""
     doc: str
 
     @property
     def type_text(self) -> str:
         return type_text(self.annotation)
 
+    @property
+    def allows_null(self) -> bool:
+        return _allows_null(_alternatives(self.annotation))
+
 
 @dataclass(frozen=True)
 class Signature:
-    """The keys that a builder takes from YAML, and the first paragraph of its docstring."""
+    """The keys that a builder takes from a YAML, and the first paragraph of its docstring."""
 
     parameters: dict[str, Parameter]
     doc: str
 
 
 def nearest(word: Any, allowed: Iterable[str]) -> str:
-    """A hint for an unknown name: the nearest allowed one, or all of them where none is near."""
+    """A hint for an unknown name: the most similar allowed name, or all allowed names if none is similar."""
     allowed = sorted(allowed)
     close = difflib.get_close_matches(str(word), allowed, n=1, cutoff=0.55)
     if close:
@@ -73,7 +77,7 @@ def _module_tree(module: str) -> ast.Module:
 
 
 def _argument_docs(doc: str) -> dict[str, str]:
-    """The `Args:` section of a Google-style docstring, as one line an argument."""
+    """The `Args:` section of a Google-style docstring, as one line per argument."""
     docs: dict[str, str] = {}
     inside, current = False, None
     for line in doc.splitlines():
@@ -95,7 +99,7 @@ def _first_paragraph(doc: str) -> str:
 
 @functools.cache
 def read_signature(target: str) -> Signature:
-    """The keyword-only parameters of "module:callable" (a function, or a class by its `__init__`), not importing it."""
+    """The keyword-only parameters of "module:callable", a function or a class, without importing it."""
     module, _, name = target.partition(":")
     node = next((n for n in _module_tree(module).body if getattr(n, "name", None) == name), None)
     assert isinstance(node, ast.FunctionDef | ast.ClassDef), f"{target}: no such function or class"
@@ -113,7 +117,7 @@ def read_signature(target: str) -> Signature:
             name=arg.arg,
             annotation=arg.annotation,
             required=default is None,
-            default="" if default is None else yaml_line(plain(ast.literal_eval(default))),
+            default="" if default is None else yaml_line(plain_values(ast.literal_eval(default))),
             doc=docs.get(arg.arg, ""),
         )
     return Signature(parameters, _first_paragraph(doc))
@@ -121,7 +125,7 @@ def read_signature(target: str) -> Signature:
 
 @functools.cache
 def read_section(section: type) -> Signature:
-    """The fields of a dataclass as parameters; a string literal below a field is its documentation."""
+    """The fields of a dataclass as parameters. The string literal below a field is its documentation."""
     tree = _module_tree(section.__module__)
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == section.__name__)
     docs: dict[str, str] = {}
@@ -131,7 +135,7 @@ def read_section(section: type) -> Signature:
     parameters = {}
     for field in dataclasses.fields(section):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        default = "" if required else yaml_line(plain(_default(field)))
+        default = "" if required else yaml_line(plain_values(_default(field)))
         annotation = ast.parse(str(field.type), mode="eval").body
         parameters[field.name] = Parameter(field.name, annotation, required, default, docs.get(field.name, ""))
     return Signature(parameters, _first_paragraph(section.__doc__ or ""))
@@ -142,17 +146,21 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def subsections(section: type) -> dict[str, type]:
-    """Key -> dataclass, of the fields that are fixed sections themselves."""
+    """The fields that are sections themselves, those that may be null included: key -> dataclass."""
     namespace = vars(sys.modules[section.__module__])
-    named = {name: namespace.get(ast.unparse(p.annotation)) for name, p in read_section(section).parameters.items()}
-    return {name: inner for name, inner in named.items() if dataclasses.is_dataclass(inner)}
+    found = {}
+    for name, parameter in read_section(section).parameters.items():
+        for option in _alternatives(parameter.annotation):
+            if dataclasses.is_dataclass(inner := namespace.get(ast.unparse(option))):
+                found[name] = inner
+    return found
 
 
 # --- types ---------------------------------------------------------------------------------------------------------
 
 
 def type_text(annotation: ast.expr) -> str:
-    """A type as a reader of the docs wants it: a component is named by its group."""
+    """A type as messages and docs show it. A component is named by its group: "optimizer component"."""
     if isinstance(annotation, ast.BinOp):
         return f"{type_text(annotation.left)} | {type_text(annotation.right)}"
     if isinstance(annotation, ast.Subscript):
@@ -187,7 +195,7 @@ def _allows_null(options: list[ast.expr]) -> bool:
 
 
 class Checker:
-    """Checks values against annotations, collecting every error instead of stopping at the first.
+    """Checks values against annotations. All errors are collected, instead of stopping at the first.
 
     Args:
         components: group -> name -> "module:callable".
@@ -196,18 +204,18 @@ class Checker:
     def __init__(self, components: Mapping[str, Mapping[str, str]]) -> None:
         self.components = components
         self.errors: list[str] = []
-        self.missing: list[str] = []  # paths that do not exist: no error for a dry run
+        self.missing: list[str] = []  # paths that do not exist, which a dry run does not treat as errors
 
     def fail(self, path: str, message: str) -> None:
         self.errors.append(f"{path}: {message}")
 
     def section(self, cls: type, values: Any, path: str) -> Any:
-        """An instance of the dataclass `cls`, or None after recording what is wrong."""
+        """An instance of the dataclass `cls`; None if there are errors, which are recorded."""
         parameters = read_section(cls).parameters
         if not isinstance(values, Mapping):
-            self.fail(path or cls.__name__, f"takes keys ({', '.join(parameters)}), got {short(values)}")
+            self.fail(path or cls.__name__, f"takes keys ({', '.join(parameters)}), got {quoted(values)}")
             return None
-        # Whoever writes `global_batch` at the top means `training.global_batch`.
+        # A key at the wrong level, such as `global_batch` at the top, gets the hint `training.global_batch`.
         below = {f: f"{name}.{f}" for name, inner in subsections(cls).items() for f in read_section(inner).parameters}
         checked = self._keys(parameters, values, path, "", vars(sys.modules[cls.__module__]), below)
         if checked is None:
@@ -219,27 +227,38 @@ class Checker:
             return None
 
     def component(self, group: str, value: Any, path: str) -> Component | None:
-        """A Component of `group`, its arguments checked against its builder's keywords."""
+        """A component of `group`, with its arguments checked; None if there are errors, which are recorded."""
         builders = self.components[group]
         if not isinstance(value, Mapping):
             hint = nearest(value if isinstance(value, str) else "", builders)
-            self.fail(path, f"got {short(value)}; `{group}` components are {{name: ..., arguments}}; {hint}")
+            self.fail(path, f"got {quoted(value)}; a {group} component is written {{name: ..., arguments}}; {hint}")
             return None
         if "name" not in value:
             close = difflib.get_close_matches("name", [str(key) for key in value], n=1, cutoff=0.7)
             if close:
                 self.fail(f"{path}.{close[0]}", f"unknown key of a {group} component; did you mean `name`?")
             else:
-                self.fail(f"{path}.name", f"missing; which {group} is it? {nearest('', builders)}")
+                self.fail(f"{path}.name", f"missing; {nearest('', builders)}")
             return None
         name = value["name"]
         if not isinstance(name, str) or name not in builders:
-            self.fail(f"{path}.name", f"unknown {group} {short(name)}; {nearest(name, builders)}")
+            self.fail(f"{path}.name", f"unknown {group} {quoted(name)}; {nearest(name, builders)}")
             return None
         args = {key: item for key, item in value.items() if key != "name"}
         parameters = read_signature(builders[name]).parameters
-        checked = self._keys(parameters, args, path, f" of {group} `{name}`", {}, {})
+        checked = self._keys(parameters, args, path, f" of {group} `{name}`", {}, self._nested_keys(parameters))
         return None if checked is None else Component(group, name, checked, builders[name], path)
+
+    def _nested_keys(self, parameters: Mapping[str, Parameter]) -> dict[str, str]:
+        """Keys of the components that a component holds: `prediction` -> `objective.prediction`."""
+        groups = {name: re.fullmatch(r"(\w+) component", p.type_text) for name, p in parameters.items()}
+        return {
+            key: f"{name}.{key}"
+            for name, match in groups.items()
+            if match
+            for target in self.components[match[1]].values()
+            for key in read_signature(target).parameters
+        }
 
     def _keys(
         self,
@@ -265,7 +284,7 @@ class Checker:
         return checked if len(self.errors) == before else None
 
     def value(self, annotation: ast.expr, value: Any, path: str, namespace: Mapping[str, Any]) -> Any:
-        """`value` as the annotated type (1e3 becomes an int where an int is meant), components and sections checked."""
+        """`value` converted to the annotated type (1e3 to an int if an int is expected), and checked."""
         options = _alternatives(annotation)
         if value is None:
             if not _allows_null(options):
@@ -279,9 +298,9 @@ class Checker:
                 self.missing += attempt.missing
                 return result
             attempts.append(attempt.errors)
-        # Some know more than "expected A": which key of a component is wrong, which literal is near.
+        # Some errors say more than "expected A": which key of a component is wrong, or which literal is similar.
         inner = [errors for errors in attempts if not errors[0].startswith(f"{path}: expected")]
-        self.errors += inner[0] if inner else [f"{path}: expected {type_text(annotation)}, got {short(value)}"]
+        self.errors += inner[0] if inner else [f"{path}: expected {type_text(annotation)}, got {quoted(value)}"]
         return None
 
     def _one(self, option: ast.expr, value: Any, path: str, namespace: Mapping[str, Any]) -> Any:
@@ -309,7 +328,7 @@ class Checker:
                 return tuple(self.value(kind, item, f"{path}.{i}", namespace) for i, (kind, item) in enumerate(pairs))
         if base == "dict" and isinstance(value, Mapping):
             kind = inner.elts[1]
-            # A label set to null removes an entry that a base recipe has.
+            # A label set to null removes an entry of the base recipe.
             kept = {k: v for k, v in value.items() if v is not None or _allows_null(_alternatives(kind))}
             return {str(k): self.value(kind, v, f"{path}.{k}", namespace) for k, v in kept.items()}
         self.fail(path, f"expected {type_text(option)}")
@@ -339,9 +358,7 @@ class Checker:
             return dict(value)
         if kind == "Duration" and (isinstance(value, str) or number):
             if not DURATION.fullmatch(str(value)):
-                self.fail(
-                    path, f"{short(value)} is no duration; write a number and a unit, such as 500ba, 2ep or 0.5dur"
-                )
+                self.fail(path, f"{quoted(value)} is not a duration, such as 500ba, 2ep or 0.5dur")
             return value
         if kind in ("InputPath", "ModelPath") and isinstance(value, str):
             return self._input(kind, value, path)
@@ -353,6 +370,6 @@ class Checker:
             return value
         local = os.path.expanduser(value)
         if not os.path.exists(local) and not (kind == "ModelPath" and HUB_ID.fullmatch(value)):
-            also = ", and it has not the form owner/name of a hub id" if kind == "ModelPath" else ""
+            also = ", and it does not have the form owner/name of a hub id" if kind == "ModelPath" else ""
             self.missing.append(f"{path}: `{value}` does not exist (looked in {os.getcwd()}){also}")
         return local

@@ -1,4 +1,4 @@
-"""What a checked config is made of, and its way back to plain values and YAML."""
+"""The parts of a checked config, and their conversion back to plain values and YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 
 class ConfigError(ValueError):
-    """Everything wrong with a config, one line each, each starting with the full path of its key."""
+    """All mistakes in a config, one line each, each of which begins with the full path of its key."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("\n".join(lines))
@@ -22,7 +22,15 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Component:
-    """A checked, not yet built component. `args` holds plain values and nested Components."""
+    """A component that has been checked and not yet built.
+
+    Attributes:
+        group: kind of component, such as "optimizer".
+        name: its name in the group, such as "adamw".
+        args: the arguments that the config gives: plain values and nested components.
+        target: its builder, as "module:callable".
+        path: the full path of its key in the config, for messages.
+    """
 
     group: str
     name: str
@@ -32,7 +40,7 @@ class Component:
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes texts such as 1e-4, which the reader of recipes takes for numbers and plain PyYAML does not."""
+    """Quotes texts such as 1e-4, which OmegaConf reads as numbers and PyYAML does not."""
 
 
 Dumper.add_implicit_resolver(
@@ -42,26 +50,26 @@ Dumper.add_implicit_resolver(
 )
 
 
-def plain(config: Any) -> Any:
-    """A config as the plain values that `recipes.config.recipe.load` would read back."""
+def plain_values(config: Any) -> Any:
+    """A config as dicts, lists and scalars, which `recipes.config.recipe.load_config` would read back from a YAML."""
     if isinstance(config, Component):
-        return {"name": config.name, **{key: plain(value) for key, value in config.args.items()}}
+        return {"name": config.name, **{key: plain_values(value) for key, value in config.args.items()}}
     if dataclasses.is_dataclass(config):
-        return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {f.name: plain_values(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, Mapping):
-        return {key: plain(value) for key, value in config.items()}
+        return {key: plain_values(value) for key, value in config.items()}
     if isinstance(config, list | tuple):
-        return [plain(value) for value in config]
+        return [plain_values(value) for value in config]
     return config
 
 
 def yaml_line(value: Any) -> str:
-    """Plain values as YAML on one line."""
+    """Dicts, lists and scalars as YAML on one line."""
     text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def short(value: Any) -> str:
-    """A value as a message quotes it, cut to one short line."""
+def quoted(value: Any) -> str:
+    """A value as messages quote it: on one line of at most 60 characters."""
     text = " ".join(yaml_line(value).split()) if isinstance(value, Mapping | list) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

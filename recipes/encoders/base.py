@@ -121,7 +121,7 @@ class Stored:
     Attributes:
         arrays: (B, ...) by the name of the column, without the resolution.
         finite: bool (B,): every value that the encoder gave is finite, in the format that it is stored in.
-        sums: float64 (B, 3, C), see `precompute.writer.Encoded`; None where there are no statistics.
+        sums: float64 (B, 3, C), see `precompute.writer.EncodedSample`; None where there are no statistics.
     """
 
     arrays: dict[str, Tensor]

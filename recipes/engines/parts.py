@@ -22,6 +22,7 @@ from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe
+from recipes.models.task import Task
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
@@ -80,7 +81,7 @@ class Parts:
         microbatch: samples that a device takes at once at the start; None: its whole batch.
     """
 
-    task: nn.Module
+    task: Task
     data: Loading
     evals: dict[str, Loading]
     levers: Levers

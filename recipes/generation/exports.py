@@ -1,18 +1,28 @@
-"""Finding an exported run, of diffusion or of tokens, and opening it for sampling."""
+"""Finding an exported run and opening it for sampling, whatever family its model is of."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
+import typing
 from pathlib import Path
 from typing import Any, Literal
 
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
+from recipes.config.components import COMPONENTS
+from recipes.models.family import Family, Parts
 
 Weights = Literal["ema", "raw"]
-Kind = Literal["diffusion", "tokens"]
+MODELS = Path(__file__).resolve().parents[1] / "models"
 
-# The folder of the trained network in an export, by kind of the model.
-NETWORKS: dict[Kind, str] = {"diffusion": "unet", "tokens": "transformer"}
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """The families of models that generate images, by the name of their package in `recipes/models`."""
+    names = sorted(file.parent.name for file in MODELS.glob("*/family.py"))
+    return {name: importlib.import_module(f"recipes.models.{name}.family").FAMILY for name in names}
 
 
 def find_export(path: Path) -> Path:
@@ -20,7 +30,7 @@ def find_export(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: `path` is a file, which would have to be unpickled.
+        ValueError: `path` is a file, which would have to be unpickled; the export's family is unknown.
     """
     if path.is_file():
         raise ValueError(
@@ -28,15 +38,53 @@ def find_export(path: Path) -> Path:
             f"give {path.parent.parent / 'export'}, which the export callback writes"
         )
     for folder in (path, path / "export"):
-        if any((folder / network / "config.json").is_file() for network in NETWORKS.values()):
+        if _identify(folder) is not None:
             return folder
-    files = " or ".join(f"{network}/config.json" for network in NETWORKS.values())
-    raise FileNotFoundError(f"{path}: no exported run (a folder with {files}); give runs/<run_name>/export")
+    titles = " or ".join(f"{family.title} model" for family in families().values())
+    raise FileNotFoundError(f"{path}: no exported run of a {titles}; give runs/<run_name>/export")
 
 
-def kind_of(export: Path) -> Kind:
-    """What kind of model an export folder holds."""
-    return next(kind for kind, network in NETWORKS.items() if (export / network / "config.json").is_file())
+def family_of(export: Path) -> Family:
+    """The family of the model in an export folder that `find_export` gave."""
+    return families()[_identify(export)[0]]
+
+
+def _identify(folder: Path) -> tuple[str, str] | None:
+    """Name of the family and of the network's folder, by export.json; in older exports by the folders.
+
+    None if it is not an export of a model that generates images.
+    """
+    record = read_record(folder) if (folder / "export.json").is_file() else {}
+    if "family" in record:
+        name, network = record["family"], record.get("network")
+        if name not in families():
+            known = ", ".join(families())
+            raise ValueError(f"{folder / 'export.json'}: unknown family {name!r}; this version knows {known}")
+        if not isinstance(network, str) or Path(network).name != network:
+            raise ValueError(f"{folder / 'export.json'}: network {network!r} is not the name of a folder")
+        return name, network
+    for name, family in families().items():
+        for network in family.networks:
+            if (folder / network / "config.json").is_file():
+                return name, network
+    return None
+
+
+def read_record(export: Path) -> dict[str, Any]:
+    """The contents of export.json.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not a JSON object.
+    """
+    file = export / "export.json"
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{file}: expected a JSON object")
+    return record
 
 
 def find_network(export: Path, weights: Weights | None) -> Path:
@@ -44,17 +92,29 @@ def find_network(export: Path, weights: Weights | None) -> Path:
 
     Args:
         export: as `find_export` gives it.
-        weights: averaged or as trained; None: averaged where there are any.
+        weights: averaged or as trained; None: averaged if there are any.
 
     Raises:
         FileNotFoundError: averaged weights are asked for, and the run had no average.
     """
-    raw = export / NETWORKS[kind_of(export)]
+    raw = export / _identify(export)[1]
     averaged = raw.with_name(f"{raw.name}_ema")
     there = (averaged / "config.json").is_file()
     if weights == "ema" and not there:
         raise FileNotFoundError(f"--weights ema: {averaged} does not exist, the run had no average; use raw")
     return averaged if there and weights != "raw" else raw
+
+
+def component_class(group: str, name: str) -> type:
+    """The class of the objects that a component's builder makes: the builder itself, or the type that it returns.
+
+    Raises:
+        ValueError: no such component.
+    """
+    if name not in COMPONENTS[group]:
+        raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(COMPONENTS[group])}")
+    builder = _imported(COMPONENTS[group][name])
+    return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
 
 
 def load_pipeline(
@@ -64,25 +124,38 @@ def load_pipeline(
 
     Args:
         folder: as `find_export` gives it.
-        device: auto: a GPU where there is one.
+        device: auto: a GPU if there is one.
         precision: of the trained network: fp32, bf16 or fp16.
         weights: as `find_network` takes them.
 
     Returns:
-        `recipes.models.latent_diffusion.pipeline.Pipeline` or `recipes.models.autoregressive.pipeline.Pipeline`.
+        The pipeline of the model's family, such as `recipes.models.latent_diffusion.pipeline.DiffusionPipeline`.
 
     Raises:
         FileNotFoundError: a part is missing.
-        ValueError: no GPU where one is asked for, an encoder other than the one that encoded the training data.
+        ValueError: no GPU where one is asked for, or an encoder other than the one that encoded the training data.
     """
     import torch
 
     if device == "gpu" and not torch.cuda.is_available():
         raise ValueError("--device gpu: PyTorch sees no GPU; use auto or cpu")
-    place = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    if kind_of(folder) == "tokens":
-        from recipes.models.autoregressive.pipeline import load
-    else:
-        from recipes.models.latent_diffusion.pipeline import load
     manifest = Manifest.read(folder)
-    return load(folder, find_network(folder, weights), manifest, encoders_of(manifest, folder), place, precision)
+    image_encoder, text_encoder = encoders_of(manifest, folder)
+    parts = Parts(
+        folder=folder,
+        record=read_record(folder),
+        network=find_network(folder, weights),
+        manifest=manifest,
+        image_encoder=image_encoder,
+        text_encoder=text_encoder,
+        component_class=component_class,
+        device="cuda" if device != "cpu" and torch.cuda.is_available() else "cpu",
+        precision=precision,
+    )
+    return _imported(family_of(folder).pipeline)(parts)
+
+
+def _imported(target: str) -> Any:
+    """What "module:name" names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

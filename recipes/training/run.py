@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recipes.models.task import Task
 from recipes.training.clock import Clock
 
 Precision = Literal["fp32", "amp_bf16", "amp_fp16"]
@@ -33,7 +34,7 @@ class Run(ABC):
         eval_figures: at `eval_end`, means over the validation set by name.
     """
 
-    task: nn.Module
+    task: Task
     device: torch.device
     precision: Precision
     batch: dict[str, Tensor]

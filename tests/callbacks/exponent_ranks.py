@@ -2,27 +2,27 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from composer.core import Precision
 from torch.distributed.fsdp import fully_shard
 
 from callbacks.exponents import Exponents
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.training.lever import Lever
 from tests.callbacks.exponent_reference import Task, counts_of, naive, run
+from tests.recipes.training.fake_run import FakeRun
 
 
 def check_exponents(folder: Path) -> None:
     """Each rank's own gradients are counted, whoever averages them; shards are counted once."""
-    for name, algorithms in {
+    for name, levers in {
         "averaged": lambda task: [],
         "low_rank": lambda task: [PowerSGD(task, rank=2)],
-        "scaled": lambda task: [PowerSGD(task, rank=2), ResblockGradScaling(task, start=11.3)],
+        "scaled": scaled,
     }.items():
-        reference, _ = run(folder / name, algorithms, duration="4ba")
+        reference, _ = run(folder / name, levers, duration="4ba")
         counts = torch.tensor(reference.counts[2])
         own = counts.clone()
         dist.all_reduce(counts)
@@ -34,18 +34,24 @@ def check_exponents(folder: Path) -> None:
     check_shards()
 
 
+def scaled(task: Task) -> list[Lever]:
+    scaling = ResblockGradScaling(task, low_rank=True, start=11.3)
+    return [scaling, PowerSGD(task, scaling, rank=2)]
+
+
 def check_shards() -> None:
-    """FSDP2's parts together have the whole averaged gradient's counts, after the second of two passes."""
+    """The counts of FSDP2's shards add up to those of the whole averaged gradient, after the second of two passes."""
     task = Task()
     for block in task.blocks():
         fully_shard(block)
     fully_shard(task)
     callback = Exponents(task, "nowhere")
-    callback.after_load(None, None)
+    run = FakeRun(task)
+    callback.loaded(run)
     callback.counting = True
     words = torch.randint(11, (2, 4, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
     for batch in words:
-        callback.before_backward(SimpleNamespace(precision=Precision.FP32), None)
+        callback.before_backward(run)
         task({"words": batch})["total"].backward()
     counts = callback.counts.clone()
     assert counts.sum() == 2 * 16 * 32, "a rank holds half of two matrices in each of two blocks"

@@ -1,19 +1,16 @@
-"""What `exponents` should count: gradients computed once more beside a run, and counted by numpy, one after another."""
+"""What `exponents` should count: gradients computed once more beside a run, and counted by numpy one by one."""
 
 import numpy as np
 import torch
-from composer import Callback, Trainer
-from composer.loggers import InMemoryLogger
-from composer.utils import dist
 from torch import nn
-from torch.utils.data import DataLoader
 
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO
 from callbacks.exponents import Exponents
-from recipes.algorithms.gradients.order import in_gradient_order
 from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
-from recipes.engines.composer.model import ComposerTask
+from recipes.training import ranks
+from recipes.training.callback import Callback
 from tests.recipes.algorithms.residual import Residual
+from tests.recipes.training.fake_run import FakeRun, train
 
 
 class Task(Residual):
@@ -26,7 +23,7 @@ class Task(Residual):
 
 
 def naive(arrays):
-    """As `count_exponents`, of some arrays, a number at a time."""
+    """As `count_exponents`, of some arrays, one number at a time."""
     counts = [0] * COLUMNS
     for value in np.concatenate([array.ravel() for array in arrays]).astype(np.float64):
         if value == 0:
@@ -50,13 +47,13 @@ class Reference(Callback):
         self.counts = {}
         self.sums = None
 
-    def before_train_batch(self, state, logger):
+    def before_passes(self, run):
         self.sums = None
 
-    def before_forward(self, state, logger):
+    def before_forward(self, run):
         found = [[], []]
         matrices = [[p for p in layer.parameters() if p.ndim == 2] for layer in self.task.layers]
-        loss = self.task(state.batch)["total"] * 0.5
+        loss = self.task(run.batch)["total"] * 0.5
         gradients = iter(torch.autograd.grad(loss, matrices[0] + matrices[1]))
         for block, parameters in enumerate(matrices):
             found[block] = [next(gradients) for _ in parameters]
@@ -67,47 +64,34 @@ class Reference(Callback):
         for layer in self.task.layers:
             if isinstance(layer.branch, ScaledBranch):
                 layer.branch.gradients_filtered.zero_()  # what this pass added
-        self.counts[state.timestamp.batch.value] = [
+        self.counts[run.clock.batch] = [
             naive([(g / getattr(layer.branch, "gradient_scale", 1.0)).numpy() for g in block])
             for layer, block in zip(self.task.layers, self.sums, strict=True)
         ]
 
-    def before_backward(self, state, logger):
-        if state.timestamp.batch.value == self.bad_batch:
+    def before_backward(self, run):
+        if run.clock.batch == self.bad_batch:
             self.task.layers[1].branch[1].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([0]), torch.nan))
             self.bad_batch = None
 
 
-def run(folder, algorithms, bad_batch=None, duration="6ba", every="2ba"):
-    """A run in two microbatches of 4 samples a rank: gradients as `Reference` counts them, and what was logged.
+def run(folder, levers, bad_batch=None, duration="6ba", every="2ba"):
+    """A run in two microbatches of 4 samples per rank: gradients as `Reference` counts them, and the run.
 
     Args:
         folder: where `exponents` writes.
-        algorithms: task -> list.
+        levers: task -> list.
         bad_batch: in it block 1 gets gradients that are NaN.
     """
     task = Task()
     words = torch.randint(11, (128, 6), generator=torch.Generator().manual_seed(5))
-    data = [{"words": row} for row in words]
+    own = words[ranks.rank() :: ranks.world_size()]
     reference = Reference(task, bad_batch)
-    logger = InMemoryLogger()
-    trainer = Trainer(
-        model=ComposerTask(task),
-        train_dataloader=DataLoader(data, batch_size=8, sampler=dist.get_sampler(data)),
-        max_duration=duration,
-        optimizers=torch.optim.SGD(task.parameters(), lr=0.1),
-        algorithms=algorithms(task),
-        algorithm_passes=[in_gradient_order],
-        callbacks=[Exponents(task, str(folder), every=every), reference],
-        loggers=logger,
-        device="cpu",
-        device_train_microbatch_size=4,
-        precision="fp32",
-        progress_bar=False,
-        seed=3,
-    )
-    trainer.fit()
-    return reference, logger
+    fake = FakeRun(task, duration)
+    fake.wraps = ranks.world_size() > 1
+    data = [{"words": part} for part in own.split(8)]
+    train(fake, data, [Exponents(task, str(folder), every=every), reference], levers(task), microbatch=4)
+    return reference, fake
 
 
 def counts_of(record):

@@ -1,15 +1,16 @@
 """Usage and perplexity of a codebook: of all of a validation set's codes at once, over all ranks."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from composer import Callback
 
-from callbacks import codebook
 from callbacks.codebook import Codebook, usage
 from recipes.models.dvae.task import DiscreteAutoencoder
+from recipes.models.task import Task
+from recipes.training import ranks
+from recipes.training.callback import Callback
+from tests.recipes.training.fake_run import FakeRun
 
 
 @pytest.mark.parametrize(
@@ -26,25 +27,18 @@ def test_perplexity_is_the_exponential_of_the_entropy():
     assert usage(counts)[1] == pytest.approx(math.exp(-sum(x * math.log(x) for x in p)))
 
 
-class Log:
-    def __init__(self):
-        self.metrics = {}
-
-    def log_metrics(self, metrics):
-        self.metrics |= metrics
-
-
 def evaluate(callback, batches, label="val"):
     """What is logged of a validation set."""
-    device = SimpleNamespace(tensor_to_device=lambda tensor: tensor)
-    timestamp = SimpleNamespace(batch=SimpleNamespace(value=30))
-    state, log = SimpleNamespace(device=device, timestamp=timestamp, dataloader_label=label), Log()
-    callback.eval_start(state, log)
+    run = FakeRun(duration="100ba").at(30)
+    run.eval_label = label
+    callback.eval_start(run)
     for codes in batches:
-        state.outputs = {"codes": torch.tensor(codes)}
-        callback.eval_after_forward(state, log)
-    callback.eval_end(state, log)
-    return log.metrics
+        run.outputs = {"codes": torch.tensor(codes)}
+        callback.eval_after_forward(run)
+    callback.eval_end(run)
+    ((batch, figures),) = run.logged
+    assert batch == 30
+    return figures
 
 
 @pytest.fixture
@@ -69,13 +63,13 @@ def test_ranks_are_added_up(task, monkeypatch, capsys):
     def other_rank(counts):
         counts += torch.tensor([0, 0, 0, 0, 4, 0, 0, 0])
 
-    monkeypatch.setattr(codebook.dist, "all_reduce", other_rank)
-    monkeypatch.setattr(codebook.dist, "get_global_rank", lambda: 1)
+    monkeypatch.setattr(ranks, "all_reduce", other_rank)
+    monkeypatch.setenv("RANK", "1")
     metrics = evaluate(Codebook(task, "name"), [[[[1, 1], [1, 1]]]])
     assert metrics == {"codebook/val/usage": 0.25, "codebook/val/perplexity": pytest.approx(2)}
     assert capsys.readouterr().out == ""
 
 
 def test_a_model_without_codes():
-    with pytest.raises(ValueError, match="codebook: a Linear has no codes to count"):
-        Codebook(torch.nn.Linear(1, 1), "name")
+    with pytest.raises(ValueError, match="codebook: a Task has no codes to count"):
+        Codebook(Task(), "name")

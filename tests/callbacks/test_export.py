@@ -1,21 +1,20 @@
 """Exports appear whole, keep the old one until then, and are called complete only at the end of a run."""
 
 import json
-from types import SimpleNamespace
+from contextlib import contextmanager
 
 import pytest
-import torch
-from composer import Event, Time
-from composer.core import Timestamp
 
-from callbacks.export import Export, export, replace_folder
+from callbacks.export import Export, export
 from data.bpe import Vocabulary
 from data.loading import Loading
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
+from recipes.models.task import Task
+from tests.recipes.training.fake_run import FakeRun
 
 
-class Task(torch.nn.Module):
+class Accident(Task):
     """Writes its version, in two files with an accident between them."""
 
     version, accident = 1, False
@@ -30,7 +29,7 @@ class Task(torch.nn.Module):
 
 @pytest.fixture
 def task():
-    task = Task()
+    task = Accident()
     task.had_one = False
     return task
 
@@ -64,37 +63,71 @@ def test_a_first_export_that_fails_leaves_nothing(tmp_path, task):
     assert names(tmp_path) == []
 
 
-def test_folders_are_replaced(tmp_path):
-    for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    replace_folder(tmp_path / "new", tmp_path / "old")
-    assert names(tmp_path) == ["file", "old"] and (tmp_path / "old" / "file").read_text() == "new"
-
-
 def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
     written = []
 
     def write(folder):
-        written.append(state.timestamp.batch.value)
+        written.append(run.clock.batch)
         task.had_one = True
 
     task.export = write
-    callback = Export(task, "run", str(tmp_path), LOADING, None, every="2ba")
-    length = Time.from_timestring("4ba")
-    state = SimpleNamespace(timestamp=Timestamp(), previous_timestamp=None, max_duration=length, algorithms=[])
-    state.get_elapsed_duration = lambda: Time.from_timestring("1dur") * (state.timestamp.batch.value / 4)
+    callback = Export(task, "run", str(tmp_path), LOADING, None, None, every="2ba")
+    run = FakeRun(task, duration="4ba")
     for batch in range(1, 5):
-        state.previous_timestamp, state.timestamp = state.timestamp, state.timestamp.to_next_batch(samples=3)
-        callback.run_event(Event.BATCH_END, state, None)
+        callback.step_end(run.at(batch, samples=3))
         assert (tmp_path / "export").exists() == (batch >= 2)
         assert not (tmp_path / "export" / "done.json").exists()
+    callback.epoch_end(run)
     assert written == [2]
-    callback.run_event(Event.FIT_END, state, None)
+    callback.end(run)
     assert written == [2, 4]
     record = {"run_name": "run", "batches": 4, "samples": 12}
     assert json.loads((tmp_path / "export" / "done.json").read_text()) == record
     assert capsys.readouterr().out == f"weights: {tmp_path}/export\n"
+
+
+class Average:
+    """A stand-in of ScheduledEMA: averaged weights are 7."""
+
+    decay, every, begun = 0.99, 5, 3
+
+    def __init__(self, task, running):
+        self.task, self.running = task, running
+
+    @contextmanager
+    def applied(self):
+        if not self.running:
+            yield False
+            return
+        weight, self.task.weight = self.task.weight, 7
+        yield True
+        self.task.weight = weight
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("running", [False, True])
+def test_averaged_weights_are_exported_once_there_are_any(tmp_path, beside, running):
+    class Weight(Task):
+        weight = 1
+        exports_average_beside = beside
+
+        def export(self, folder):
+            (folder / "weight").write_text(str(self.weight))
+
+        def export_average(self, folder):
+            (folder / "weight_ema").write_text(str(self.weight))
+
+    task = Weight()
+    callback = Export(task, "run", str(tmp_path), LOADING, None, Average(task, running))
+    callback.end(FakeRun(task).at(10))
+    written = {path.name: path.read_text() for path in (tmp_path / "export").glob("weight*")}
+    if not running:
+        assert written == {"weight": "1"}
+    else:
+        assert written == ({"weight": "1", "weight_ema": "7"} if beside else {"weight": "7"})
+    record = json.loads((tmp_path / "export" / "export.json").read_text())
+    assert record.get("average") == ({"decay": 0.99, "every": 5, "begun": 3} if running else None)
+    assert task.weight == 1
 
 
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):

@@ -1,15 +1,15 @@
-"""Halving on plateaus: the rule alone, and the rate of a run that is broken off and goes on."""
+"""Halving on plateaus: the rule alone, and the rate of a run that is interrupted and goes on."""
 
 import math
 
 import pytest
 import torch
-from composer import Callback
 from hypothesis import given
 from hypothesis import strategies as st
 
 from callbacks.plateau import Plateau, PlateauRule
-from recipes.engines.composer.trainer import build_trainer
+from recipes.training.callback import Callback
+from tests.recipes.training.fake_run import FakeRun, train
 
 rules = st.builds(
     PlateauRule, window=st.integers(1, 4), patience=st.integers(1, 3), threshold=st.floats(0, 0.1),
@@ -63,37 +63,55 @@ def test_numbers_out_of_range(wrong):
 
 
 class Rates(Callback):
-    def __init__(self):
-        self.values = []
+    """Sets the rate of each batch as an engine does, and keeps it."""
 
-    def batch_end(self, state, logger):
-        self.values.append(state.schedulers[0].get_last_lr()[0])
+    def __init__(self, schedule):
+        self.schedule, self.values = schedule, []
+
+    def batch_start(self, run):
+        self.values.append(self.schedule(run.clock))
+        run.optimizer.param_groups[0]["lr"] = 0.1 * self.values[-1]
 
 
-def test_the_rate_of_a_run(small_recipe, tmp_path):
-    """A loss that cannot fall: rates are halved to the limit, and a resumed run has the rates of the whole one."""
-    schedule = "schedule={name: plateau, warmup: 3ba, window: 2, patience: 1, threshold: 0.9, limit: 2}"
+class Squares(torch.nn.Linear):
+    def forward(self, batch):
+        return {"total": super().forward(batch["x"]).square().mean()}
 
-    def run(name, duration, *changes):
-        recipe = small_recipe(
-            tmp_path / name, schedule, f"training.duration={duration}ba", "checkpoints.every=7ba", "evals.val=null",
-            *changes,
-        )  # fmt: skip
-        trainer = build_trainer(recipe)
-        rates = Rates()
-        trainer.state.callbacks.append(rates)
-        trainer.fit()
-        trainer.close()
-        return rates.values, torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()])
 
-    whole, weights = run("whole", 12)
-    peak = 2e-3
-    # Composer sets the rate of a batch's successor by the number of batches before the batch itself.
-    assert whole[:4] == pytest.approx([0, peak / 3, peak * 2 / 3, peak])
-    # The means of batches 3 and 4, 5 and 6, 7 and 8: the first, and two that are not a tenth of it.
-    assert whole[4:] == pytest.approx([peak] * 2 + [peak / 2] * 2 + [peak / 4] * 4)
-    run("part", 12, "training.duration=7ba")
-    checkpoint = next((tmp_path / "part" / "checkpoints").glob("*ba7-rank0.pt"))
-    resumed, resumed_weights = run("part2", 12, f"checkpoints.load_path={checkpoint}")
-    assert resumed == whole[7:]
-    assert (resumed_weights == weights).all()
+def test_the_rate_of_a_run(capsys):
+    """A loss that hardly falls: rates are halved to the limit, and a resumed run has the rates of the whole one."""
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(4, 2)} for _ in range(5)]
+    start = Squares(2, 1).state_dict()
+
+    def run(duration, start, schedule_state=None, batch=0):
+        """(rates, weights, the schedule's state) of a run from a batch on."""
+        fake = FakeRun(Squares(2, 1), duration=f"{duration}ba")
+        fake.task.load_state_dict(start)
+        if batch:
+            fake.at(batch, samples=4)
+        schedule = Plateau(warmup="3ba", window=2, patience=1, threshold=0.99, limit=2)
+        if schedule_state is not None:
+            schedule.load_state_dict(schedule_state)
+        rates = Rates(schedule)
+        train(fake, data, [rates, schedule])
+        assert list(fake.values("schedule/plateaus")) == list(range(max(3, batch + 1), duration + 1))
+        return rates.values, fake.task.state_dict(), schedule.state_dict()
+
+    whole, weights, _ = run(12, start)
+    assert whole[:4] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    # The means of batches 3 and 4, 5 and 6, 7 and 8: the first, and two that are not a hundredth of it.
+    assert whole[4:] == pytest.approx([1] * 2 + [1 / 2] * 2 + [1 / 4] * 4)
+    lines = ["plateau: number 1 at batch 6, rate x 0.5", "plateau: number 2 at batch 8, rate x 0.25"]
+    assert capsys.readouterr().out.splitlines() == lines
+    part, part_weights, state = run(7, start)
+    rest, rest_weights, _ = run(12, part_weights, state, batch=7)
+    assert part + rest == whole
+    assert all(torch.equal(rest_weights[name], weights[name]) for name in weights)
+
+
+def test_a_run_without_a_loss_yet():
+    schedule = Plateau()
+    run = FakeRun()
+    schedule.step_end(run)
+    assert schedule(run.clock) == 1 and run.logged == []

@@ -1,17 +1,16 @@
-"""Values of the model that a run moves: their shape by property, their steps as Composer counts them."""
+"""Values of the model that a run moves: their shape by property, their steps by hand."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
-import torch
-from composer import Time
-from composer.core import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from callbacks.scheduled_value import ScheduledValue, between
 from recipes.models.dvae.task import DiscreteAutoencoder
+from recipes.models.task import Task
+from recipes.training.clock import Clock
+from tests.recipes.training.fake_run import FakeRun
 
 numbers = st.floats(-1e3, 1e3)
 shares = st.floats(0, 1)
@@ -39,33 +38,28 @@ def test_shapes(start, end, share):
     assert mirrored == pytest.approx(start + end, abs=1e-9 * size + 1e-9)
 
 
-class Log:
-    def __init__(self):
-        self.values = []
-
-    def log_metrics(self, metrics):
-        self.values.append(metrics)
-
-
 def task():
     return DiscreteAutoencoder(codes=4, hidden=4, blocks=1, initial=2)
 
 
 def values(over, duration, batches, epoch=None, first=0, value="temperature", **options):
     """The value at each batch of a run of so many batches, from batch `first` on."""
-    model, log = task(), Log()
+    model = task()
+    run = FakeRun(model)
     arguments = {"start": 1.0, "end": 0.0625, "over": over, **options}
     callback = ScheduledValue(model, value=value, **arguments)
-    state = SimpleNamespace(timestamp=Timestamp(), max_duration=Time.from_timestring(duration), dataloader_len=epoch)
     found = []
     for batch in range(first, batches):
-        state.timestamp = Timestamp(batch=batch, sample=batch * 8, epoch=batch // (epoch or 1))
+        run.clock = Clock(batch, batch * 8, batch // (epoch or 1), duration, epoch)
         if batch == first:
-            callback.fit_start(state, log)
-        callback.batch_start(state, log)
+            callback.begin(run)
+            assert run.logged == []
+        callback.batch_start(run)
         found.append(float(getattr(model, value)))
-    assert [next(iter(metrics)) for metrics in log.values] == [f"schedule/{value}"] * len(found)
-    assert [next(iter(metrics.values())) for metrics in log.values] == pytest.approx(found, rel=1e-6)
+    assert run.logged == [
+        (batch, {f"schedule/{value}": pytest.approx(number, rel=1e-6)})
+        for batch, number in zip(range(first, batches), found, strict=True)
+    ]
     return found
 
 
@@ -103,4 +97,4 @@ def test_a_value_that_the_model_has_not():
     with pytest.raises(ValueError, match="has no value `tau` to be scheduled; it has: beta, temperature"):
         ScheduledValue(task(), value="tau", start=0.0, end=1.0)
     with pytest.raises(ValueError, match="has no value `weight` to be scheduled; it has: none"):
-        ScheduledValue(torch.nn.Linear(1, 1), value="weight", start=0.0, end=1.0)
+        ScheduledValue(Task(), value="weight", start=0.0, end=1.0)

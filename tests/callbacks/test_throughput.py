@@ -1,67 +1,78 @@
-"""Throughput: FLOPs as published, averages over steps only, shares that add up."""
+"""Throughput: FLOPs as published, averages over steps only, exact shares of a time that the test sets."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
-from composer import Callback, Trainer
-from composer.loggers import InMemoryLogger
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
-from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+from callbacks import step_timer, throughput
 from callbacks.communication import communication, covered
-from callbacks.throughput import Throughput, flops_of_a_sample
-from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
-from recipes.engines.composer.model import ComposerTask
+from callbacks.flops import flops_per_sample
+from callbacks.step_timer import StepTimer
+from callbacks.throughput import Throughput
 from recipes.models.latent_diffusion.unet import unet
+from recipes.models.task import Task
+from recipes.training.callback import Callback
+from recipes.training.lever import Lever
+from tests.recipes.training.fake_run import FakeRun, train
+
+FLOPS = 2 * (2 * 8 * 8)  # of `Layers`, per sample
 
 
-class Layers(torch.nn.Module):
+@pytest.fixture
+def now(monkeypatch):
+    """The time, which only the test lets pass."""
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(step_timer, "perf_counter", lambda: now.seconds)
+    return now
+
+
+class Layers(Task):
     """Two products of 8 x 8 with a vector, and a draw of random numbers."""
 
-    eval_names = ["loss"]
+    eval_names = ("loss",)
 
-    def __init__(self, pause=0.0):
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        self.pause = pause
         self.draws = []
 
     def forward(self, batch):
-        time.sleep(self.pause)
         noise = torch.rand(())
         if torch.is_grad_enabled():
             self.draws.append(noise.item())
         return {"total": self.layers(batch["x"]).square().mean()}
 
     def evaluate(self, batch):
-        time.sleep(0.3)
         return {"loss": self.layers(batch["x"]).square().mean(1)}
 
 
-def run(task, callbacks, batches=8, algorithms=()):
-    data = [{"x": torch.full((8,), float(i))} for i in range(4 * batches)]
-    logger = InMemoryLogger()
-    trainer = Trainer(
-        model=ComposerTask(task),
-        train_dataloader=DataLoader(data, batch_size=4),
-        eval_dataloader=DataLoader(data[:4], batch_size=4),
-        eval_interval="2ba",
-        max_duration=f"{batches}ba",
-        optimizers=torch.optim.SGD(task.parameters(), lr=0.01),
-        algorithms=list(algorithms),
-        callbacks=callbacks,
-        loggers=[logger],
-        progress_bar=False,
-        seed=1,
-    )
-    trainer.fit()
-    return {name: values[-1][1] for name, values in logger.data.items() if values}
+def passing(now, seconds):
+    """A callback that lets time pass: moment -> seconds."""
+
+    def lets_pass(count):
+        def moment(self, run):
+            now.seconds += count
+
+        return moment
+
+    return type("Passing", (Callback,), {name: lets_pass(count) for name, count in seconds.items()})()
+
+
+def run(task, callbacks, batches=8, levers=(), microbatch=None, **options):
+    torch.manual_seed(1)
+    data = [{"x": torch.full((4, 8), float(i))} for i in range(5)]
+    fake = FakeRun(task, f"{batches}ba")
+    train(fake, data, callbacks, levers, microbatch, {"val": data[:1]}, eval_every=2, **options)
+    return fake
+
+
+# --- FLOPs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("side", "gflop"), [(32, 181), (64, 804)])
@@ -76,60 +87,166 @@ def test_the_counter_gives_the_published_flops_of_the_unet(side, gflop):
 
 
 def test_flops_of_a_sample_are_those_of_its_products():
-    assert flops_of_a_sample(Layers(), {"x": torch.ones(5, 8)}) == 2 * (2 * 8 * 8)
+    task = Layers()
+    assert flops_per_sample(task, {"x": torch.ones(5, 8)}) == FLOPS
+    task.forward_flops = lambda: 7.0
+    assert flops_per_sample(task, {"x": torch.ones(5, 8)}) == 7.0
 
 
 def test_counting_leaves_random_numbers_and_weights_as_they_are():
     plain, counted = Layers(), Layers()
     counted.load_state_dict(plain.state_dict())
     run(plain, [])
-    run(counted, [Throughput(counted, window=2)])
+    run(counted, [Throughput(counted, None, window=2)])
     assert plain.draws == counted.draws
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), counted.parameters(), strict=True))
 
 
-class Slow(Callback):
-    def batch_checkpoint(self, state, logger):
-        time.sleep(0.3)
+# --- times -----------------------------------------------------------------------------------------------------------
 
 
-def test_validation_and_checkpoints_are_left_out_and_parts_add_up():
-    task = Layers(pause=0.05)
-    figures = run(task, [Throughput(task, window=4), Slow()])
-    # 4 samples in 0.05 s and the little that Composer does; with what lies between steps it would be below 14/s.
-    assert 15 < figures["throughput/samples_per_sec"] <= 80
-    assert figures["throughput/samples_per_sec"] == pytest.approx(figures["throughput/device/samples_per_sec"])
-    flops = 3 * 2 * (2 * 8 * 8) * figures["throughput/samples_per_sec"]
-    assert figures["throughput/device/tflops_per_sec"] == pytest.approx(flops / 1e12)
-    shares = {name: figures[f"time/share/{name}"] for name in ("data", "forward", "backward", "optimizer", "ema")}
-    assert shares["forward"] > 0.5 and shares["ema"] == 0.0
-    assert 0.5 < sum(shares.values()) <= 1.01
-    assert "time/share/communication" not in figures
+def test_steps_alone_are_timed_and_parts_have_their_shares(now):
+    """The time that passes at a moment lies before what a callback further down the list does at it."""
+    task = Layers()
+    measured = {
+        "batch_start": 1,  # the data
+        "before_passes": 2,
+        "after_forward": 4,  # of each of two microbatches
+        "after_backward": 8,
+        "gradients_ready": 16,  # other callbacks, levers
+        "step_end": 32,  # the optimizer
+    }
+    outside = {"begin": 1000, "eval_start": 1000, "eval_after_forward": 1000, "eval_end": 1000, "epoch_end": 1000}
+    fake = run(task, [passing(now, measured | outside), Throughput(task, None, window=4)], microbatch=2)
+    seconds = 1 + 2 + 2 * 4 + 2 * 8 + 16 + 32
+    assert fake.settings == {"forward_gflop_a_sample": FLOPS / 1e9}
+    assert [batch for batch, _ in fake.logged] == [4, 5, 6, 7, 8]
+    assert all(figures == fake.logged[0][1] for _, figures in fake.logged)
+    assert fake.logged[0][1] == pytest.approx(
+        {
+            "throughput/samples_per_sec": 4 / seconds,
+            "throughput/device/samples_per_sec": 4 / seconds,
+            "throughput/batches_per_sec": 1 / seconds,
+            "throughput/device/tflops_per_sec": 3 * FLOPS * 4 / seconds / 1e12,
+            "time/share/data": 1 / seconds,
+            "time/share/forward": 8 / seconds,
+            "time/share/backward": 16 / seconds,
+            "time/share/optimizer": 32 / seconds,
+            "time/share/ema": 0.0,
+        }
+    )
 
 
-class SlowEMA(ScheduledEMA):
-    def _new_average(self, state):
-        average = super()._new_average(state)
-        update = average.update
-        average.update = lambda keep: (time.sleep(0.1), update(keep))
-        return average
+class Average(Lever):
+    """A stand-in of ScheduledEMA, whose updates take 16 seconds."""
+
+    def __init__(self, now, start):
+        self.now, self.start = now, start
+        self.watchers = []
+
+    def watch(self, context):
+        self.watchers.append(context)
+
+    def step_end(self, run):
+        if run.clock.batch >= self.start:
+            (watcher,) = self.watchers
+            with watcher():
+                self.now.seconds += 16
 
 
-@pytest.mark.parametrize("start", [None, "7ba"])
-def test_the_average_has_its_own_share(start):
-    task = Layers(pause=0.05)
-    figures = run(task, [Throughput(task, window=4)], algorithms=[SlowEMA(decay=0.9, start=start)])
-    if start is None:
-        assert 0.5 < figures["time/share/ema"] < 0.7
-        assert figures["time/share/optimizer"] < 0.2  # without the average's part
-    else:  # begun at the seventh batch, one update: of the last four steps one is slow
-        assert 0.2 < figures["time/share/ema"] < 0.5
+@pytest.mark.parametrize(("start", "updates"), [(1, 4), (8, 1), (99, 0)])
+def test_the_average_has_its_own_share(now, start, updates):
+    task, average = Layers(), Average(now, start)
+    callbacks = [passing(now, {"after_forward": 4, "step_end": 2}), Throughput(task, average, window=4)]
+    fake = run(task, callbacks, levers=[average])
+    seconds = 4 * (4 + 2) + updates * 16  # of the last four steps
+    figures = fake.logged[-1][1]
+    assert figures["time/share/ema"] == pytest.approx(updates * 16 / seconds)
+    assert figures["time/share/optimizer"] == pytest.approx(4 * 2 / seconds)
+    assert figures["time/share/forward"] == pytest.approx(4 * 4 / seconds)
+
+
+def test_a_window_forgets():
+    timer = StepTimer(window=2, on_gpu=False)
+    assert timer.share("forward") is None and not timer.full
+    for samples in (1000, 4, 8):
+        timer.begin_step()
+        timer.end("forward")  # nothing has begun
+        timer.end_step(samples)
+    assert timer.full and timer.samples_per_second() == pytest.approx(6 * timer.steps_per_second())
+    assert timer.share("forward") == 0.0
+
+
+class Event:
+    """A CUDA event that passes when the test says so."""
+
+    passed = False
+    times = iter(range(0, 10_000_000, 250))
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.time = next(self.times)
+
+    def query(self):
+        return Event.passed
+
+    def elapsed_time(self, end):
+        assert Event.passed, "reading it would wait for the device"
+        return end.time - self.time  # milliseconds
+
+
+def test_events_of_a_device_are_read_when_they_have_passed(now, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StepTimer(window=4, on_gpu=True)
+
+    def step():
+        timer.begin_step()
+        with timer.part("forward"):
+            pass
+        now.seconds += 1
+        timer.end_step(samples=4)
+
+    step()
+    step()
+    assert timer.share("forward") is None
+    monkeypatch.setattr(Event, "passed", True)
+    step()
+    assert timer.share("forward") == 0.25
+
+
+# --- communication ---------------------------------------------------------------------------------------------------
 
 
 def test_one_rank_has_nothing_to_say():
     task = Layers()
-    figures = run(task, [Throughput(task, window=4, communication_every="2ba")])
-    assert figures["time/share/communication"] == 0.0
+    fake = run(task, [Throughput(task, None, window=4, communication_every="2ba")])
+    assert fake.logged[-1][1]["time/share/communication"] == 0.0
+
+
+def test_profiled_steps_count_for_nothing_else(now, monkeypatch):
+    profiles = []
+
+    class Profile:
+        def __init__(self, on_gpu):
+            profiles.append(now.seconds)
+            now.seconds += 500
+
+        def stop(self):
+            now.seconds += 500
+            return 0.125
+
+    monkeypatch.setattr(throughput, "CommunicationProfile", Profile)
+    monkeypatch.setattr(throughput, "world_size", lambda: 2)
+    task = Layers()
+    callbacks = [passing(now, {"step_end": 2}), Throughput(task, None, window=2, communication_every="6ba")]
+    fake = run(task, callbacks, batches=11)
+    assert len(profiles) == 1  # of the steps 7, 8 and 9
+    shares = fake.values("time/share/communication")
+    assert min(shares) == 9 and set(shares.values()) == {0.125}
+    assert set(fake.values("throughput/samples_per_sec").values()) == {2.0}
+    assert set(fake.values("throughput/device/samples_per_sec").values()) == {1.0}
 
 
 def test_exposed_communication():
@@ -154,5 +271,5 @@ def test_exposed_communication():
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair)))))
-def test_the_union_of_intervals(intervals):
-    assert covered(intervals) == len({unit for begin, end in intervals for unit in range(begin, end)})
+def test_the_union_of_spans(spans):
+    assert covered(spans) == len({unit for begin, end in spans for unit in range(begin, end)})

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from callbacks.unigram import Unigram, unigram_loss
+from tests.recipes.training.fake_run import FakeRun
 
 
 def test_the_loss_of_frequencies():
@@ -18,20 +19,17 @@ def test_the_loss_of_frequencies():
 
 def test_batches_are_counted(capsys):
     callback = Unigram(SimpleNamespace(sizes={"codes": 4}), "run")
-    state = SimpleNamespace(
-        batch=None, dataloader_label="val", timestamp=SimpleNamespace(batch=SimpleNamespace(value=7))
-    )
-    logged = {}
-    logger = SimpleNamespace(log_metrics=logged.update)
+    run = FakeRun().at(7)
+    run.eval_label = "val"
     for tokens in ([[0, 0], [1, 0]], [[3, 0], [0, 0]]):
-        state.batch = {"image": torch.tensor(tokens)}
-        callback.before_forward(state, logger)
+        run.batch = {"image": torch.tensor(tokens)}
+        callback.before_forward(run)
     for _ in range(2):  # each validation anew
-        callback.eval_start(state, logger)
+        callback.eval_start(run)
         for tokens in ([[0, 1]], [[0, 2]]):
-            state.batch = {"image": torch.tensor(tokens)}
-            callback.eval_before_forward(state, logger)
-        callback.eval_end(state, logger)
+            run.batch = {"image": torch.tensor(tokens)}
+            callback.eval_before_forward(run)
+        callback.eval_end(run)
     expected = unigram_loss(torch.tensor([6, 1, 0, 1]), torch.tensor([2, 1, 1, 0]))
-    assert logged == {"metrics/val/unigram_loss": pytest.approx(expected)}
+    assert run.logged == [(7, {"metrics/val/unigram_loss": pytest.approx(expected)})] * 2
     assert f"run: val at batch 7: frequencies alone would have {expected:.4f}" in capsys.readouterr().out

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from data.sources import captions
 from data.sources.base import REASONS, Rejected, Sample
@@ -129,7 +129,7 @@ def test_every_reason_is_explained():
 
 def test_the_published_recipes_rules():
     """Boilerplate and dates go, captions with a date or a number in them stay."""
-    values = yaml.safe_load((ROOT / "yamls" / "dalle_encode.yaml").read_text())["filter"]
+    values = OmegaConf.to_object(OmegaConf.load(ROOT / "yamls" / "dalle_encode.yaml"))["filter"]
     rules = {name: value for name, value in values.items() if name != "name"}
     kept = [
         "a music video of a band on a stage in 1999",

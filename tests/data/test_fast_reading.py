@@ -17,7 +17,8 @@ from data.latents import LatentDataset
 from data.mds_batches import Layout, OpenShards, layouts
 from data.reading import key_seed
 from data.shared_batches import BatchBlocks
-from precompute.writer import Columns, Encoded, ShardWriter, Storage
+from precompute.columns import LatentColumns
+from precompute.writer import EncodedSample, ShardWriter, Storage
 
 TEXT = (5, 8)
 BATCH = 4
@@ -37,7 +38,7 @@ class Stock(StreamingDataset):
 def write(folder: Path, count: int, seed: int = 0, sides=(32,), size_limit="4kb", compression=None) -> Path:
     """A set as the encode job writes one; latents at an eighth of each side."""
     rng = np.random.default_rng(seed)
-    columns = Columns({side: (4, side // 8, side // 8) for side in sides}, TEXT)
+    columns = LatentColumns({side: (4, side // 8, side // 8) for side in sides}, TEXT)
     writer = ShardWriter(folder, "a", columns, Storage(size_limit, compression), {})
     for number in range(count):
         row = {"key": f"{seed}_{number}é", "caption": "x" * int(rng.integers(90)), "width": number, "height": 1}
@@ -46,7 +47,7 @@ def write(folder: Path, count: int, seed: int = 0, sides=(32,), size_limit="4kb"
             for name in ("mean", "std"):
                 row[f"{name}_{side}"] = rng.standard_normal(shape).astype(np.float16)
         row["text"] = rng.standard_normal(TEXT).astype(np.float16)
-        writer.add(number, Encoded(row, {side: np.zeros((3, 4)) for side in sides}))
+        writer.add(number, EncodedSample(row, {side: np.zeros((3, 4)) for side in sides}))
     writer.end(count)
     writer.finish()
     return folder

@@ -1,20 +1,19 @@
-"""The command line: fast answers, one line an error, nothing heavy imported before the config is right."""
+"""The command line: one line per error, and nothing heavy imported before the config is known to be right."""
 
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig
 from precompute.dry_run import image_shape, text_shape
-from precompute.writer import Columns
-from recipes.config.recipe import load
+from recipes.config.recipe import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Runs the script as a program, and says on the last line whether it had imported torch when it ended.
+# Runs the script as a program and prints, as the last line, whether torch was imported when it ended.
 PROBE = """
 import atexit, runpy, sys
 atexit.register(lambda: print("torch" if "torch" in sys.modules else "light"))
@@ -25,9 +24,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", PROBE, str(ROOT / "precompute" / "encode.py"), *arguments]
-    started = time.monotonic()
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
-    assert time.monotonic() - started < 10  # 0.3 s alone on the machine
     assert done.stdout.splitlines()[-1] == "light", done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -60,7 +57,7 @@ def test_errors_are_one_line(override, message, recipe, tmp_path):
 def test_dry_run_counts_shards_and_bytes(encoded, recipe, tmp_path):
     path = encoded.parents[1] / "encode.yaml"
     done = run(str(path), "--dry-run", cwd=tmp_path)
-    columns = Columns({16: (4, 8, 8), 32: (4, 16, 16)}, (12, 16))
+    columns = LatentColumns({16: (4, 8, 8), 32: (4, 16, 16)}, (12, 16))
     assert "train: 3 input shards, 3 done, 0 to do" in done.stdout
     expected = columns.bytes_per_sample()
     size = int(done.stdout.partition("expected size: ")[2].partition(" bytes")[0].replace(",", ""))
@@ -78,11 +75,11 @@ def test_a_complete_set_is_skipped_without_torch(encoded, tmp_path):
 
 
 def test_shipped_recipes():
-    config = load(ROOT / "yamls" / "sd2_encode.yaml", [], EncodeConfig, missing=[])
+    config = load_config(ROOT / "yamls" / "sd2_encode.yaml", [], EncodeConfig, missing=[])
     assert config.resolutions == [256, 512] and image_shape(config.image_encoder) == ((4, 8), False)
     assert text_shape(config.text_encoder) == ((77, 1024), True)
     assert config.text_encoder.args["layer"] == "penultimate"
-    config = load(ROOT / "yamls" / "openmoji_encode.yaml", [], EncodeConfig, missing=[])
+    config = load_config(ROOT / "yamls" / "openmoji_encode.yaml", [], EncodeConfig, missing=[])
     assert list(config.sources) == ["train", "val"]
     for name in ("sd2_encode", "openmoji_encode"):
         head = (ROOT / "yamls" / f"{name}.yaml").read_text().partition("\n\n")[0]
@@ -94,7 +91,7 @@ def test_shipped_recipes():
     [
         ("out", "s3://bucket/set", "out: s3://bucket/set is remote"),
         ("sources", {}, "sources: empty"),
-        ("sources", {"a/b": {"name": "tars", "urls": "x"}}, "sources.a/b: a label names a folder"),
+        ("sources", {"a/b": {"name": "tars", "urls": "x"}}, "sources.a/b: a label is the name of a folder"),
         ("resolutions", [], "resolutions: []"),
         ("resolutions", [0], "resolutions: [0]"),
         ("batch", 0, "batch: 0"),
@@ -108,5 +105,5 @@ def test_shipped_recipes():
 )
 def test_values_are_checked(recipe, key, value, message):
     with pytest.raises(ValueError) as error:
-        load(recipe(**{key: value}), [], EncodeConfig)
+        load_config(recipe(**{key: value}), [], EncodeConfig)
     assert message in str(error.value)

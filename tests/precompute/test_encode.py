@@ -1,15 +1,14 @@
-"""The encode job as a command: what it writes, and that interruptions, ranks and changed options are safe."""
+"""The encode job as a command: what it writes, and what interruptions, ranks and changed options do to it."""
 
 import json
 import os
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
+from torch.utils.data import get_worker_info
 
 from data.manifest import Manifest
 from data.sources.filters import Filter
@@ -21,8 +20,8 @@ from precompute.writer import ShardWriter
 from recipes.encoders import base
 from recipes.encoders.vae import KLVae
 
-# One unit in the last place of float16 at 4, the size of these latents' largest values: what another order of
-# additions in fp32 may change by rounding the other way.
+# One unit in the last place of float16 at 4, which is the size of these latents' largest values. Another order of
+# additions in fp32 can change the rounding by as much.
 ULP = 4e-3
 
 
@@ -31,7 +30,7 @@ def by_key(samples: list[dict]) -> dict[str, dict]:
 
 
 def assert_same(one: list[dict], other: list[dict]) -> None:
-    """Equal sets, in equal order, up to one rounding."""
+    """The sets are equal up to one rounding, in the same order."""
     assert [s["key"] for s in one] == [s["key"] for s in other]
     for left, right in zip(one, other, strict=True):
         assert left.keys() == right.keys()
@@ -51,7 +50,7 @@ def expect_error(arguments: list[str], capsys) -> str:
     return error
 
 
-def test_columns_hold_what_the_encoders_give(encoded, read, vae_folder, encoders, tars):
+def test_columns_hold_the_output_of_the_encoders(encoded, read, vae_folder, encoders, tars):
     samples = read(encoded)
     bad = {"00001_000", "00001_002", "00002_001"}
     keys = [f"{shard:05d}_{number:03d}" for shard in range(3) for number in range(5)]
@@ -64,11 +63,11 @@ def test_columns_hold_what_the_encoders_give(encoded, read, vae_folder, encoders
     assert set(sample) == {"key", "caption", "width", "height", "text"} | {
         f"{name}_{resolution}" for name in ("crop", "mean", "std") for resolution in (16, 32)
     }
-    picture = Filter().decode(raw[sample["key"]])
+    decoded = Filter().decode(raw[sample["key"]])
     assert sample["caption"] == "a picture of 3 things in box 0"
-    assert (sample["width"], sample["height"]) == picture.original_size == (49, 36)
+    assert (sample["width"], sample["height"]) == decoded.original_size == (49, 36)
     for resolution in (16, 32):
-        pixels, box = resize_and_crop(picture.image, resolution)
+        pixels, box = resize_and_crop(decoded.image, resolution)
         assert sample[f"crop_{resolution}"].dtype == np.int32 and tuple(sample[f"crop_{resolution}"]) == box
         x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
         with torch.no_grad():
@@ -128,7 +127,7 @@ def test_more_workers_than_shards_keep_the_order(encoded, read, recipe, tmp_path
     assert_same([s for s in read(encoded) if s["key"].startswith("00001")], read(tmp_path / "out" / "train"))
 
 
-def test_interrupted_job_goes_on_where_it_stopped(encoded, read, recipe, tmp_path, monkeypatch, capsys):
+def test_interrupted_job_continues_where_it_stopped(encoded, read, recipe, tmp_path, tars, monkeypatch, capsys):
     path = recipe()
     out = tmp_path / "out" / "train"
     finish = ShardWriter.finish
@@ -142,14 +141,14 @@ def test_interrupted_job_goes_on_where_it_stopped(encoded, read, recipe, tmp_pat
         patch.setattr(ShardWriter, "finish", killed)
         with pytest.raises(SystemExit) as end:
             main([path])
-    assert end.value.code == 130 and "started again, it goes on" in capsys.readouterr().out
+    assert end.value.code == 130 and "encode: interrupted; start it again" in capsys.readouterr().out
     done = {file.parent.name: file.stat().st_mtime_ns for file in out.glob("shards/*/done.json")}
     assert done and all(name.startswith("00000") for name in done)
     assert not (out / "index.json").exists() and not (out / "manifest.json").exists()
-    # What a killed process (not an exception) leaves behind is no obstacle either.
-    husk = out / "shards" / f"{TarSource(urls=str(next_tar(path))).shards()[0]}.tmp-0"
-    husk.mkdir(exist_ok=True)
-    (husk / "shard.00000.mds").write_bytes(b"half")
+    # The job can also be started again after its process was killed, when nothing removes the unfinished folder.
+    partial = out / "shards" / f"{TarSource(urls=f'{tars}/00001.tar').shards()[0]}.tmp-0"
+    partial.mkdir(exist_ok=True)
+    (partial / "shard.00000.mds").write_bytes(b"half")
     main([path])
     now = {file.parent.name: file.stat().st_mtime_ns for file in out.glob("shards/*/done.json")}
     assert done.items() <= now.items() and len(now) == 3
@@ -162,11 +161,6 @@ def test_interrupted_job_goes_on_where_it_stopped(encoded, read, recipe, tmp_pat
     assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*") if file.is_file()}
 
 
-def next_tar(path: str) -> Path:
-    pattern = re.search(r"urls: (.*)/\*\.tar", Path(path).read_text())[1]
-    return Path(pattern) / "00001.tar"
-
-
 def test_ranks_share_the_shards(encoded, read, recipe, tmp_path, monkeypatch, capsys):
     path = recipe()
     out = tmp_path / "out" / "train"
@@ -177,7 +171,7 @@ def test_ranks_share_the_shards(encoded, read, recipe, tmp_path, monkeypatch, ca
         patch.setenv("RANK", "0")
         main([path])
         assert len(list(out.glob("shards/*/done.json"))) == 2 and not (out / "manifest.json").exists()
-        assert "1 of 3 shards still to be done by other ranks" in capsys.readouterr().out
+        assert "1 of 3 shards are left to other ranks" in capsys.readouterr().out
         patch.setenv("RANK", "1")
         main([path])
     assert_same(read(encoded), read(out))
@@ -202,7 +196,7 @@ def test_a_folder_of_other_options_is_refused(encoded, capsys, field, override):
     before = (encoded / "index.json").read_bytes()
     error = expect_error(arguments, capsys)
     assert f"made with {field} " in error and "give another `out`" in error
-    (encoded / "options.json").rename(encoded / "kept.json")  # the done markers know as well
+    (encoded / "options.json").rename(encoded / "kept.json")  # the finished shards hold the options too
     try:
         assert f"made with {field} " in expect_error(arguments, capsys)
         assert not (encoded / "options.json").exists()
@@ -221,14 +215,16 @@ def test_changed_weights_are_refused(recipe, tmp_path, vae_folder, capsys):
     assert "made with image_weights" in expect_error([path, f"image_encoder.path={tmp_path / 'retrained'}"], capsys)
 
 
-def test_values_that_are_not_finite_are_encoded_again_in_fp32(encoded, read, recipe, tmp_path, monkeypatch):
-    """Half precision is bf16 on a CPU; here its results are spoilt for two samples, one of them in fp32 as well."""
+def test_values_that_are_not_finite_are_encoded_again_in_fp32(
+    encoded, read, recipe, vae_folder, tmp_path, monkeypatch
+):
+    """The bf16 results of two images are not finite; those of a third image are not finite in fp32 either."""
     encode = KLVae.encode
 
     def spoilt(self, images, exact=False):
         mean, std = encode(self, images, exact)
-        for row, picture in enumerate(images):
-            brightness = picture[:, 0, 0].sum().item()
+        for row, image in enumerate(images):
+            brightness = image[:, 0, 0].sum().item()
             if brightness in never or (brightness in once and not exact):
                 mean[row, 0, 0, 0] = float("nan") if row % 2 else 1e6  # 1e6 is finite, but not in float16
         return mean, std
@@ -237,8 +233,8 @@ def test_values_that_are_not_finite_are_encoded_again_in_fp32(encoded, read, rec
     good = read(encoded)
 
     def record(self, images, exact=False):
-        for picture in images:
-            corners.setdefault(len(corners), picture[:, 0, 0].sum().item())
+        for image in images:
+            corners.setdefault(len(corners), image[:, 0, 0].sum().item())
         return encode(self, images, exact)
 
     monkeypatch.setattr(KLVae, "encode", record)
@@ -246,7 +242,7 @@ def test_values_that_are_not_finite_are_encoded_again_in_fp32(encoded, read, rec
     assert len(set(corners.values())) == len(corners) == 12
     once, never = {corners[2], corners[3]}, {corners[7]}
     monkeypatch.setattr(KLVae, "encode", spoilt)
-    image_encoder = {"name": "kl_vae", "path": recipe_vae(recipe), "precision": "bf16"}
+    image_encoder = {"name": "kl_vae", "path": str(vae_folder), "precision": "bf16"}
     main([recipe(resolutions=[32], image_encoder=image_encoder)])
     out = tmp_path / "out" / "train"
     manifest = Manifest.read(out)
@@ -263,19 +259,13 @@ def test_values_that_are_not_finite_are_encoded_again_in_fp32(encoded, read, rec
     ).items()
 
 
-def recipe_vae(recipe) -> str:
-    import yaml
-
-    return yaml.safe_load(Path(recipe()).read_text())["image_encoder"]["path"]
-
-
-def test_a_weight_beyond_float16_is_rescued_by_fp32(vae_folder, tmp_path, monkeypatch):
+def test_a_weight_beyond_float16_is_encoded_in_fp32(vae_folder, tmp_path, monkeypatch):
     vae = AutoencoderKL.from_pretrained(vae_folder)
     with torch.no_grad():
         vae.quant_conv.bias[0] = 1e5  # infinite in float16; the normalised latent, 5e4, is not
     vae.save_pretrained(tmp_path / "vae")
     monkeypatch.setitem(base.DTYPES, "bf16", torch.float16)  # fp16 proper falls back to fp32 on a CPU
-    from precompute.pipeline import encode
+    from precompute.encodings import encode
     from recipes.encoders.vae import kl_vae
 
     class Texts:
@@ -292,7 +282,7 @@ def test_a_weight_beyond_float16_is_rescued_by_fp32(vae_folder, tmp_path, monkey
     assert exact.image_ok.all() and 4e4 < exact.images[16].arrays["mean"][:, 0].min() < 6e4
 
 
-def test_random_crops_are_the_same_again_and_small_pictures_can_be_enlarged(read, recipe, tmp_path):
+def test_random_crops_are_reproducible_and_small_images_can_be_enlarged(read, recipe, tmp_path):
     for name, workers, batch in ("one", 0, 4), ("two", 2, 3):
         main([recipe(out=str(tmp_path / name), crop="random", upscale=True, workers=workers, batch=batch)])
     one, two = read(tmp_path / "one" / "train"), read(tmp_path / "two" / "train")
@@ -332,6 +322,36 @@ def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path,
     assert_same(read(encoded), read(out))
 
 
+def test_a_shard_that_workers_count_differently_stays_undone(
+    encoded, read, recipe, tmp_path, tars, monkeypatch, capsys
+):
+    """As a remote shard can be, when one of two downloads breaks off."""
+    path = recipe(sources={"train": {"name": "tars", "urls": f"{tars}/00000.tar"}}, workers=2)
+    read_shard = TarSource.read
+
+    def torn(self, shard):
+        samples = list(read_shard(self, shard))
+        yield from samples[:3] if get_worker_info().id else samples
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TarSource, "read", torn)
+        error = expect_error([path], capsys)
+    assert "1 input shards could not be read" in error and "one process read samples up to number" in error
+    out = tmp_path / "out" / "train"
+    assert not list((out / "shards").iterdir()) and not (out / "manifest.json").exists()
+    main([path])
+    assert_same([s for s in read(encoded) if s["key"].startswith("00000")], read(out))
+
+
+def test_an_error_in_a_worker_keeps_its_traceback(recipe, monkeypatch):
+    def fail(self, sample, shrink_to=None):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Filter, "decode", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main([recipe(workers=1)])
+
+
 def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
     def die(self, sample, shrink_to=None):
         os._exit(9)
@@ -341,13 +361,13 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
     assert "a decoding process died" in error and "shm" in error
 
 
-def test_a_set_without_a_picture_is_an_error(recipe, capsys):
+def test_a_set_without_an_image_is_an_error(recipe, capsys):
     error = expect_error([recipe(filter={"name": "pictures", "min_side": 5000})], capsys)
-    assert "no picture was encoded" in error and "too_small" in error
+    assert "no image was encoded" in error and "too_small" in error
 
 
 def test_a_resolution_that_the_encoder_does_not_divide(recipe, capsys):
-    assert "resolutions: 17 is no multiple of 2" in expect_error([recipe(resolutions=[17])], capsys)
+    assert "resolutions: 17 is not a multiple of 2" in expect_error([recipe(resolutions=[17])], capsys)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):
@@ -357,15 +377,15 @@ def test_a_gpu_that_is_not_there(monkeypatch):
         job_module.pick_device("gpu", 0)
 
 
-def test_pictures_of_one_colour(encoders):
-    """[0, 255] goes to [-1, 1] and back."""
+def test_images_of_one_colour(encoders):
+    """[0, 255] is mapped to [-1, 1] and back."""
     images = encoders[0]
     white = torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)
     vae = images.module
     with torch.no_grad():
         direct = vae.encode(torch.ones(1, 3, 8, 8)).latent_dist.mean
-        picture = (vae.decode(direct).sample + 1).div(2).clamp(0, 1)
+        image = (vae.decode(direct).sample + 1).div(2).clamp(0, 1)
     mean, _ = images.encode(white)
     torch.testing.assert_close(mean, (direct - 0.25) * 0.5)
-    torch.testing.assert_close(images.decode(mean), picture)
-    assert Image.fromarray((picture[0].permute(1, 2, 0).numpy() * 255).astype(np.uint8)).size == (8, 8)
+    torch.testing.assert_close(images.decode(mean), image)
+    assert Image.fromarray((image[0].permute(1, 2, 0).numpy() * 255).astype(np.uint8)).size == (8, 8)

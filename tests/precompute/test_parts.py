@@ -1,4 +1,4 @@
-"""Shares, claims, merging, the writer's order, progress: without encoders."""
+"""The parts of the encode job that need no encoder: ranks, output folder, writer, progress."""
 
 import io
 import json
@@ -7,32 +7,37 @@ import numpy as np
 import pytest
 from streaming import StreamingDataset
 
-from precompute.decode import Job, assign
-from precompute.progress import Progress, duration
-from precompute.work import EncodedSet, Rank
-from precompute.writer import Columns, Encoded, SetAside, ShardWriter, Storage
+from data.log import log
+from data.sources.base import Rejected
+from precompute.batch import InputShard
+from precompute.columns import LatentColumns
+from precompute.decode import assign
+from precompute.output import OutputSet
+from precompute.progress import EncodeProgress, duration
+from precompute.ranks import Rank, every_rank
+from precompute.writer import EncodedSample, ShardWriter, Storage
 
-COLUMNS = Columns({8: (2, 4, 4)}, (3, 5))
+COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
 
 
-def sample(key: str, value: float = 1.0) -> Encoded:
+def sample(key: str, value: float = 1.0) -> EncodedSample:
     latent = np.full((2, 4, 4), value, dtype=np.float16)
     row = {
         "key": key, "caption": "c", "width": 9, "height": 8, "crop_8": np.arange(4, dtype=np.int32),
         "mean_8": latent, "std_8": latent, "text": np.zeros((3, 5), np.float16),
     }  # fmt: skip
     sums = np.stack([latent.sum((1, 2)), (latent**2).sum((1, 2)), (latent**2).sum((1, 2))]).astype(float)
-    return Encoded(row, {8: sums})
+    return EncodedSample(row, {8: sums})
 
 
-def write(encoded: EncodedSet, shard: str, samples: list, options: dict, rank: int = 0) -> None:
-    writer = ShardWriter(encoded.partial(shard, rank), shard, COLUMNS, Storage(), options)
+def write(output: OutputSet, shard: str, samples: list, options: dict, rank: int = 0) -> None:
+    writer = ShardWriter(output.partial(shard, rank), shard, COLUMNS, Storage(), options)
     for number in reversed(range(len(samples))):
         writer.add(number, samples[number])
     writer.end(len(samples))
     assert writer.complete
     writer.finish()
-    encoded.publish(shard, rank)
+    output.publish(shard, rank)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
@@ -45,7 +50,7 @@ def test_every_shard_goes_to_one_rank(world):
 
 @pytest.mark.parametrize(("shards", "workers"), [(0, 3), (1, 1), (1, 4), (2, 5), (3, 3), (10, 3)])
 def test_every_sample_goes_to_one_worker(shards, workers):
-    jobs = [Job("train", str(i)) for i in range(shards)]
+    jobs = [InputShard("train", str(i)) for i in range(shards)]
     taken = [
         (job, number)
         for worker in range(workers)
@@ -65,16 +70,16 @@ def test_environment(monkeypatch):
 
 
 def test_writer_keeps_the_source_order(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a", "b", "empty"])
-    encoded.claim({"x": 1})
-    write(encoded, "b", [sample("b0", 3.0)], {"x": 1})
-    write(encoded, "a", [sample("a0"), SetAside("a1", "broken_image", "why"), sample("a2")], {"x": 1})
-    assert encoded.remaining() == ["empty"] and not encoded.is_complete({})
-    write(encoded, "empty", [SetAside("e0", "empty_caption")], {"x": 1})
+    output = OutputSet(tmp_path, ["a", "b", "empty"])
+    output.claim({"x": 1})
+    write(output, "b", [sample("b0", 3.0)], {"x": 1})
+    write(output, "a", [sample("a0"), Rejected("a1", "broken_image", "why"), sample("a2")], {"x": 1})
+    assert output.remaining() == ["empty"] and not output.is_complete({})
+    write(output, "empty", [Rejected("e0", "empty_caption")], {"x": 1})
     fields = dict.fromkeys(("image_encoder", "text_encoder", "filter", "columns", "software"), {})
     fields |= {"resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "dtype": "float16"}
     fields |= {"normalisation": "", "caption_policy": "", "request": {"r": [8]}}
-    manifest = encoded.merge(fields | {"options": {"x": 1}})
+    manifest = output.merge(fields, {"x": 1})
     assert (manifest.samples, manifest.rejected) == (3, {"broken_image": 1, "empty_caption": 1})
     assert manifest.latents["8"]["mean"] == [pytest.approx(5 / 3)] * 2
     assert manifest.latents["8"]["sample_std"] == [pytest.approx((8 / 9 + 11 / 3) ** 0.5)] * 2
@@ -82,46 +87,89 @@ def test_writer_keeps_the_source_order(tmp_path):
     assert [dataset[i]["key"] for i in range(3)] == ["a0", "a2", "b0"]
     lines = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert lines[0] == {"key": "a1", "shard": "a", "reason": "broken_image", "detail": "why"}
-    assert not encoded.is_complete({"r": [8]})  # the null caption's embedding is not there
+    assert not output.is_complete({"r": [8]})  # the null caption's embedding is not there
     (tmp_path / "null_text.npy").write_bytes(b"")
-    assert encoded.is_complete({"r": [8]}) and encoded.is_complete({"r": (8,)}) and not encoded.is_complete({"r": [9]})
-    assert not EncodedSet(tmp_path, ["a", "b"]).is_complete({"r": [8]})
-    assert EncodedSet(tmp_path, ["a", "b"]).strangers() == 1
-    assert encoded.samples_a_shard() == pytest.approx(5 / 3)
+    assert output.is_complete({"r": [8]}) and output.is_complete({"r": (8,)}) and not output.is_complete({"r": [9]})
+    assert not OutputSet(tmp_path, ["a", "b"]).is_complete({"r": [8]})
+    assert OutputSet(tmp_path, ["a", "b"]).unknown_shards() == 1
+    assert output.samples_per_shard() == pytest.approx(5 / 3)
 
 
 def test_two_ranks_with_one_shard(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a"])
-    encoded.claim({"x": 1})
-    write(encoded, "a", [sample("first")], {"x": 1}, rank=0)
-    kept = (encoded.folder("a") / "shard.00000.mds").read_bytes()
-    write(encoded, "a", [sample("second")], {"x": 1}, rank=1)
-    assert (encoded.folder("a") / "shard.00000.mds").read_bytes() == kept
+    output = OutputSet(tmp_path, ["a"])
+    output.claim({"x": 1})
+    write(output, "a", [sample("first")], {"x": 1}, rank=0)
+    kept = (output.folder("a") / "shard.00000.mds").read_bytes()
+    write(output, "a", [sample("second")], {"x": 1}, rank=1)
+    assert (output.folder("a") / "shard.00000.mds").read_bytes() == kept
     assert [path.name for path in (tmp_path / "shards").iterdir()] == ["a"]
 
 
 def test_a_folder_without_its_marker_is_replaced(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a"])
-    encoded.folder("a").mkdir(parents=True)
-    (encoded.folder("a") / "shard.00000.mds").write_bytes(b"half a copy")
-    assert encoded.remaining() == ["a"]
-    write(encoded, "a", [sample("a0")], {})
-    assert encoded.remaining() == []
+    output = OutputSet(tmp_path, ["a"])
+    output.folder("a").mkdir(parents=True)
+    (output.folder("a") / "shard.00000.mds").write_bytes(b"half a copy")
+    assert output.remaining() == ["a"]
+    write(output, "a", [sample("a0")], {})
+    assert output.remaining() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("shard.00000.mds", b"half a copy", r"shard.00000.mds: damaged \(11 bytes instead of \d+\); delete its folder"),
+        ("shard.00000.mds", None, r"shard.00000.mds: damaged \(0 bytes instead of"),
+        ("done.json", b"{", "done.json: damaged"),
+        ("done.json", b"{}", r"done.json: damaged \(no `options`\)"),
+        ("index.json", b"[]", r"index.json: damaged \(not an object\)"),
+    ],
+)
+def test_a_damaged_shard_does_not_get_into_the_index(tmp_path, name, content, message):
+    output = OutputSet(tmp_path, ["a"])
+    write(output, "a", [sample("a0")], {"x": 1})
+    file = output.folder("a") / name
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        output.merge({}, {"x": 1})
+    assert not (tmp_path / "index.json").exists()
+
+
+def test_a_shard_is_complete_when_all_its_parts_were_read(tmp_path):
+    def writer(name: str) -> ShardWriter:
+        return ShardWriter(tmp_path / name, name, COLUMNS, Storage(), {})
+
+    whole = writer("whole")
+    whole.add(0, sample("0"))
+    whole.end(1, parts=2)
+    assert not whole.complete
+    whole.end(1, parts=2)
+    assert whole.complete
+    torn = writer("torn")
+    torn.end(1, parts=2)
+    with pytest.raises(ValueError, match="one process read samples up to number 1, another up to number 2"):
+        torn.end(2, parts=2)
+
+
+def test_every_rank_speaks_of_its_own_part(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    log.info("of the whole job")
+    every_rank.info("of this rank")
+    assert capsys.readouterr().out == "of this rank\n"
 
 
 def test_claims(tmp_path):
-    encoded = EncodedSet(tmp_path, ["a", "b"])
-    encoded.claim({"resolutions": [8], "crop": "center"})
-    encoded.claim({"resolutions": (8,), "crop": "center"})
+    output = OutputSet(tmp_path, ["a", "b"])
+    output.claim({"resolutions": [8], "crop": "center"})
+    output.claim({"resolutions": (8,), "crop": "center"})
     with pytest.raises(ValueError, match=r"made with resolutions \[8\], this job has \[16\]; give another `out`"):
-        encoded.claim({"resolutions": [16], "crop": "center"})
+        output.claim({"resolutions": [16], "crop": "center"})
     with pytest.raises(ValueError, match="made with crop center, this job has None"):
-        encoded.claim({"resolutions": [8]})
-    # A shard from elsewhere does not slip into the index.
-    write(encoded, "a", [sample("a0")], {"resolutions": [8], "crop": "center"})
-    write(encoded, "b", [sample("b0")], {"resolutions": [8], "crop": "random"})
+        output.claim({"resolutions": [8]})
+    # A shard with other options does not get into the index.
+    write(output, "a", [sample("a0")], {"resolutions": [8], "crop": "center"})
+    write(output, "b", [sample("b0")], {"resolutions": [8], "crop": "random"})
     with pytest.raises(ValueError, match="made with crop random"):
-        encoded.merge({"options": {"resolutions": [8], "crop": "center"}})
+        output.merge({}, {"resolutions": [8], "crop": "center"})
     assert not (tmp_path / "index.json").exists()
 
 
@@ -130,13 +178,13 @@ def test_a_claim_without_hard_links(tmp_path, monkeypatch):
         raise PermissionError("no links here")
 
     monkeypatch.setattr("os.link", refuse)
-    EncodedSet(tmp_path, []).claim({"x": 1})
+    OutputSet(tmp_path, []).claim({"x": 1})
     with pytest.raises(ValueError, match="made with x 1"):
-        EncodedSet(tmp_path, []).claim({"x": 2})
+        OutputSet(tmp_path, []).claim({"x": 2})
 
 
 def test_sizes_of_stable_diffusion_2():
-    columns = Columns({256: (4, 32, 32), 512: (4, 64, 64)}, (77, 1024))
+    columns = LatentColumns({256: (4, 32, 32), 512: (4, 64, 64)}, (77, 1024))
     assert columns.bytes_per_sample() == 2 * 2 * 4 * (32**2 + 64**2) + 2 * 77 * 1024 + 2 * 16 + 16
     assert columns.encodings()["mean_512"] == "ndarray:float16:4,64,64"
 
@@ -145,11 +193,11 @@ def test_progress(monkeypatch):
     now = iter([0.0, 5.0, 11.0, 20.0, 20.0, 20.0, 20.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now, 20.0))
     out = io.StringIO()
-    progress = Progress(shards=4, out=out)
+    progress = EncodeProgress(shards=4, out=out)
     progress.update(50, 0)
     assert out.getvalue() == ""  # not yet ten seconds
     progress.update(45, 5)
-    assert "95 pictures, shard 1/4" in out.getvalue() and "ETA ?" in out.getvalue()
+    assert "95 images, shard 1/4" in out.getvalue() and "ETA ?" in out.getvalue()
     progress.shard_done(100)
-    assert progress.line() == "encode: 95 pictures, shard 2/4, 4.8 images/s, ETA 1:00"
+    assert progress.line() == "encode: 95 images, shard 2/4, 4.8 images/s, ETA 1:00"
     assert [duration(s) for s in (9.6, 61, 3725)] == ["10s", "1:01", "1:02:05"]

@@ -1,11 +1,10 @@
-"""The encode job with a dVAE: tokens of several crops, with every promise that holds for latents."""
+"""The encode job with a dVAE: tokens of several crops, with the same guarantees as for latents."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from data.crops import transformer_crop
 from data.manifest import Manifest
@@ -17,7 +16,7 @@ from precompute.encode import main
 from precompute.writer import ShardWriter
 from recipes.config.build import encoders_of
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import ConfigError, load
+from recipes.config.recipe import ConfigError, load_config
 from recipes.encoders import base
 from recipes.encoders.dvae import DVAEEncoder, dvae
 from recipes.encoders.vae import KLVae
@@ -26,51 +25,29 @@ from recipes.models.dvae.network import load_dvae, save_dvae
 BAD = {"00001_000", "00001_002", "00002_001"}
 
 
+@pytest.fixture(scope="module")
+def token_keys(dvae_folder) -> dict:
+    """The keys of an encode YAML that makes tokens of three crops."""
+    encoder = {"name": "dvae", "path": str(dvae_folder)}
+    return {"resolutions": [32, 24], "crop": "transformer", "crops": 3, "image_encoder": encoder}
+
+
 @pytest.fixture
-def token_recipe(tars, dvae_folder, tmp_path):
-    """Writes an encode YAML with changed keys and gives its path."""
-
-    def write(**changes) -> str:
-        values = {
-            "out": str(tmp_path / "out"),
-            "sources": {"train": {"name": "tars", "urls": f"{tars}/*.tar"}},
-            "resolutions": [32, 24],
-            "crop": "transformer",
-            "crops": 3,
-            "image_encoder": {"name": "dvae", "path": str(dvae_folder)},
-            "batch": 4,
-            "workers": 0,
-            "device": "cpu",
-        }
-        path = tmp_path / "tokens.yaml"
-        path.write_text(yaml.safe_dump(values | changes))
-        return str(path)
-
-    return write
+def token_recipe(write_recipe, token_keys, tmp_path):
+    """Writes an encode YAML that makes tokens, with changed keys, and returns its path."""
+    return lambda **changes: write_recipe(tmp_path, **token_keys | changes)
 
 
 @pytest.fixture(scope="module")
-def encoded_tokens(tmp_path_factory, tars, dvae_folder):
-    """The plain case, once: one process, no workers."""
+def encoded_tokens(tmp_path_factory, write_recipe, token_keys):
+    """A set of tokens, encoded by one process without workers."""
     folder = tmp_path_factory.mktemp("encoded_tokens")
-    values = {
-        "out": str(folder / "out"),
-        "sources": {"train": {"name": "tars", "urls": f"{tars}/*.tar"}},
-        "resolutions": [32, 24],
-        "crop": "transformer",
-        "crops": 3,
-        "image_encoder": {"name": "dvae", "path": str(dvae_folder)},
-        "batch": 4,
-        "workers": 0,
-        "device": "cpu",
-    }
-    (folder / "tokens.yaml").write_text(yaml.safe_dump(values))
-    main([str(folder / "tokens.yaml")])
+    main([write_recipe(folder, **token_keys)])
     return folder / "out" / "train"
 
 
 def assert_same(one: list[dict], other: list[dict]) -> None:
-    """Equal sets in equal order. Tokens too: in these no two codes are as near as a rounding of fp32."""
+    """The sets are equal, in the same order, tokens included: no two codes here are so close that rounding decides."""
     assert [s["key"] for s in one] == [s["key"] for s in other]
     for left, right in zip(one, other, strict=True):
         assert left.keys() == right.keys()
@@ -86,19 +63,19 @@ def test_columns_hold_the_tokens_of_each_crop(encoded_tokens, read, tars, dvae_f
     different = 0
     for sample in samples:
         assert set(sample) == {"key", "caption", "width", "height", "crop_32", "tokens_32", "crop_24", "tokens_24"}
-        picture = Filter().decode(raw[sample["key"]])
+        decoded = Filter().decode(raw[sample["key"]])
         assert sample["caption"] == raw[sample["key"]].caption
         for resolution, side in (32, 4), (24, 3):
             tokens, boxes = sample[f"tokens_{resolution}"], sample[f"crop_{resolution}"]
             assert tokens.dtype == np.uint16 and tokens.shape == (3, side**2)
             assert boxes.dtype == np.float32 and boxes.shape == (3, 4)
-            squares = [resize(picture.image, b, resolution, picture.original_size, area=True) for b in boxes.tolist()]
+            squares = [resize(decoded.image, b, resolution, decoded.original_size, area=True) for b in boxes.tolist()]
             pixels = torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2).float() / 255
             expected = network.tokens(pixels).flatten(1)
-            # Boxes are stored in 32-bit: a pixel in a thousand comes out one step brighter or darker.
+            # Boxes are stored in fp32: one pixel in a thousand differs by one.
             assert (expected.numpy() == tokens).mean() > 0.9
             different += len(np.unique(boxes, axis=0))
-    assert different > 2.5 * len(samples) * 2  # of 3 each: crops of a picture differ
+    assert different > 2.5 * len(samples) * 2  # of 3 per image: the crops of an image differ
     assert len(np.unique(np.stack([s["tokens_32"] for s in samples]))) > 8
 
 
@@ -108,7 +85,7 @@ def test_crops_are_those_of_the_paper(encoded_tokens, read):
         for left, top, right, bottom in sample["crop_32"]:
             assert 0 <= left < right <= size[0] + 1e-4 and 0 <= top < bottom <= size[1] + 1e-4
             assert right - left == pytest.approx(bottom - top, rel=1e-5)
-            assert min(size) * 32 / 36 - 1e-3 <= right - left <= min(size) + 1e-3  # sides of R to 9/8 R, then R of it
+            assert min(size) * 32 / 36 - 1e-3 <= right - left <= min(size) + 1e-3  # a side of R out of R to 9/8 R
     rng = np.random.default_rng(0)
     assert transformer_crop((49, 36), 32, rng) != transformer_crop((49, 36), 32, rng)
 
@@ -133,12 +110,12 @@ def test_batches_and_workers_change_nothing(encoded_tokens, read, token_recipe, 
     assert_same(read(encoded_tokens), read(tmp_path / "out" / "train"))
 
 
-def test_captions_are_set_aside_with_their_reason(token_recipe, tmp_path):
+def test_captions_are_rejected_with_their_reason(token_recipe, tmp_path):
     rules = {"min_caption_words": 3, "boilerplate": [r"a picture of [0-2] \w+"], "max_boilerplate": 0.4}
     main([token_recipe(resolutions=[32], workers=1, filter={"name": "pictures", **rules})])
     out = tmp_path / "out" / "train"
     manifest = Manifest.read(out)
-    # The caption is judged before the picture: two of them are too small and broken besides.
+    # The caption is judged before the image. Two of the images are also too small or broken.
     assert manifest.rejected == {"boilerplate": 8, "empty_caption": 1}
     rows = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert [row["key"] for row in rows if row["reason"] == "boilerplate"][0] == "00000_000"
@@ -204,7 +181,7 @@ def test_ranks_share_the_shards(encoded_tokens, read, token_recipe, tmp_path, mo
 )
 def test_a_folder_of_other_options_is_refused(encoded_tokens, capsys, field, override):
     with pytest.raises(SystemExit):
-        main([str(encoded_tokens.parents[1] / "tokens.yaml"), override])
+        main([str(encoded_tokens.parents[1] / "encode.yaml"), override])
     error = capsys.readouterr().err
     assert f"made with {field} " in error and "give another `out`" in error and len(error.splitlines()) == 1
 
@@ -215,26 +192,26 @@ def test_another_dvae_is_refused(encoded_tokens, dvae_folder, tmp_path, capsys):
         network.encoder.blocks.output.conv.b += 0.1
     save_dvae(network, tmp_path / "retrained")
     with pytest.raises(SystemExit):
-        main([str(encoded_tokens.parents[1] / "tokens.yaml"), f"image_encoder.path={tmp_path / 'retrained'}"])
+        main([str(encoded_tokens.parents[1] / "encode.yaml"), f"image_encoder.path={tmp_path / 'retrained'}"])
     assert "made with image_weights" in capsys.readouterr().err
 
 
 def test_logits_that_are_not_finite_are_encoded_again_in_fp32(
     encoded_tokens, read, token_recipe, dvae_folder, tmp_path, monkeypatch
 ):
-    """One picture's logits are spoilt in the precision in use, another's in fp32 as well."""
+    """The logits of one image are NaN in the precision in use, those of another also in fp32."""
     logits, seen = DVAEEncoder.logits, {}
 
     def spoilt(self, images, exact=False):
         found = logits(self, images, exact)
-        for row, picture in enumerate(images):
-            number = seen.setdefault(picture.sum().item(), len(seen))
+        for row, image in enumerate(images):
+            number = seen.setdefault(image.sum().item(), len(seen))
             if number == 9 or (number == 2 and not exact):
                 found[row, 5, 0, 0] = float("nan")
         return found
 
     monkeypatch.setattr(DVAEEncoder, "logits", spoilt)
-    monkeypatch.setitem(base.DTYPES, "bf16", torch.float32)  # another name, the same numbers
+    monkeypatch.setitem(base.DTYPES, "bf16", torch.float32)  # a different name for the same number format
     encoder = {"name": "dvae", "path": str(dvae_folder), "precision": "bf16"}
     main([token_recipe(resolutions=[32], crops=1, image_encoder=encoder)])
     out = tmp_path / "out" / "train"
@@ -253,7 +230,7 @@ def test_precisions(dvae_folder, precision):
     encoder = dvae(path=str(dvae_folder), precision=precision).to("cpu")
     pixels = torch.randint(0, 256, (1, 2, 16, 16, 3), dtype=torch.uint8)
     head = load_dvae(dvae_folder).encoder.blocks.output.conv.w
-    assert torch.equal(encoder.module.encoder.blocks.output.conv.w, head)  # 32-bit in every precision
+    assert torch.equal(encoder.module.encoder.blocks.output.conv.w, head)  # fp32 in every precision
     assert encoder.module.encoder.blocks.input.w.dtype == base.DTYPES[precision]
     stored = encoder.store(pixels)
     assert stored.arrays["tokens"].shape == (1, 2, 4) and stored.finite.all() and stored.sums is None
@@ -272,7 +249,8 @@ def test_a_gpu_gives_nearly_the_same_tokens(dvae_folder, precision):
     expected = dvae(path=str(dvae_folder)).store(pixels).arrays["tokens"]
     found = dvae(path=str(dvae_folder), precision=precision).to("cuda").store(pixels.cuda())
     share = (found.arrays["tokens"].cpu() == expected).float().mean()
-    assert found.finite.all() and share > (0.99 if precision == "fp32" else 0.9)  # the nearer of two codes can change
+    assert found.finite.all()
+    assert share > (0.99 if precision == "fp32" else 0.9)  # rounding can choose the other of two close codes
 
 
 def test_too_many_codes(dvae_folder, monkeypatch):
@@ -286,17 +264,17 @@ def test_too_many_codes(dvae_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["text_encoder={name: open_clip_text}"], "text_encoder: `dvae` makes tokens, whose captions are encoded in"),
+        (["text_encoder={name: open_clip_text}"], "text_encoder: `dvae` makes tokens, whose captions are encoded"),
         (["crops=0"], "crops: 0; give 1 or more"),
         (["crop=center"], "crop: center is the same square for all 3 crops"),
-        (["image_encoder={name: kl_vae, path: a/b}"], "text_encoder: missing; `kl_vae` makes latents, which are"),
+        (["image_encoder={name: kl_vae, path: a/b}"], "text_encoder: missing; `kl_vae` makes latents, which need"),
         (["image_encoder={name: kl_vae, path: a/b}"], "crop: transformer is for tokens, `kl_vae` makes latents"),
-        (["image_encoder={name: kl_vae, path: a/b}"], "crops: 3; `kl_vae` makes latents, of one crop a picture"),
+        (["image_encoder={name: kl_vae, path: a/b}"], "crops: 3; `kl_vae` makes latents, of one crop per image"),
     ],
 )
 def test_what_does_not_go_together_is_named(token_recipe, overrides, message):
     with pytest.raises(ConfigError) as error:
-        load(token_recipe(), overrides, EncodeConfig)
+        load_config(token_recipe(), overrides, EncodeConfig)
     assert any(message in line for line in error.value.lines)
 
 

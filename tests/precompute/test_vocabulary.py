@@ -1,4 +1,4 @@
-"""The vocabulary as a command: what it reads and writes, what it refuses, and that it is the same again."""
+"""The vocabulary job as a command: what it reads, writes and refuses."""
 
 import json
 
@@ -13,7 +13,7 @@ from precompute.vocabulary import main
 
 @pytest.fixture
 def arguments(drawings, tmp_path):
-    """The command's words for a vocabulary of the drawings' captions in tmp_path."""
+    """Returns the command line of a job that trains a vocabulary on the drawings' captions."""
     path = tmp_path / "vocabulary.yaml"
     path.write_text(
         f"out: {tmp_path}/new/words.json\nentries: 270\nsources:\n  a: {{name: tars, urls: {drawings}/train/*.tar}}\n"
@@ -37,7 +37,7 @@ def expect_error(arguments: list[str], capsys) -> str:
 def test_it_is_written_once_with_its_manifest(arguments, tmp_path, capsys):
     out = tmp_path / "new" / "words.json"
     main(arguments())
-    assert f"wrote {out}: 270 entries from 40 captions; set aside: none" in capsys.readouterr().out
+    assert f"wrote {out}: 270 entries from 40 captions; rejected: none" in capsys.readouterr().out
     made = json.loads(manifest_path(out).read_text())
     assert (made["entries"], made["captions"], made["rejected"]) == (270, 40, {})
     assert {path.name for path in out.parent.iterdir()} == {"words.json", "words.manifest.json"}
@@ -47,7 +47,7 @@ def test_it_is_written_once_with_its_manifest(arguments, tmp_path, capsys):
     assert "already complete" in capsys.readouterr().out and out.read_bytes() == data
     main(arguments(f"out={tmp_path}/again.json"))
     assert (tmp_path / "again.json").read_bytes() == data
-    out.unlink()  # as a job leaves it that was killed between the two files
+    out.unlink()  # as if the job had been killed between writing the two files
     main(arguments())
     assert out.read_bytes() == data
 
@@ -64,24 +64,35 @@ def test_what_it_refuses(arguments, tmp_path, capsys):
     error = expect_error(arguments("entries=271"), capsys)
     assert "was made with other options; give another `out`" in error
     manifest_path(tmp_path / "new" / "words.json").unlink()
-    assert "is there without its manifest" in expect_error(arguments(), capsys)
+    assert "exists without its manifest" in expect_error(arguments(), capsys)
 
 
 def test_filters_and_limits(arguments, tmp_path, capsys):
     rules = "filter={name: pictures, boilerplate: [drawing of . stars.*]}"
     main(arguments(rules, "entries=265"))
-    assert "from 35 captions; set aside: boilerplate 5" in capsys.readouterr().out  # 0, 2, 4, 6, 8
+    assert "from 35 captions; rejected: boilerplate 5" in capsys.readouterr().out  # 0, 2, 4, 6, 8
     main(arguments("entries=265", "limit=12", f"out={tmp_path}/few.json"))
     assert "from 12 captions" in capsys.readouterr().out
 
 
-def test_a_limit_takes_shards_in_drawn_order(drawings):
+def test_a_limit_reads_shards_in_random_order(drawings):
     sources = {"a": TarSource(urls=f"{drawings}/train/*.tar"), "b": TarSource(urls=f"{drawings}/val/*.tar")}
     everything = list(Captions(sources, Filter(), None, 1))
     assert len(everything) == 46
     one, other = (list(Captions(sources, Filter(), 12, seed)) for seed in (1, 3))
     assert len(one) == len(other) == 12 and set(one) | set(other) < set(everything)
     assert one != other and one == list(Captions(sources, Filter(), 12, 1))
+
+
+def test_an_interrupted_job_leaves_nothing(arguments, tmp_path, monkeypatch, capsys):
+    def interrupted(self, sample):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Filter, "caption", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(arguments())
+    assert end.value.code == 130 and "nothing was written" in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
 
 
 def test_dry_run(arguments, tmp_path, capsys):

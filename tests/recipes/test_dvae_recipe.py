@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
 from recipes.models.dvae.network import load_dvae
-from recipes.planning.dry_run import report
+from recipes.planning.dry_run import describe_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -18,7 +18,7 @@ SMALL = [
     "optimizer.lr=4e-3",
     "training={duration: 12ba, global_batch: 8, microbatch: null, precision: auto, device: cpu, eval_every: 6ba}",
     "checkpoints={every: 6ba, keep: -1, autoresume: false}",
-    "callbacks.memory=null",
+    "callbacks.memory_monitor=null",
     "loggers={}",
 ]
 
@@ -29,7 +29,7 @@ def small(drawings):
 
     def make(output, *overrides):
         tars = {split: f"{drawings}/{split}/*.tar" for split in ("train", "val")}
-        return load(
+        return load_config(
             ROOT / "yamls" / "dvae.yaml",
             [
                 *SMALL,
@@ -78,7 +78,14 @@ def test_what_a_run_leaves(whole):
 
 
 def test_codes_of_every_validation_are_counted(small, fit, tmp_path, capsys):
-    fit(small(tmp_path, "training={duration: 2ba, eval_every: 1ba}", "checkpoints.save=false", "algorithms.ema=null"))
+    fit(
+        small(
+            tmp_path,
+            "training={duration: 2ba, eval_every: 1ba}",
+            "checkpoints.save=false",
+            "algorithms.scheduled_ema=null",
+        )
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if "of 32 codes used, perplexity" in line]
     assert [line.split(": ")[1] for line in lines] == ["val at batch 1", "val at batch 2"]
 
@@ -100,7 +107,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(whole, small, fit, tmp_path
 
 
 def test_the_published_recipe_says_its_size():
-    recipe = load(ROOT / "yamls" / "dvae.yaml", [], Recipe, missing := [])
-    text = report(recipe, missing)
+    recipe = load_config(ROOT / "yamls" / "dvae.yaml", [], Recipe, missing := [])
+    text = describe_run(recipe, missing)
     assert "model: dvae, 97,616,006 parameters, 97,616,006 of them trained" in text
-    assert "512 samples a step over 1 device (WORLD_SIZE), 512 on each, in 64 microbatches of 8" in text
+    assert "512 samples per step over 1 device (WORLD_SIZE), 512 on each, in 64 microbatches of 8" in text

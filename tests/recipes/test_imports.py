@@ -22,7 +22,7 @@ ARROWS = {
     "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/training", "recipes/algorithms"),
     "recipes/generation": SHARED,
     "recipes/planning": (*SHARED, "recipes/algorithms"),
-    "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks"),
+    "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks", "recipes/planning"),
     "precompute": ("data", "recipes/config", "recipes/encoders"),
     # Entry points.
     "recipes": (
@@ -51,6 +51,9 @@ LIGHT = (
     "recipes/config/schema.py",
     "recipes/config/values.py",
     "recipes/generation/exports.py",
+    "recipes/models/autoregressive/family.py",
+    "recipes/models/family.py",
+    "recipes/models/latent_diffusion/family.py",
     "recipes/train.py",
 )
 HEAVY = {"torch", "composer", "diffusers", "streaming", "numpy", "open_clip", "transformers", "PIL"}

@@ -15,10 +15,10 @@ import torch
 from composer import Callback
 from PIL import Image
 
-from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.composer.trainer import build_trainer
 from recipes.generate import main
-from recipes.generation.exports import find_network, kind_of, load_pipeline
+from recipes.generation.exports import family_of, find_network, load_pipeline
 from recipes.generation.reranking import Reranker, best
 from recipes.models.autoregressive.pipeline import jobs
 from recipes.models.autoregressive.task import Autoregressive
@@ -36,8 +36,8 @@ SMALL = [
     "training.eval_every=7ba",
     "training.device=cpu",
     "checkpoints={every: 6ba, keep: -1}",
-    "callbacks={progress: {name: progress, seconds: 0}, throughput: null, lr: null}",
-    "callbacks.samples={name: token_grid, every: 7ba, guidance: 2.0, prompts: [a dot, a star, a wall], batch: 2}",
+    "callbacks={progress: {name: progress, seconds: 0}, throughput: null, lr_monitor: null}",
+    "callbacks.token_grid={name: token_grid, every: 7ba, guidance: 2.0, prompts: [a dot, a star, a wall], batch: 2}",
     "callbacks.export.every=7ba",
     "loggers={}",
 ]
@@ -64,7 +64,7 @@ def small(token_sets):
             f"evals.val.vocabulary={token_sets}/vocabulary.json",
             f"output={output}",
         ]
-        return load(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths, *overrides], Recipe)
+        return load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths, *overrides], Recipe)
 
     return make
 
@@ -110,7 +110,7 @@ def test_what_a_run_writes(trained, export):
     assert json.loads((export / "done.json").read_text())["resolution"] == 32
     grids = sorted(path.name for path in Path(trained[0].output, "samples").iterdir())
     assert grids == ["ba0000007.png", "ba0000014.png"]
-    assert kind_of(export) == "tokens"
+    assert family_of(export).title == "token"
     assert find_network(export, None).name == "transformer_ema" and find_network(export, "raw").name == "transformer"
 
 
@@ -261,7 +261,8 @@ def test_scores_are_those_of_open_clip(clip_folder):
 
 def test_options_that_cannot_be(export, tmp_path, capsys, clip_folder):
     command = [export, "--prompts", "a", "--out", tmp_path / "x.png", "--device", "cpu"]
-    assert "--steps: of diffusion models; this export is of the kind tokens" in refuse(capsys, *command, "--steps", "3")
+    said = refuse(capsys, *command, "--steps", "3")
+    assert "--steps: an option of diffusion models; this export holds a token model" in said
     assert "--candidates: 1; give at least" in refuse(capsys, *command, "--each", "2", "--candidates", "1")
     assert "give the model that says which are best" in refuse(capsys, *command, "--candidates", "2")
     assert "--rows: give the picture" in refuse(capsys, *command, "--rows", "2")
@@ -284,7 +285,7 @@ def test_the_published_sizes():
 
     counts = {"12b": 12.3e9, "5b": 5.7e9, "2b": 2.9e9, "1b": 1.3e9}
     for name, count in counts.items():
-        recipe = load(ROOT / "yamls" / f"dalle_{name}.yaml", [], Recipe, [])
+        recipe = load_config(ROOT / "yamls" / f"dalle_{name}.yaml", [], Recipe, [])
         task = build_on_meta(recipe.model)
         assert isinstance(task, Autoregressive)
         assert sum(p.numel() for p in task.parameters()) == pytest.approx(count, rel=0.01)

@@ -16,13 +16,15 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
+from callbacks.plateau import Plateau  # noqa: E402
 from recipes.algorithms.modules.activation_checkpointing import recompute  # noqa: E402
 from recipes.algorithms.powersgd.lever import PowerSGD  # noqa: E402
 from recipes.algorithms.sharding.shard import shard  # noqa: E402
-from recipes.config.recipe import Recipe, load  # noqa: E402
+from recipes.config.recipe import Recipe, load_config  # noqa: E402
 from recipes.engines.composer.trainer import build_trainer  # noqa: E402
 from recipes.models.autoregressive.sampler import Choice, uniforms  # noqa: E402
 from recipes.models.autoregressive.task import Autoregressive  # noqa: E402
+from tests.recipes.engines.composer.inside import callback_of, lever_of  # noqa: E402
 
 BATCH = 4
 
@@ -82,9 +84,9 @@ def check_16_bit_training(recipe: str, folder: Path) -> None:
         "algorithms.scaling={name: resblock_grad_scaling}",
         "algorithms.averaging={name: powersgd, rank: 4, overlap: true, clip: 4.0}",
     ]
-    trainer = build_trainer(load(recipe, overrides, Recipe))
+    trainer = build_trainer(load_config(recipe, overrides, Recipe))
     trainer.fit()
-    (averaging,) = (a for a in trainer.state.algorithms if isinstance(a, PowerSGD))
+    averaging = lever_of(trainer, PowerSGD)
     assert averaging.skipped == 0 and averaging.overlapped is not None
     assert [len(m.shapes) for m in averaging.blocks[0]] == [3, 1]  # queries, keys and values apart
     for parameter in trainer.state.model.parameters():
@@ -98,9 +100,9 @@ def check_16_bit_training(recipe: str, folder: Path) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     check_sharding()
-    trainer = build_trainer(load(sys.argv[1], [], Recipe))
+    trainer = build_trainer(load_config(sys.argv[1], [], Recipe))
     trainer.fit()
-    (schedule,) = (c for c in trainer.state.callbacks if type(c).__name__ == "Plateau")
+    schedule = callback_of(trainer, Plateau)
     plateaus = torch.tensor([schedule.rule.plateaus])
     trainer.close()
     both = [torch.zeros_like(plateaus) for _ in range(2)]

@@ -15,8 +15,9 @@ from composer import Callback  # noqa: E402
 from composer.utils import dist  # noqa: E402
 
 from callbacks.throughput import Throughput  # noqa: E402
-from recipes.config.recipe import Recipe, load  # noqa: E402
+from recipes.config.recipe import Recipe, load_config  # noqa: E402
 from recipes.engines.composer.trainer import build_trainer  # noqa: E402
+from tests.recipes.engines.composer.inside import callback_of  # noqa: E402
 
 
 class Watch(Callback):
@@ -54,13 +55,13 @@ class Watch(Callback):
 
 
 def main():
-    trainer = build_trainer(load(sys.argv[1], [], Recipe))
+    trainer = build_trainer(load_config(sys.argv[1], [], Recipe))
     initial = [p.detach().clone() for p in trainer.state.model.parameters()]
     watch = Watch()
     trainer.state.callbacks.append(watch)
     trainer.fit()
     parameters = torch.cat([p.detach().reshape(-1) for p in trainer.state.model.parameters()])
-    (communication,) = [c.communication for c in trainer.state.callbacks if isinstance(c, Throughput)]
+    communication = callback_of(trainer, Throughput).communication
     record = {
         "seeds": watch.seeds,
         "losses": watch.losses,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.cost import FLOAT, Cost, Plan
 from data.log import log
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
 from recipes.training.clock import Clock, Length
@@ -171,6 +172,21 @@ class ScheduledEMA(Lever):
 
     def _new_average(self) -> Average:
         return (HostAverage if self.device == "cpu" else Average)(self.task)
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """Memory of the average, and its size in checkpoints; see `data.cost`."""
+        begins = "from the start on"
+        if args["last"]:
+            begins = f"in the last {args['last']}"
+        elif args["start"]:
+            begins = f"from {args['start']} on"
+        whole = FLOAT * plan.trained
+        if args["device"] == "cpu":
+            return Cost(
+                host_bytes=2 * whole / plan.shards, note=f"for the average and a copy, {begins}", averaged_bytes=whole
+            )
+        return Cost(device_bytes=whole / plan.shards, note=f"for the average, {begins}", averaged_bytes=whole)
 
     def bytes_to_come(self) -> int:
         """Memory on this rank's device that the average will take when it begins; 0 once it has."""

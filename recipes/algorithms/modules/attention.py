@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from diffusers.models.attention_processor import Attention as AttentionBlock
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
 from torch import nn
 
 from data.log import log
@@ -18,17 +17,18 @@ PROCESSORS = {"xformers": XFormersAttnProcessor, "sdpa": AttnProcessor2_0, "eage
 
 
 def use_attention(module: nn.Module, implementation: Implementation, on_gpu: bool) -> tuple[int, str]:
-    """Set the implementation in every attention block; returns their number and the implementation chosen.
+    """Set the implementation of every attention block; returns the number of blocks and the implementation chosen.
 
     Args:
-        module: holds diffusers attention blocks.
-        implementation: auto takes xformers on a GPU where it runs, else PyTorch's scaled_dot_product_attention.
+        module: a model with attention blocks of diffusers.
+        implementation: auto takes xformers if it runs on the GPU here, otherwise PyTorch's
+            scaled_dot_product_attention.
         on_gpu: whether the module will run on a GPU.
 
     Raises:
-        ValueError: the implementation does not run here, or there is no attention block.
+        ValueError: the implementation does not run here, or the model has no attention block.
     """
-    blocks = [block for block in module.modules() if isinstance(block, AttentionBlock)]
+    blocks = [block for block in module.modules() if isinstance(block, Attention)]
     if not blocks:
         raise ValueError("attention: the model has no diffusers attention block to change")
     reason = why_not_xformers(on_gpu)
@@ -50,19 +50,20 @@ def why_not_xformers(on_gpu: bool) -> str | None:
 
         probe = torch.zeros(1, 8, 1, 64, dtype=torch.float16, device="cuda")
         memory_efficient_attention(probe, probe, probe)
-    except Exception as error:  # an import, a missing symbol or a missing kernel: every one means no
+    except Exception as error:  # a failed import, a missing symbol or a missing kernel: xformers does not run
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}"
     return None
 
 
-class Attention(Lever):
+class AttentionImplementation(Lever):
     """Chooses the attention implementation before training starts."""
 
     def __init__(self, *, implementation: Literal["auto", "xformers", "sdpa", "eager"] = "auto") -> None:
         """See `use_attention`.
 
         Args:
-            implementation: auto takes xformers on a GPU where it runs, else PyTorch's scaled_dot_product_attention.
+            implementation: auto takes xformers if it runs on the GPU here, otherwise PyTorch's
+                scaled_dot_product_attention.
         """
         self.implementation = implementation
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.log import log
 from recipes.algorithms.powersgd.block_gradients import Matrices, blocks_of, gradient_of, placements
+from recipes.algorithms.powersgd.cost import powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
 from recipes.algorithms.powersgd.wire import bytes_sent
@@ -93,6 +94,8 @@ class PowerSGD(Lever):
         self.overlapped: Overlap[Compressed] | None = None
         self.resumed_errors: dict[str, Tensor] | None = None
         self.skipped = 0
+
+    cost = staticmethod(powersgd_cost)
 
     def divide(self, mesh: DeviceMesh, *, once: bool = False) -> dict[int, Shard]:
         """How each of the blocks' matrices is to be divided over a machine's devices, by the parameter's id.

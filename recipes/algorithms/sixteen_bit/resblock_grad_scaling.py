@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from data.cost import Cost, Plan
 from recipes.algorithms.sixteen_bit.block_scaling import Scales, scale_branch, unscale
 from recipes.training.lever import Lever
 from recipes.training.ranks import all_reduce
@@ -80,6 +81,11 @@ class ResblockGradScaling(Lever):
 
     def begin(self, run: Run) -> None:
         self.on_device.copy_(self.scales.values())
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """The format in which FSDP gathers blocks, see `data.cost`."""
+        return Cost(gathered="fp16")
 
     @torch.no_grad()
     def unscale_block(self, number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from composer import DataSpec, Evaluator, Trainer
 from composer.utils import FSDP2Config, dist, reproducibility
 
+from data.files import write_text
 from data.loading import Loading
 from data.log import log
 from recipes.config.recipe import Recipe, to_yaml
@@ -20,6 +20,7 @@ from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.parts import Parts, Place, build_parts
+from recipes.planning.opening import CONFIG, opening
 from recipes.training.schedules import Schedule
 
 
@@ -45,6 +46,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
     place = Place.of(recipe, dist.get_local_world_size())
     parts = build_parts(recipe, place)
     save_config(to_yaml(recipe), Path(recipe.output))
+    log.info(
+        opening(recipe, parts.task, parts.data, parts.evals, world=dist.get_world_size(), precision=place.precision)
+    )
     return new_trainer(recipe, place, parts)
 
 
@@ -122,11 +126,6 @@ def _samples(batch: dict[str, torch.Tensor]) -> int:
 
 
 def save_config(config: str, output: Path) -> None:
-    """Print the resolved config and write it as <output>/config.yaml, on the first rank."""
-    if dist.get_global_rank() != 0:
-        return
-    print(config, flush=True)
-    output.mkdir(parents=True, exist_ok=True)
-    partial_file = output / f"config.yaml.tmp{os.getpid()}"
-    partial_file.write_text(config, encoding="utf-8")
-    partial_file.replace(output / "config.yaml")
+    """Write the resolved config as <output>/config.yaml, on the first rank."""
+    if dist.get_global_rank() == 0:
+        write_text(output / CONFIG, config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +15,25 @@ from torch import Tensor
 
 from data.bpe import Vocabulary
 from data.image_grid import to_uint8
-from data.manifest import Manifest
 from data.transforms import resize_and_crop
 from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_tokens, uniforms
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.autoregressive.transformer import TokenTransformer
+from recipes.models.family import Parts
 from recipes.models.sampling import Precision, SamplingProgress, autocast
 
 
 @dataclass
-class Pipeline:
-    """Captions, and the upper rows of a picture where one is given, to pictures.
+class TokenPipeline:
+    """Captions, and the upper rows of an image if one is given, to images.
 
     Attributes:
-        network: on `device`.
-        image_encoder: the dVAE, to tokens and back.
-        vocabulary: of the captions.
-        resolution: of training, in pixels.
+        network: the transformer, on `device`.
+        image_encoder: the dVAE, from images to tokens and back.
+        vocabulary: byte-pair vocabulary of the captions.
+        resolution: side of the training images in pixels.
+        device: cpu or cuda.
+        precision: of the transformer.
     """
 
     network: TokenTransformer
@@ -55,18 +56,18 @@ class Pipeline:
         picture: Path | None = None,
         rows: int | None = None,
     ) -> np.ndarray:
-        """One picture a caption: (N, H, W, 3) uint8. A picture depends on its caption and seed, not on its batch.
+        """One image per caption: (N, H, W, 3) uint8. An image depends on its caption and seed, not on its batch.
 
         Args:
-            captions: equal ones that follow each other are cheaper than different ones.
-            seeds: of each picture.
+            captions: N. Equal captions next to each other are cheaper than different ones.
+            seeds: N, one per image.
             temperature, top_k, top_p, guidance: see `Choice`.
-            batch: pictures drawn at once.
-            picture: a file whose upper rows are kept; its middle square is taken.
-            rows: how many rows of the grid of tokens are kept; None: 15 of 32, as in the paper, or that share.
+            batch: images drawn at once.
+            picture: an image file whose upper rows are kept, after a crop to its central square.
+            rows: number of rows of the token grid that are kept; None: 15 of 32, as in the paper, or the same share.
 
         Raises:
-            ValueError: numbers out of range, rows without a picture, a file that is no picture.
+            ValueError: numbers out of range, rows without an image, or a file that is not an image.
         """
         if batch < 1:
             raise ValueError(f"--batch must be at least 1, got {batch}")
@@ -87,7 +88,7 @@ class Pipeline:
         return np.concatenate(grids)
 
     def _given(self, picture: Path | None, rows: int | None) -> Tensor:
-        """(1, m) int64, the first m image tokens: those of the picture's upper rows."""
+        """(1, m) int64, the first m image tokens: those of the upper rows of `picture`."""
         side = self.network.layout.side
         if picture is None:
             if rows is not None:
@@ -99,7 +100,7 @@ class Pipeline:
         try:
             with Image.open(picture) as image:
                 upright = ImageOps.exif_transpose(image).convert("RGB")
-        except OSError as error:  # also what Pillow calls a file that is no picture
+        except OSError as error:  # Pillow's error for a file that is not an image is one too
             raise ValueError(f"--picture: {picture} is not readable as a picture ({error})") from None
         pixels, _ = resize_and_crop(upright, self.resolution)
         pixels = torch.from_numpy(pixels.copy())[None, None].to(self.device)  # (1, 1, R, R, 3)
@@ -108,9 +109,9 @@ class Pipeline:
 
 
 def jobs(captions: list[str], batch: int) -> Iterator[tuple[list[str], int]]:
-    """Captions in their order as (different captions, pictures of each), at most `batch` pictures a job.
+    """Captions in their order as jobs (different captions, images per caption) of at most `batch` images each.
 
-    Runs of one caption are cut into parts of at most `batch`; neighbouring parts of one length go together.
+    Runs of equal captions are cut into parts of at most `batch`; neighbouring parts of equal length share a job.
     """
     runs = [(caption, len(list(same))) for caption, same in itertools.groupby(captions)]
     parts = [(caption, min(batch, count - at)) for caption, count in runs for at in range(0, count, batch)]
@@ -121,31 +122,13 @@ def jobs(captions: list[str], batch: int) -> Iterator[tuple[list[str], int]]:
             yield texts[start : start + together], each
 
 
-def load(
-    folder: Path,
-    network: Path,
-    manifest: Manifest,
-    encoders: tuple[Any, Any],
-    place: str,
-    precision: Precision,
-) -> Pipeline:
-    """Everything of an export folder; see `recipes.generation.exports.load_pipeline`.
-
-    Args:
-        folder: the export.
-        network: folder of the network's weights in it.
-        manifest: of the data that it was trained on.
-        encoders: the picture encoder and the text encoder (None for tokens) that the manifest names.
-        place: device.
-        precision: of the network.
-    """
-    image_encoder, _ = encoders
-    record = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-    return Pipeline(
-        network=load_transformer(network).to(place).eval(),
-        image_encoder=image_encoder.to(place),
-        vocabulary=Vocabulary.read(folder / "vocabulary.json"),
-        resolution=record["resolution"],
-        device=place,
-        precision=precision,
+def load(parts: Parts) -> TokenPipeline:
+    """The pipeline of an export. See `recipes.generation.exports.load_pipeline`."""
+    return TokenPipeline(
+        network=load_transformer(parts.network).to(parts.device).eval(),
+        image_encoder=parts.image_encoder.to(parts.device),
+        vocabulary=Vocabulary.read(parts.folder / "vocabulary.json"),
+        resolution=parts.record["resolution"],
+        device=parts.device,
+        precision=parts.precision,
     )

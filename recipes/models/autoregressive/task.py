@@ -14,6 +14,7 @@ from recipes.models.autoregressive.loss import token_losses
 from recipes.models.autoregressive.masks import Layout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops
+from recipes.models.task import Task
 from recipes.models.weights import load_safetensors
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
@@ -23,10 +24,11 @@ WEIGHTS = "model.safetensors"
 FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
 
 
-class Autoregressive(nn.Module):
+class Autoregressive(Task):
     """A transformer over text tokens, then image tokens (Ramesh et al. 2021, section 2.2), on precomputed tokens."""
 
     entry_points = ("sample",)
+    exports_average_beside = True
 
     def __init__(
         self,
@@ -150,6 +152,10 @@ class Autoregressive(nn.Module):
         folder.mkdir(parents=True)
         (folder / CONFIG).write_text(json.dumps(self.sizes, indent=2) + "\n", encoding="utf-8")
         save_file(self.network.state_dict(), folder / WEIGHTS)
+
+    def export_record(self) -> dict[str, Any]:
+        """See `Task.export_record`."""
+        return {"family": "autoregressive", "network": FOLDER}
 
     def load_export(self, folder: Path) -> None:
         """Take the weights of an exported folder, strictly.

@@ -12,10 +12,11 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from recipes.models.kl_autoencoder.task import to_signed
+from recipes.models.task import Task
 from recipes.models.weights import load_safetensors
 
 
-class ContrastiveText(nn.Module):
+class ContrastiveText(Task):
     """CLIP (Radford et al. 2021, section 2.3): each caption picks its picture out of the batch, and the reverse."""
 
     compares_samples = True  # with each other: the size of a microbatch is part of the loss
@@ -68,10 +69,6 @@ class ContrastiveText(nn.Module):
         }
         self.network = CLIP(**self.config)
         self.eval_names = ["loss", "accuracy"]
-
-    def requirements(self) -> dict[str, int]:
-        """Pictures are its data: there is no manifest to fit."""
-        return {}
 
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
         pictures = self.network.encode_image(to_signed(batch["image"]), normalize=True)  # (B, E)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from recipes.models.dvae.loss import kl_to_uniform, logit_laplace, relax
 from recipes.models.dvae.network import DVAE, load_dvae_into, map_pixels, save_dvae, unmap_pixels
+from recipes.models.task import Task
 
 
-class DiscreteAutoencoder(nn.Module):
+class DiscreteAutoencoder(Task):
     """DALL-E's dVAE (Ramesh et al. 2021, section 2.1): logit-Laplace likelihood, Gumbel-softmax, KL to uniform codes.
 
     The loss is (negative log-likelihood + beta * KL) / (3 R^2), both summed over a picture of R x R pixels, so that
@@ -65,10 +66,6 @@ class DiscreteAutoencoder(nn.Module):
         self.least_scale = least_scale
         self.codes = codes
         self.eval_names = ["loss", "nll", "kl", "psnr"]
-
-    def requirements(self) -> dict[str, int]:
-        """Pictures are its data: there is no manifest to fit."""
-        return {}
 
     def blocks(self) -> list[nn.Module]:
         """What FSDP gathers, and activation checkpointing computes again, one by one."""

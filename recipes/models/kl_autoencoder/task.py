@@ -8,10 +8,11 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
+from recipes.models.task import Task
 from recipes.models.weights import load_safetensors
 
 
-class KLAutoencoder(nn.Module):
+class KLAutoencoder(Task):
     """AutoencoderKL (Rombach et al. 2022, section 3.1) trained with an L1 likelihood and a small KL weight."""
 
     entry_points = ("reconstruct",)
@@ -62,10 +63,6 @@ class KLAutoencoder(nn.Module):
         """The levels of encoder and decoder, and what lies between them."""
         encoder, decoder = self.network.encoder, self.network.decoder
         return [*encoder.down_blocks, encoder.mid_block, decoder.mid_block, *decoder.up_blocks]
-
-    def requirements(self) -> dict[str, int]:
-        """Pictures are its data: there is no manifest to fit."""
-        return {}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss, the latent drawn from the posterior.

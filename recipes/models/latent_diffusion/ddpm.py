@@ -1,15 +1,109 @@
-"""Noise schedule and diffusion loss, apart from any network and any sampler."""
+"""Denoising diffusion (DDPM, Ho et al. 2020): forward process, training loss, and its samplers' configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 
-Prediction = Literal["epsilon", "v_prediction"]
+from recipes.models.latent_diffusion.objective import Objective, Predict
+from recipes.models.latent_diffusion.samplers import integrate, make_scheduler
+
+
+class DDPM(Objective):
+    """Denoising diffusion (Ho et al. 2020): mean squared error of the predicted noise or velocity."""
+
+    name = "ddpm"
+    samplers = ("dpm++", "ddim")
+
+    def __init__(
+        self,
+        *,
+        prediction: Literal["epsilon", "v_prediction"] = "epsilon",
+        steps: int = 1000,
+        beta_start: float = 0.00085,
+        beta_end: float = 0.012,
+        beta_schedule: Literal["scaled_linear", "linear", "squaredcos_cap_v2"] = "scaled_linear",
+        min_snr_gamma: float | None = None,
+        eval_timesteps: list[int] = (50, 250, 500, 750, 950),
+    ) -> None:
+        """Build the tables of the forward process.
+
+        Args:
+            prediction: what the network predicts: the noise, or the velocity (Salimans and Ho 2022).
+            steps: number of timesteps of the forward process.
+            beta_start: variance added at the first timestep.
+            beta_end: variance added at the last timestep.
+            beta_schedule: spacing between the two; scaled_linear is linear in the square root.
+            min_snr_gamma: clip of the min-SNR weight, for instance 5; null: every timestep has weight 1.
+            eval_timesteps: timesteps of the validation loss.
+
+        Raises:
+            ValueError: a clip that is not above 0, or timesteps that do not exist.
+        """
+        super().__init__()
+        if min_snr_gamma is not None and min_snr_gamma <= 0:
+            raise ValueError(f"min_snr_gamma must be above 0, got {min_snr_gamma}")
+        if not eval_timesteps or not all(0 <= t < steps for t in eval_timesteps):
+            raise ValueError(f"ddpm: eval_timesteps {list(eval_timesteps)}: give at least one, all in [0, {steps})")
+        self.prediction = prediction
+        self.min_snr_gamma = min_snr_gamma
+        self.eval_times = list(eval_timesteps)
+        self.schedule = NoiseSchedule(steps, beta_start, beta_end, beta_schedule)
+        # Arguments of diffusers' schedulers.
+        self.scheduler_config: dict[str, Any] = {
+            "num_train_timesteps": steps,
+            "beta_start": beta_start,
+            "beta_end": beta_end,
+            "beta_schedule": beta_schedule,
+            "prediction_type": prediction,
+            "clip_sample": False,
+            "set_alpha_to_one": False,
+            "steps_offset": 1,
+        }
+
+    def draw(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise, and timesteps (B,) int64 that are uniform in [0, steps). See `Objective.draw`."""
+        noise = torch.randn_like(x0)
+        return noise, torch.randint(self.schedule.steps, (len(x0),), device=x0.device)
+
+    def forward(self, predict: Predict, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """The weighted squared error of each sample (B,), at timesteps (B,) int64. See `Objective.forward`."""
+        prediction = predict(self.schedule.add_noise(x0, noise, times), times)
+        target = noise if self.prediction == "epsilon" else self.schedule.velocity(x0, noise, times)
+        error = (prediction.float() - target.float()).square().mean(dim=(1, 2, 3))  # (B,)
+        return error * self.weight(times)
+
+    def weight(self, timesteps: Tensor) -> Tensor:
+        """(B,): 1, or min(snr, gamma) in terms of the error of x_0 (Hang et al. 2023, section 3.4)."""
+        if self.min_snr_gamma is None:
+            return torch.ones_like(timesteps, dtype=torch.float32)
+        snr = self.schedule.snr(timesteps)
+        clipped = snr.clamp(max=self.min_snr_gamma)
+        # An error in epsilon is snr times smaller than the one in x_0, an error in v snr + 1 times.
+        return clipped / (snr if self.prediction == "epsilon" else snr + 1)
+
+    def integrate(self, predict: Predict, noise: Tensor, steps: int, sampler: str) -> Tensor:
+        """See `Objective.integrate`."""
+        return integrate(predict, make_scheduler(sampler, self.scheduler_config), noise, steps)
+
+    def save(self, folder: Path) -> None:
+        """Write scheduler_config.json of a `DDIMScheduler`."""
+        DDIMScheduler(**self.scheduler_config).save_pretrained(str(folder))
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """An objective for sampling from the scheduler_config.json of a `DDIMScheduler`, which is kept as it is."""
+        saved = json.loads((folder / "scheduler_config.json").read_text(encoding="utf-8"))
+        names = {"num_train_timesteps": "steps", "prediction_type": "prediction"}
+        names |= {name: name for name in ("beta_start", "beta_end", "beta_schedule")}
+        objective = cls(**{own: saved[name] for name, own in names.items()}, eval_timesteps=[0])
+        objective.scheduler_config = {name: value for name, value in saved.items() if not name.startswith("_")}
+        return objective
 
 
 class NoiseSchedule(nn.Module):
@@ -17,8 +111,8 @@ class NoiseSchedule(nn.Module):
 
     Args:
         steps: number of timesteps.
-        beta_start: variance added at the first step.
-        beta_end: variance added at the last step.
+        beta_start: variance added at the first timestep.
+        beta_end: variance added at the last timestep.
         beta_schedule: spacing between the two, by diffusers' names.
     """
 
@@ -26,13 +120,7 @@ class NoiseSchedule(nn.Module):
         super().__init__()
         scheduler = DDPMScheduler(steps, beta_start=beta_start, beta_end=beta_end, beta_schedule=beta_schedule)
         self.steps = steps
-        self.config = {
-            "num_train_timesteps": steps,
-            "beta_start": beta_start,
-            "beta_end": beta_end,
-            "beta_schedule": beta_schedule,
-        }
-        # Not in checkpoints: a function of the recipe. Kept in 32-bit whatever the model's dtype.
+        # Not in checkpoints: a function of the recipe. Kept in float32 whatever the model's dtype.
         self.register_buffer("alpha", scheduler.alphas_cumprod.sqrt(), persistent=False)
         self.register_buffer("sigma", (1 - scheduler.alphas_cumprod).sqrt(), persistent=False)
 
@@ -49,49 +137,3 @@ class NoiseSchedule(nn.Module):
     def snr(self, timesteps: Tensor) -> Tensor:
         """Signal-to-noise ratio alpha_t^2 / sigma_t^2, (B,)."""
         return (self.alpha[timesteps] / self.sigma[timesteps]).square()
-
-
-class DiffusionLoss(nn.Module):
-    """Mean squared error of the predicted noise or velocity, one value a sample.
-
-    Args:
-        schedule: the forward process.
-        prediction: what the network predicts.
-        min_snr_gamma: weight every sample by min(snr, gamma) in terms of x_0 (Hang et al. 2023, section 3.4); None: 1.
-    """
-
-    def __init__(self, schedule: NoiseSchedule, prediction: Prediction, min_snr_gamma: float | None = None) -> None:
-        super().__init__()
-        if min_snr_gamma is not None and min_snr_gamma <= 0:
-            raise ValueError(f"min_snr_gamma must be above 0, got {min_snr_gamma}")
-        self.schedule = schedule
-        self.prediction = prediction
-        self.min_snr_gamma = min_snr_gamma
-
-    def forward(
-        self, denoise: Callable[[Tensor, Tensor], Tensor], x0: Tensor, noise: Tensor, timesteps: Tensor
-    ) -> Tensor:
-        """The weighted squared error of each sample.
-
-        Args:
-            denoise: (x_t (B, C, H, W), timesteps (B,)) -> prediction (B, C, H, W).
-            x0: (B, C, H, W), clean latents in 32-bit.
-            noise: (B, C, H, W), standard normal.
-            timesteps: (B,), int64.
-
-        Returns:
-            (B,), 32-bit.
-        """
-        prediction = denoise(self.schedule.add_noise(x0, noise, timesteps), timesteps)
-        target = noise if self.prediction == "epsilon" else self.schedule.velocity(x0, noise, timesteps)
-        error = (prediction.float() - target.float()).square().mean(dim=(1, 2, 3))  # (B,)
-        return error * self.weight(timesteps)
-
-    def weight(self, timesteps: Tensor) -> Tensor:
-        """(B,): 1, or the min-SNR weight carried from x_0's error to that of the prediction."""
-        if self.min_snr_gamma is None:
-            return torch.ones_like(timesteps, dtype=torch.float32)
-        snr = self.schedule.snr(timesteps)
-        clipped = snr.clamp(max=self.min_snr_gamma)
-        # An error in epsilon is snr times smaller than the one in x_0, an error in v snr + 1 times.
-        return clipped / (snr if self.prediction == "epsilon" else snr + 1)

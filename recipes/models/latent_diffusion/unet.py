@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Self
+
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-# Letters: B batch, C latent channels, H W latent grid, L text positions, D text width.
+from recipes.models.latent_diffusion.denoiser import Denoiser
+from recipes.models.weights import load_safetensors
 
 
-class UNet(nn.Module):
-    """A denoiser over latents: (noisy latents, timesteps, text) -> prediction of the latents' shape."""
+class UNet(Denoiser):
+    """Diffusers' U-Net as a denoiser.
+
+    Args:
+        network: its weights keep diffusers' names, after `network.`.
+    """
+
+    name = "unet"
+    folder = "unet"
 
     def __init__(self, network: UNet2DConditionModel) -> None:
         super().__init__()
         self.network = network
         self.latent_channels = network.config.in_channels
         self.text_width = network.config.cross_attention_dim
+        self.grid_multiple = 2 ** (len(network.config.block_out_channels) - 1)  # the grid halves between levels
 
-    def forward(self, latents: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Predict noise or velocity.
-
-        Args:
-            latents: (B, C, H, W), noisy.
-            timesteps: (B,), int64 in [0, steps).
-            text: (B, L, D).
-
-        Returns:
-            (B, C, H, W).
-        """
-        return self.network(latents, timesteps, encoder_hidden_states=text, return_dict=False)[0]
+    def forward(self, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
+        """The network's prediction (B, C, H, W). See `Denoiser.forward`."""
+        return self.network(latents, times, encoder_hidden_states=text, return_dict=False)[0]
 
     def blocks(self) -> list[nn.Module]:
-        """The blocks of each level, on the way down and up, and the one between."""
+        """One block per level on the way down, the middle block, and one block per level on the way up."""
         return [*self.network.down_blocks, self.network.mid_block, *self.network.up_blocks]
 
     def recomputed_blocks(self) -> list[nn.Module]:
-        """Residual blocks and transformers: the largest level alone would keep a third of all activations."""
+        """Residual blocks and transformers.
+
+        They are finer than `blocks()`: the largest level alone would keep a third of all activations.
+        """
         parts = [(*block.resnets, *(getattr(block, "attentions", None) or ())) for block in self.blocks()]
         return [module for part in parts for module in part]
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: Path) -> None:
         """Write config.json and safetensors that `UNet2DConditionModel.from_pretrained` opens."""
-        self.network.save_pretrained(folder, safe_serialization=True)
+        self.network.save_pretrained(str(folder), safe_serialization=True)
+
+    def load(self, folder: Path) -> None:
+        """See `Denoiser.load`."""
+        load_safetensors(self.network, folder / "diffusion_pytorch_model.safetensors")
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """See `Denoiser.open`."""
+        # low_cpu_mem_usage needs a package that is not installed; left to choose, diffusers warns about it at length.
+        network = UNet2DConditionModel.from_pretrained(
+            str(folder), use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
+        )
+        return cls(network)
 
 
 def unet(
@@ -59,13 +78,13 @@ def unet(
     """The U-Net of Stable Diffusion 2 (Rombach et al. 2022, section 3.2 and appendix E), at any width.
 
     Args:
-        channels: feature maps of each level, from the full grid down.
+        channels: width of each level, from the full grid down.
         attention: whether a level has transformer blocks (self-attention and cross-attention to the text).
         heads: attention heads of each level.
         text_width: width of the text embedding.
         latent_channels: channels of the latents.
         sample_size: side of the latent grid that the published configuration names; any side runs.
-        blocks: residual blocks a level on the way down; one more on the way up.
+        blocks: residual blocks per level on the way down; one more on the way up.
         norm_groups: groups of every GroupNorm.
         dropout: dropout of the residual and transformer blocks.
 
@@ -74,7 +93,7 @@ def unet(
     """
     if not len(channels) == len(attention) == len(heads):
         lengths = f"channels {len(channels)}, attention {len(attention)}, heads {len(heads)}"
-        raise ValueError(f"unet: one entry a level is needed in each list, got {lengths}")
+        raise ValueError(f"unet: each list needs one entry per level, got {lengths}")
     for width, count in zip(channels, heads, strict=True):
         if width % count or width % norm_groups:
             raise ValueError(

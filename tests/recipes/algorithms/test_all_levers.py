@@ -1,32 +1,38 @@
-"""Every lever raises where there is nothing to change; all of them together train, resume exactly and export."""
+"""What every lever keeps to; and all of them together train, resume exactly and export."""
 
+import inspect
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from composer.core import Event, Precision, Time, Timestamp
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from recipes.algorithms.averaging.scheduled_ema import running_average
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules import fused_group_norm, low_precision_norms
 from recipes.algorithms.modules.fused_group_norm import FusedGroupNorms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionNorms
-from recipes.config.build import build
+from recipes.algorithms.sharding.fsdp import Sharding
+from recipes.config.build import build, import_builder
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Checker
-from recipes.engines.composer.trainer import build_trainer
 from recipes.models.kernels.fused_norm import FusedGroupNorm
 from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.models.task import Task
+from recipes.training.lever import Lever
+from recipes.training.levers import Levers
+from tests.recipes.algorithms.composer_levers import lever_in
+from tests.recipes.training.fake_run import FakeRun
 
-# Required keys of algorithms, and what they say of a model that has nothing for them.
+NAMES = list(COMPONENTS["algorithm"])
+# Required keys of levers.
 REQUIRED = {"scheduled_ema": {"decay": 0.9}, "powersgd": {"rank": 2}}
-EVENTS = (Event.INIT, Event.BEFORE_LOAD, Event.FIT_START)
 
 
-class Nothing(nn.Module):
+class Nothing(Task):
     """A task without convolution, norm, attention, blocks, or a parameter that is trained."""
 
     def __init__(self):
@@ -34,29 +40,39 @@ class Nothing(nn.Module):
         self.table = nn.Embedding(3, 2).requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", COMPONENTS["algorithm"])
-def test_a_lever_that_finds_nothing_to_change_raises(name):
-    task = Nothing()
+def component_of(name):
     checker = Checker(COMPONENTS)
     component = checker.component("algorithm", {"name": name, **REQUIRED.get(name, {})}, "algorithms.lever")
     assert not checker.errors
-    state = SimpleNamespace(
-        model=task,
-        algorithms=[],
-        device=SimpleNamespace(name="cpu" if name == "compile" else "gpu"),  # it asks for a compiler first
-        precision=Precision.AMP_BF16,
-        timestamp=Timestamp(),
-        max_duration=Time.from_timestring("10ba"),
-        dataloader_len=None,
-    )
-    logger = SimpleNamespace(log_hyperparameters=lambda values: None)
+    return component
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lever_that_finds_nothing_to_change_raises(name):
+    run = FakeRun(Nothing(), precision="amp_bf16")
+    if name != "compile":  # which asks for a compiler first
+        run.device = torch.device("cuda")  # by which levers decide; tensors stay on the CPU
     with pytest.raises(ValueError, match=f"^{name}: ") as error:
-        algorithm = build(component, task=task)
-        state.algorithms.append(algorithm)
-        for event in EVENTS:
-            if algorithm.match(event, state):
-                algorithm.apply(event, state, logger)
+        levers = Levers([build(component_of(name), task=run.task, low_rank=False, clips=False, scaling=None)])
+        levers.prepare(run)
+        levers.compile(run)
+        levers.at("begin", run)
     assert "\n" not in str(error.value)
+
+
+def test_levers_of_recipes_are_levers():
+    found = {name: import_builder(component_of(name)) for name in NAMES}
+    assert all(issubclass(kind, Lever) for kind in found.values())
+    assert len({kind.__name__ for kind in found.values()}) == len(found)
+    for name, kind in found.items():
+        assert kind.__doc__ and inspect.signature(kind.state_dict).parameters.keys() == {"self"}, name
+
+
+def test_names_under_which_checkpoints_hold_states():
+    """Renaming one of these classes would make its state in old checkpoints be ignored."""
+    kinds = [*(import_builder(component_of(name)) for name in NAMES), ClipByNorm, MicrobatchSearch, Sharding]
+    stateful = {kind.__name__ for kind in kinds if kind.state_dict is not Lever.state_dict}
+    assert stateful == {"MicrobatchSearch", "PowerSGD", "ResblockGradScaling", "ScheduledEMA"}
 
 
 # --- all together ----------------------------------------------------------------------------------------------------
@@ -68,6 +84,7 @@ LEVERS = [
     "algorithms.low_precision_norms={name: low_precision_norms, modules: denoiser}",
     "algorithms.fused_group_norm={name: fused_group_norm, when: always}",
     "algorithms.compile={name: compile, backend: aot_eager}",
+    "algorithms.recompute={name: activation_checkpointing, every: 2}",
     "algorithms.ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
     "callbacks.export={name: export}",
     "training.grad_clip=1.0",
@@ -78,13 +95,13 @@ LEVERS = [
 
 @pytest.fixture
 def low_precision_on_a_cpu(monkeypatch):
-    """There Composer has no autocast, and the algorithms refuse. Their surgery is done all the same, under an autocast
-    around the task's loss; in place of the kernels computes what they are tested against."""
+    """Runs on a CPU have no autocast, and the levers refuse. Modules are changed all the same, under an autocast around
+    the task's loss; instead of the kernels, the code that these are tested against computes the norms."""
 
-    def lower(self, event, state, logger):
+    def lower(self, run):
         low_precision_norms.lower_norms(self.task, **self.options)
 
-    def fuse(self, event, state, logger):
+    def fuse(self, run):
         fused_group_norm.fuse_group_norms(self.task, measured=False)
 
     def forward(self, batch):
@@ -93,12 +110,14 @@ def low_precision_on_a_cpu(monkeypatch):
 
     plain = LatentDiffusion.forward
     monkeypatch.setattr(LatentDiffusion, "forward", forward)
-    monkeypatch.setattr(LowPrecisionNorms, "apply", lower)
-    monkeypatch.setattr(FusedGroupNorms, "apply", fuse)
+    monkeypatch.setattr(LowPrecisionNorms, "change_modules", lower)
+    monkeypatch.setattr(FusedGroupNorms, "change_modules", fuse)
 
 
 def check_all_levers(small_recipe, folder: Path, *changes: str) -> None:
     """A run without a stop, and one that is broken off and goes on, end with the same weights and averages."""
+    from recipes.engines.composer.trainer import build_trainer
+
     save = "checkpoints={every: 6ba, keep: -1, autoresume: false}"
     trained = {}
     for name, load in (
@@ -106,7 +125,8 @@ def check_all_levers(small_recipe, folder: Path, *changes: str) -> None:
         ("resumed", [f"checkpoints.load_path={folder}/whole/checkpoints/ep1-ba6-rank0.pt"]),
     ):
         trainer = build_trainer(small_recipe(folder / name, *LEVERS, save, *load, *changes))
-        model = trainer.state.model
+        model = trainer.state.model.task
+        assert len(list(trainer.state.algorithms[0].levers)) == 8
         assert sum(isinstance(m, FusedGroupNorm) for m in model.modules()) > 8
         assert not any(type(m) in (nn.GroupNorm, nn.LayerNorm) for m in model.modules())
         kernels = [p for p in model.parameters() if p.dim() == 4 and p.shape[2:].numel() > 1]
@@ -114,14 +134,14 @@ def check_all_levers(small_recipe, folder: Path, *changes: str) -> None:
         assert trainer.state.timestamp.batch == (6 if load else 0)
         trainer.fit()
         trainer.close()
-        average = running_average(trainer.state).average
+        average = lever_in(trainer, ScheduledEMA).average
         trained[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
         trained[name] |= {f"average of {n}": t for n, t in average.whole().items()}
     assert trained["whole"].keys() == trained["resumed"].keys()
     assert [n for n, t in trained["whole"].items() if not torch.equal(t, trained["resumed"][n])] == []
     export = folder / "whole" / "export"
     assert json.loads((export / "done.json").read_text())["average"]["begun"] == 3
-    for part, prefix in (("unet", "task.denoiser.network."), ("unet_ema", "average of task.denoiser.network.")):
+    for part, prefix in (("unet", "denoiser.network."), ("unet_ema", "average of denoiser.network.")):
         saved = UNet2DConditionModel.from_pretrained(export / part).state_dict()
         assert all(torch.equal(tensor, trained["whole"][prefix + n].cpu()) for n, tensor in saved.items())
     plain = torch.load(folder / "whole" / "checkpoints" / "ep1-ba6-rank0.pt", weights_only=False)

@@ -28,10 +28,14 @@ def task(**args):
     return component("model", "latent_diffusion", "recipes.models.latent_diffusion.task:LatentDiffusion", **args)
 
 
+def objective(**args):
+    return component("objective", "ddpm", "recipes.models.latent_diffusion.ddpm:DDPM", **args)
+
+
 def test_nested_components_come_first():
-    model = build(task(denoiser=denoiser(), steps=50, eval_timesteps=[1]))
+    model = build(task(denoiser=denoiser(), objective=objective(steps=50, eval_timesteps=[1])))
     assert type(model).__name__ == "LatentDiffusion" and type(model.denoiser).__name__ == "UNet"
-    assert model.loss.schedule.steps == 50
+    assert model.objective.schedule.steps == 50
 
 
 def test_lists_dicts_and_plain_values():
@@ -49,7 +53,7 @@ def test_context_goes_to_builders_that_ask_for_it():
 
 
 def test_meta_takes_no_memory():
-    model = build_on_meta(task(denoiser=denoiser(channels=[4096, 4096])))
+    model = build_on_meta(task(denoiser=denoiser(channels=[4096, 4096]), objective=objective()))
     assert all(p.is_meta for p in model.parameters())
 
 

@@ -1,11 +1,11 @@
-"""Properties of merging and of the way from a config to YAML and back."""
+"""Properties of merging, and of writing a config as YAML and reading it back."""
 
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load, merge, to_yaml
+from recipes.config.recipe import Recipe, load_config, merge, to_yaml
 from recipes.config.schema import Checker
 
 # Two cores with other work on them: a slow example is no finding.
@@ -106,4 +106,4 @@ def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, see
     assert checker.errors == []
     file = tmp_path_factory.getbasetemp() / "saved.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
-    assert load(file, [], Recipe, []) == config
+    assert load_config(file, [], Recipe, []) == config

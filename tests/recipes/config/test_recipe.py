@@ -1,15 +1,16 @@
-"""Recipes from YAML: every shipped one loads, and everything that is wrong in one is named in a line."""
+"""Recipes from YAML files: all files of yamls/ load, and each mistake is reported in one line."""
 
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.config import recipe as config_module
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load, to_yaml
+from recipes.config.recipe import Recipe, Training, load_config, to_yaml
 from recipes.config.schema import Checker, subsections
 from recipes.config.values import Component, ConfigError
 
@@ -38,7 +39,7 @@ def small(tmp_path, monkeypatch):
 
     def read(*overrides, file="small.yaml", missing=None):
         try:
-            return load(file, list(overrides), Recipe, missing)
+            return load_config(file, list(overrides), Recipe, missing)
         except ConfigError as error:
             assert all("\n" not in line for line in error.lines)
             return error.lines
@@ -67,7 +68,7 @@ callbacks:
 
 def test_a_shipped_recipe_loads(shipped):
     missing = []
-    config = load(shipped, [], class_of(shipped), missing)
+    config = load_config(shipped, [], class_of(shipped), missing)
     assert all(re.match(r"[\w.]+: `[^`]+` does not exist", line) for line in missing)
     for path in (line.split("`")[1] for line in missing):
         assert path.startswith("runs/"), f"{path}: what the recipes write lies in runs/"
@@ -90,9 +91,9 @@ def test_a_shipped_recipe_opens_with_its_facts(shipped):
 
 
 def test_a_resolved_recipe_is_a_recipe(shipped, tmp_path):
-    config = load(shipped, [], class_of(shipped), [])
+    config = load_config(shipped, [], class_of(shipped), [])
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))
-    assert load(tmp_path / "resolved.yaml", [], class_of(shipped), []) == config
+    assert load_config(tmp_path / "resolved.yaml", [], class_of(shipped), []) == config
 
 
 def schema_keys(config, values, path=()):
@@ -134,8 +135,8 @@ def errors_of(cls, values):
 def places(path):
     """(class, values, places of keys) of a shipped YAML."""
     cls = class_of(path)
-    values = config_module._read(path)
-    found = list(schema_keys(load(path, [], cls, []), values))
+    values = OmegaConf.to_container(OmegaConf.create(config_module._read(path)), resolve=True)
+    found = list(schema_keys(load_config(path, [], cls, []), values))
     assert len(found) >= 5
     return cls, values, found
 
@@ -212,7 +213,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["global_batch=1"], ["global_batch: unknown key; did you mean `training.global_batch`?"]),
         (
             ["training=long"],
-            ["training: takes keys (duration, global_batch, microbatch, precision, device, eval_every, "],
+            ["training: takes keys (engine, duration, global_batch, microbatch, precision, device, "],
         ),
         (["training.duration=0ba"], ["training.duration: `0ba`; give 1ba, 1ep or 1sp or more"]),
         (["training.duration=0.5dur"], ["training.duration: `0.5dur`; give 1ba, 1ep or 1sp or more"]),
@@ -224,17 +225,17 @@ def test_another_name_drops_the_old_arguments(small):
         (["checkpoints.keep=0"], ["checkpoints.keep: 0; give 1 or more, or -1 for all; save: false for none"]),
         (
             ["checkpoints.load_path=pictures", "checkpoints.load_weights=pictures"],
-            ["checkpoints.load_weights: load_path takes the weights too; give one of them"],
+            ["checkpoints.load_weights: load_path loads the weights too; give one of them"],
         ),
         (
             ["checkpoints.save=false", "checkpoints.autoresume=true"],
-            ["checkpoints.autoresume: needs save: true, there is nothing to go on from"],
+            ["checkpoints.autoresume: needs save: true, or there is nothing to resume from"],
         ),
         (["run_name="], ["run_name: expected str, got null"]),
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
-        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; which callback is it? allowed: codebook, "]),
+        (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; allowed: codebook, "]),
         (["data.source.path=nowhere"], ["data.source.path: `nowhere` does not exist (looked in "]),
         (["checkpoints.load_path=nowhere.pt"], ["checkpoints.load_path: `nowhere.pt` does not exist (looked in "]),
         (["seed=${nope}"], ["seed: Interpolation key 'nope' not found"]),
@@ -272,7 +273,7 @@ def test_interpolation(small):
         ("a: 1\na: 2", "not readable as YAML: while constructing a mapping"),
         ("\ta: 1", "not readable as YAML: while scanning"),
         ("a: !!python/object/apply:os.getcwd []", "not readable as YAML: could not determine a constructor"),
-        ("a: ${", "not readable as YAML: a: no viable alternative at input '${'; a text that holds ${ is written "),
+        ("a: ${", "not readable as YAML: a: no viable alternative at input '${'; a text that contains ${ is written "),
         ("- 1", "expected keys and values at the top level"),
         ("~: 1", "not readable as YAML: Incompatible key type 'NoneType'"),
         ("\x00", "not readable as YAML: unacceptable character"),
@@ -281,8 +282,8 @@ def test_interpolation(small):
             "base: smal.yaml",
             "BASE/smal.yaml: no such YAML file (the base of broken.yaml); did you mean BASE/small.yaml?",
         ),
-        ("base: broken.yaml", "is its own base, by way of broken.yaml"),
-        ("base: other/circle.yaml", "is its own base, by way of broken.yaml, circle.yaml"),
+        ("base: broken.yaml", "is its own base, through broken.yaml"),
+        ("base: other/circle.yaml", "is its own base, through broken.yaml, circle.yaml"),
     ],
 )
 def test_a_broken_yaml_is_said_in_a_line(small, tmp_path, text, message):
@@ -332,4 +333,5 @@ def test_device_batch(small):
 
 def test_sections_are_found():
     assert list(subsections(Recipe)) == ["training", "checkpoints"]
+    assert list(subsections(Training)) == ["fsdp"]
     assert subsections(EncodeConfig) == {}

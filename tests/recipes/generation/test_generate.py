@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from recipes.generate import main
-from recipes.generation.exports import find_export, load_pipeline
+from recipes.generation.exports import families, find_export, load_pipeline
 
 CAPTIONS = ["a red dot", "a blue star", "a red dot"]
 
@@ -108,7 +108,7 @@ def test_guidance_moves_pictures(pipeline):
 
 def test_another_resolution(pipeline):
     assert pipeline.generate(["x"], seeds=[0], steps=1, resolution=32).shape == (1, 32, 32, 3)
-    with pytest.raises(ValueError, match="--resolution: 24 is no multiple of 16"):
+    with pytest.raises(ValueError, match="--resolution: 24 is not a multiple of 16"):
         pipeline.generate(["x"], seeds=[0], steps=1, resolution=24)
 
 
@@ -134,7 +134,7 @@ def test_checkpoints_are_not_unpickled(tmp_path, exported, capsys):
 
 def test_what_is_not_there(tmp_path, export, capsys):
     said = refuse(command(tmp_path, tmp_path / "x.png"), capsys)
-    assert "no exported run (a folder with unet/config.json or transformer/config.json)" in said
+    assert "no exported run of a token model or diffusion model" in said
     assert "no exported run" in refuse(command(tmp_path / "none", tmp_path / "x.png"), capsys)
     assert "give captions: --prompts" in refuse([export], capsys)
     assert "none.txt" in refuse([export, "--prompts-file", tmp_path / "none.txt"], capsys)
@@ -143,7 +143,7 @@ def test_what_is_not_there(tmp_path, export, capsys):
 def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--batch", "0"), capsys)
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--steps", "0"), capsys)
-    assert "no multiple of 16" in refuse(command(export, tmp_path / "x.png", "--resolution", "20"), capsys)
+    assert "not a multiple of 16" in refuse(command(export, tmp_path / "x.png", "--resolution", "20"), capsys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "sees no GPU" in refuse(command(export, tmp_path / "x.png", "--device", "gpu"), capsys)
 
@@ -172,3 +172,44 @@ def test_where_the_export_is_looked_for(tmp_path, export):
     assert find_export(export) == find_export(export.parent) == export
     with pytest.raises(ValueError, match="is a file"):
         find_export(export / "export.json")
+
+
+def test_exports_of_before_their_record_named_the_family(tmp_path, export):
+    shutil.copytree(export, tmp_path / "export")
+    file = tmp_path / "export" / "export.json"
+    record = json.loads(file.read_text())
+    assert record["family"] == "latent_diffusion" and record["denoiser"] == "unet" and record["objective"] == "ddpm"
+    for key in ("family", "network", "denoiser", "objective"):
+        del record[key]
+    file.write_text(json.dumps(record))
+    assert (make(tmp_path, tmp_path / "export") == make(tmp_path, export, name="new.png")).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "os"}, "unknown family 'os'; this version knows autoregressive, latent_diffusion"),
+        ({"network": "../unet"}, "network '../unet' is not the name of a folder"),
+        ({"network": None}, "network None is not the name of a folder"),
+        ({"objective": "os"}, "unknown objective 'os'; this version knows ddpm"),
+        ({"denoiser": "os"}, "unknown denoiser 'os'; this version knows unet"),
+    ],
+)
+def test_a_record_names_only_what_there_is(tmp_path, export, capsys, changes, message):
+    shutil.copytree(export, tmp_path / "export")
+    file = tmp_path / "export" / "export.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert message in refuse(command(tmp_path / "export", tmp_path / "x.png"), capsys)
+
+
+def test_options_of_another_family_or_objective(tmp_path, export, capsys):
+    said = refuse(command(export, tmp_path / "x.png", "--top-k", "3"), capsys)
+    assert "--top-k: an option of token models; this export holds a diffusion model" in said
+    said = refuse(command(export, tmp_path / "x.png", "--sampler", "euler"), capsys)
+    assert "unknown sampler `euler` of ddpm" in said
+
+
+def test_every_family_declares_itself():
+    assert list(families()) == ["autoregressive", "latent_diffusion"]
+    for family in families().values():
+        assert all("default" not in settings for settings in family.options.values())

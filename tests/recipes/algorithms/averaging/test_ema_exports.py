@@ -1,4 +1,4 @@
-"""Averaged weights in exports, and from there in pictures."""
+"""Averaged weights in exports, and in images that are generated from them."""
 
 import json
 from contextlib import contextmanager
@@ -9,11 +9,13 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from callbacks.export import export
-from recipes.algorithms.averaging.scheduled_ema import averaged
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.generation.exports import find_export, find_network, load_pipeline
 from recipes.models.kl_autoencoder.task import KLAutoencoder
+from recipes.models.latent_diffusion.ddpm import DDPM
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
+from tests.recipes.algorithms.composer_levers import lever_in
 
 
 def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
@@ -33,7 +35,8 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
 
     net = unet(channels=[8, 8], attention=[False, True], heads=[1, 1], text_width=8, blocks=1, norm_groups=4)
     folder = tmp_path / "diffusion"
-    raw = export_of(LatentDiffusion(denoiser=net), folder, lambda task: task.denoiser.network.conv_in.bias)
+    diffusion = LatentDiffusion(denoiser=net, objective=DDPM())
+    raw = export_of(diffusion, folder, lambda task: task.denoiser.network.conv_in.bias)
     for subfolder, shift in (("unet", 0), ("unet_ema", 1)):
         read = UNet2DConditionModel.from_pretrained(str(folder), subfolder=subfolder, low_cpu_mem_usage=False)
         assert torch.equal(read.conv_in.bias, raw + shift)
@@ -45,7 +48,7 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
     vae.load_export(tmp_path / "vae")
     assert torch.equal(vae.network.decoder.conv_in.bias, raw + 1)
 
-    export(LatentDiffusion(denoiser=net), SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
+    export(diffusion, SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
     assert find_network(tmp_path / "plain", None) == tmp_path / "plain" / "unet"
     with pytest.raises(FileNotFoundError, match="--weights ema"):
         find_network(tmp_path / "plain", "ema")
@@ -69,6 +72,6 @@ def test_the_512_recipe_exports_and_samples_its_average(tmp_path, small_recipe, 
     ema, raw = (load_pipeline(folder, "cpu", "fp32", kind).denoiser for kind in (None, "raw"))
     own = made.state.model.task.denoiser
     assert all(torch.equal(a, b) for a, b in zip(raw.parameters(), own.parameters(), strict=True))
-    with averaged(made.state):
+    with lever_in(made, ScheduledEMA).applied():
         assert all(torch.equal(a, b) for a, b in zip(ema.parameters(), own.parameters(), strict=True))
     assert not torch.equal(ema.network.conv_in.weight, raw.network.conv_in.weight)

@@ -1,27 +1,29 @@
 """The scheduled average: when it begins, what it is, who uses it, and that resuming changes nothing."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
-from composer import Callback, ComposerModel, Trainer
+from composer import Callback, DataSpec, Trainer
 from composer.utils import dist as composer_dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric
+from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging.average import Average, HostAverage
-from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA, averaged
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task
+from tests.recipes.algorithms.averaging.ema_ranks import CHECKS
+from tests.recipes.algorithms.composer_levers import algorithms_of, fsdp_options, sharding_of
+from tests.recipes.training.fake_run import FakeRun
 
-RANKS = Path(__file__).with_name("ema_ranks.py")
 DEVICES = ["same", "cpu"]
 
 
-class Small(ComposerModel):
+class Small(Task):
     """Weights, a frozen weight, and a buffer that changes in training."""
+
+    eval_names = ("mean",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,19 +32,10 @@ class Small(ComposerModel):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
     def forward(self, batch):
-        return self.net(batch[0])
+        return {"total": (self.net(batch["x"]) - batch["y"]).square().mean()}
 
-    def loss(self, outputs, batch):
-        return (outputs - batch[1]).square().mean()
-
-    def eval_forward(self, batch, outputs=None):
-        return self.forward(batch)
-
-    def get_metrics(self, is_train=False):
-        return {} if is_train else {"mean": MeanMetric()}
-
-    def update_metric(self, batch, outputs, metric):
-        metric.update(outputs)
+    def evaluate(self, batch):
+        return {"mean": self.net(batch["x"])[:, 0]}
 
 
 class Recorder(Callback):
@@ -70,19 +63,25 @@ def flat(average):
 def loader():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(24, 4, generator=generator)
-    data = TensorDataset(x, x.sum(1, keepdim=True))
-    return DataLoader(data, batch_size=4, sampler=composer_dist.get_sampler(data))  # 6 batches an epoch
+    samples = [{"x": row, "y": row.sum()[None]} for row in x]
+    loader = DataLoader(samples, batch_size=4, sampler=composer_dist.get_sampler(samples))  # 6 batches per epoch
+    return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch["x"]))
 
 
-def trainer(ema, duration="12ba", **options):
-    model = Small()
+def trainer(ema, duration="12ba", checkpoints=None, **options):
+    """A Composer run with an average, or without if `ema` is None; sharded if the kind of checkpoints is given."""
+    task = Small()
+    levers = [] if ema is None else [ema]
+    if checkpoints is not None:
+        levers.append(sharding_of(task))
+        options |= fsdp_options(task, checkpoints)
     recorder = Recorder()
     made = Trainer(
-        model=model,
+        model=ComposerTask(task),
         train_dataloader=loader(),
         max_duration=duration,
-        optimizers=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9),
-        algorithms=ema,
+        optimizers=torch.optim.SGD([p for p in task.parameters() if p.requires_grad], lr=0.05, momentum=0.9),
+        algorithms=algorithms_of(levers, task),
         callbacks=[recorder],
         device="cpu",
         progress_bar=False,
@@ -153,7 +152,7 @@ def test_nothing_is_held_before_the_start():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_validation_has_the_averaged_weights_and_training_its_own(device):
-    plain = fit([])
+    plain = fit(None)
     ema = ScheduledEMA(decay=0.9, start="4ba", device=device)
     made = fit(ema, eval_dataloader=loader(), eval_interval="3ba")
     assert torch.equal(made.recorder.steps[-1], plain.recorder.steps[-1])  # the training is untouched
@@ -169,12 +168,12 @@ def test_validation_has_the_averaged_weights_and_training_its_own(device):
 def test_in_and_out_is_exact_whatever_happens_inside(device):
     ema = ScheduledEMA(decay=0.9, start="4ba", device=device)
     made = fit(ema)
-    model, state = made.state.model, made.state
+    model = made.state.model.task
     before = {name: t.clone() for name, t in model.state_dict().items()}
     average, places = flat(ema.average).clone(), [p.data_ptr() for p in model.parameters()]
-    with pytest.raises(KeyError), averaged(state) as there:
+    with pytest.raises(KeyError), ema.applied() as there:
         assert there
-        with averaged(state):  # a sampler inside of a validation
+        with ema.applied():  # a sampler inside of a validation
             pass
         assert torch.equal(weights(model), average)
         # Buffers and frozen parameters are those of the model.
@@ -188,12 +187,14 @@ def test_in_and_out_is_exact_whatever_happens_inside(device):
     assert places == [p.data_ptr() for p in model.parameters()]
 
 
-def test_a_run_without_average_keeps_its_weights():
-    made = fit(ScheduledEMA(decay=0.9, start="11ba"), "12ba")
-    made.state.algorithms.clear()
-    with averaged(made.state) as there:
+def test_before_the_average_begins_the_model_keeps_its_weights():
+    ema = ScheduledEMA(decay=0.9, start="11ba")
+    model = Small()
+    before = weights(model)
+    ema.change_modules(FakeRun(model))
+    with ema.applied() as there:
         assert not there
-        assert torch.equal(weights(made.state.model), made.recorder.steps[-1])
+        assert torch.equal(weights(model), before)
 
 
 def test_a_broken_validation_does_not_leave_the_average_in_the_model():
@@ -214,7 +215,7 @@ def test_a_broken_validation_does_not_leave_the_average_in_the_model():
     for evaluator in made.state.evaluators:
         evaluator.eval_interval = lambda state, event: False
     made.fit()
-    plain = fit([], "4ba")
+    plain = fit(None, "4ba")
     assert torch.equal(weights(made.state.model), plain.recorder.steps[-1])
 
 
@@ -300,20 +301,35 @@ def test_a_start_that_the_run_does_not_have_is_refused(arguments, message):
         trainer(ScheduledEMA(**arguments)).fit()
 
 
-def test_a_model_without_trained_parameters_and_a_second_average_are_refused():
+def test_a_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no trained parameters"):
         Average(Small().requires_grad_(False))
-    with pytest.raises(ValueError, match="one average"):
-        trainer([ScheduledEMA(decay=0.9), ScheduledEMA(decay=0.9)])
 
 
-def test_sharded_models_on_two_ranks(tmp_path):
-    """Each rank averages its own shards: FSDP2 and FSDP1 by themselves, then Composer with checkpoints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(RANKS)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parents[4])}
-    result = subprocess.run([*command, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    assert result.stdout.count("all as it should be") == 2
+def test_checkpoints_of_earlier_versions_load():
+    """They name parameters as the model around the task did."""
+    model = Small()
+    before = weights(model)
+    ema = ScheduledEMA(decay=0.9)
+    ema.change_modules(FakeRun(model))
+    whole = Average(Small()).whole()
+    ema.load_state_dict({"begun": 3, "average": {f"task.{name}": tensor + 1 for name, tensor in whole.items()}})
+    assert ema.begun == 3
+    assert torch.equal(flat(ema.average), before + 1) and torch.equal(weights(model), before)
+
+
+def test_updates_run_inside_the_contexts_of_watchers():
+    entered = []
+    ema = ScheduledEMA(decay=0.9, start="4ba", every=3)
+    ema.watch(lambda: nullcontext(entered.append(ema.average is None)))
+    fit(ema)
+    assert entered == [True, False, False]  # batches 4 (it begins), 7 and 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
+def test_sharded_models_on_two_ranks(two_ranks, check):
+    two_ranks(check)
 
 
 @pytest.mark.gpu

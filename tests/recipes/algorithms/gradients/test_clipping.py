@@ -1,14 +1,12 @@
 """Clipping by the whole gradient's norm; sharded gradients are clipped in fsdp_ranks.py."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
-from composer import Event
-from composer.core import Timestamp
 from torch import nn
 
 from recipes.algorithms.gradients.clipping import ClipByNorm, clip_by_norm
+from tests.recipes.training.fake_run import FakeRun
 
 
 def model_with_gradients() -> nn.Module:
@@ -36,9 +34,6 @@ def test_a_small_gradient_stays():
 
 @pytest.mark.parametrize(("batch", "logged"), [(0, True), (1, False), (20, True)])
 def test_the_norm_before_clipping_is_logged(batch, logged):
-    seen = {}
-    state = SimpleNamespace(model=model_with_gradients(), timestamp=Timestamp(batch=batch))
-    algorithm = ClipByNorm(1.0)
-    assert algorithm.match(Event.AFTER_TRAIN_BATCH, state) and not algorithm.match(Event.BATCH_END, state)
-    algorithm.apply(Event.AFTER_TRAIN_BATCH, state, SimpleNamespace(log_metrics=seen.update))
-    assert seen == ({"gradient/norm": pytest.approx(61**0.5)} if logged else {})
+    run = FakeRun(model_with_gradients()).at(batch)
+    ClipByNorm(1.0).clip_gradients(run)
+    assert run.values("gradient/norm") == ({batch: pytest.approx(61**0.5)} if logged else {})

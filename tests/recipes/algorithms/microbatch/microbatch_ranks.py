@@ -1,26 +1,24 @@
-"""Run on two ranks by test_microbatch.py: ranks whose memories differ find one microbatch, under DDP and FSDP2.
+"""Checks that `lever_ranks` runs on two ranks: ranks whose memories differ find one microbatch, under DDP and FSDP2.
 
 Under FSDP2 the network is compiled too, once the search has ended. Runs with a search have the fused AdamW, those that
-they are held against the plain one; the last bias has one element, so that one rank's shard of it is empty.
+they are compared with the plain one; the last bias has one element, so that one rank's shard of it is empty.
 """
 
-import os
-import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from composer import Trainer
 
-sys.path.insert(0, str(Path(__file__).parent))
-from test_microbatch import MB, FakeMemory, Line, data  # noqa: E402
-
-from recipes.algorithms.averaging.average import own  # noqa: E402
-from recipes.algorithms.microbatch.search import MicrobatchSearch  # noqa: E402
-from recipes.algorithms.modules.compile import Compile  # noqa: E402
-from recipes.algorithms.optimizers import adamw  # noqa: E402
-from recipes.algorithms.sharding.fsdp import Sharding  # noqa: E402
-from recipes.engines.composer.model import ComposerTask  # noqa: E402
+from recipes.algorithms.averaging.average import own
+from recipes.algorithms.microbatch.search import MicrobatchSearch
+from recipes.algorithms.modules.compile import Compile
+from recipes.algorithms.optimizers import adamw
+from recipes.algorithms.sharding.fsdp import Sharding
+from recipes.engines.composer.model import ComposerTask
+from tests.recipes.algorithms.composer_levers import algorithms_of, fsdp_options
+from tests.recipes.algorithms.microbatch.small import MB, FakeMemory, Line, data
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
@@ -30,37 +28,32 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Tensor:
     """This rank's weights after a run."""
     task = Line()
-    search = [] if memory is None else [MicrobatchSearch(task, 24, memory)]
-    more = []
+    levers = []
     if sharded:
-        more = [
-            Compile(task, backend="aot_eager"),
-            Sharding(
-                task,
-                full_shard=False,
-                by_block=True,
-                parameters="fp32",
-                replicas=1,
-                sync="microbatch",
-                checkpoints="full",
-            ),
-        ]
+        levers.append(Compile(task, backend="aot_eager"))
+        levers.append(
+            Sharding(task, full_shard=False, by_block=True, parameters="fp32", replicas=1, sync="microbatch")
+        )
+    search = None
+    if memory is not None:
+        search = MicrobatchSearch(task, 24, memory, compiled=levers[:1])
+        levers.append(search)
     made = Trainer(
         model=ComposerTask(task),
         train_dataloader=data(),
         max_duration="10ba",
         optimizers=adamw(task.parameters(), lr=0.05, fused=memory is not None),
-        algorithms=[*search, *more],
+        algorithms=algorithms_of(levers, task),
         device="cpu",
         device_train_microbatch_size=microbatch,
-        parallelism_config={"fsdp": more[1].composer_config()} if sharded else None,
         progress_bar=False,
+        **(fsdp_options(task) if sharded else {}),
     )
     if memory is not None:
         memory.state = made.state
     made.fit()
-    if memory is not None:
-        assert search[0].settled
+    if search is not None:
+        assert search.settled
         sizes = [None, None]
         dist.all_gather_object(sizes, memory.sizes)
         # The first rank alone would take 1, 1, 2, 8, 24; the second has room for 6 samples.
@@ -70,19 +63,15 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
     return weights(made.state.model)
 
 
-def main() -> None:
-    os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    for sharded in (False, True):
-        each = (100 * MB, 1_200 * MB)[dist.get_rank()]
-        found = train(FakeMemory(held=1_000 * MB, fixed=500 * MB, each=each), 1, sharded)
-        whole = train(None, 24, sharded)
-        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
-    print("agreed", flush=True)
-    dist.barrier()
-    os._exit(0)  # Composer's threads
+def check(sharded: bool, folder: Path) -> None:
+    """The search agrees on a size, and the weights are those of a run without it."""
+    each = (100 * MB, 1_200 * MB)[dist.get_rank()]
+    found = train(FakeMemory(held=1_000 * MB, fixed=500 * MB, each=each), 1, sharded)
+    whole = train(None, 24, sharded)
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
-if __name__ == "__main__":
-    main()
+CHECKS = {
+    "one microbatch for ranks with different memory, DDP": partial(check, False),
+    "one microbatch for ranks with different memory, FSDP2": partial(check, True),
+}

@@ -1,70 +1,26 @@
 """The search for the largest microbatch: what it proposes, that it never runs out, and that training is as without."""
 
-import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from composer import Callback, DataSpec, Evaluator, Trainer
-from composer.utils import dist as composer_dist
+from composer import Callback, Evaluator, Trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging.average import Average
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
-from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading
-from recipes.algorithms.microbatch.search import HEADROOM, MicrobatchSearch, Plan, bytes_to_come, even
+from recipes.algorithms.microbatch.device_memory import DeviceMemory
+from recipes.algorithms.microbatch.search import HEADROOM, MicrobatchSearch, Plan, even
 from recipes.algorithms.modules.compile import Compile
 from recipes.engines.composer.model import ComposerTask
-
-# Imported where they are used, as the two ranks' script, which needs neither, imports this file.
-TRAINER, CONTRASTIVE = "recipes.engines.composer.trainer", "recipes.models.contrastive.task"
-
-RANKS = Path(__file__).with_name("microbatch_ranks.py")
-MB = 10**6
-
-
-class FakeMemory:
-    """A device on which a microbatch of m takes the larger of `floor` and `fixed` + m `each` bytes."""
-
-    def __init__(self, usable=10_000 * MB, held=1_000 * MB, fixed=500 * MB, each=1_000 * MB, floor=0, total=None):
-        self.held, self.fixed, self.each, self.floor, self.usable = held, fixed, each, floor, usable
-        self.total = usable if total is None else total
-        self.state, self.sizes = None, []
-
-    def start(self):
-        self.sizes.append(self.state.device_train_microbatch_size)
-
-    def growth(self, size):
-        return max(self.floor, self.fixed + size * self.each)
-
-    def read(self, size=None):
-        return Reading(self.held, self.growth(self.sizes[-1] if size is None else size), self.usable)
-
-
-class Line(nn.Module):
-    """A task without noise: its gradient of a batch depends on the batch alone."""
-
-    eval_names = ["loss"]
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-
-    def blocks(self):
-        return [self.net]
-
-    def forward(self, batch):
-        return {"total": (self.net(batch["x"]) - batch["y"]).square().mean()}
-
-    def evaluate(self, batch):
-        return {"loss": (self.net(batch["x"]) - batch["y"]).square().mean(1)}
+from recipes.engines.parts import Place, build_levers
+from recipes.models.contrastive.task import ContrastiveText
+from recipes.training.levers import Levers
+from tests.recipes.algorithms.composer_levers import algorithms_of
+from tests.recipes.algorithms.microbatch.microbatch_ranks import CHECKS
+from tests.recipes.algorithms.microbatch.small import MB, FakeMemory, Line, data
 
 
 class Seen(Callback):
@@ -84,39 +40,31 @@ class Seen(Callback):
         self.weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
 
 
-def split(batch, size):
-    return [{name: t[i : i + size] for name, t in batch.items()} for i in range(0, len(batch["x"]), size)]
-
-
-def data(batch=24):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(48, 3, generator=generator, dtype=torch.float64)
-    samples = [{"x": row, "y": row.sum().square()[None]} for row in x]
-    loader = DataLoader(samples, batch_size=batch, sampler=composer_dist.get_sampler(samples))
-    return DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda parts: len(parts["x"]))
-
-
 def run(
     memory=None,
     microbatch=1,
     duration="10ba",
     batch=24,
-    algorithms=(),
+    levers=(),
     optimizer=torch.optim.AdamW,
     task=None,
     **options,
 ):
     """A finished run, its search and what was seen of it; memory: a fake one, "gpu" for the real one, or no search."""
     task, seen = task or Line(), Seen()
-    search = [] if memory is None else [MicrobatchSearch(task, batch, None if memory == "gpu" else memory)]
-    for algorithm in algorithms:
-        algorithm.task = task
+    for lever in levers:
+        lever.task = task
+    search = []
+    if memory is not None:
+        average = next((lever for lever in levers if isinstance(lever, ScheduledEMA)), None)
+        compiled = [lever for lever in levers if isinstance(lever, Compile)]
+        search.append(MicrobatchSearch(task, batch, None if memory == "gpu" else memory, average, compiled))
     made = Trainer(
         model=ComposerTask(task),
         train_dataloader=data(batch),
         max_duration=duration,
         optimizers=optimizer(task.parameters(), lr=0.05),
-        algorithms=[*algorithms, *search],
+        algorithms=algorithms_of([*levers, *search], task),
         callbacks=[seen],
         device_train_microbatch_size=microbatch,
         progress_bar=False,
@@ -232,7 +180,7 @@ def test_training_is_that_of_any_other_microbatch():
 def test_what_a_run_says_and_logs(capsys):
     run(FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("microbatch")]
-    assert lines == ["microbatch: 12 of 24 samples a device take 7.5 of 10.0 GB; tried 1, 2, 8, 12"]
+    assert lines == ["microbatch: 12 of 24 samples per device take 7.5 of 10.0 GB; tried 1, 2, 8, 12"]
 
 
 def test_validation_takes_the_same():
@@ -281,9 +229,9 @@ def test_room_is_left_for_an_average_that_comes_later():
     memory = {"usable": int(12_100 / HEADROOM), "held": 0, "fixed": 0, "each": 1_000}  # 12 samples and 100 bytes
     assert run(FakeMemory(**memory))[1].size == 12
     for ema, largest in ((later(start="9ba"), 8), (later(start="9ba", device="cpu"), 12), (later(), 12)):
-        made, search, _ = run(FakeMemory(**memory), algorithms=[ema])
+        made, search, _ = run(FakeMemory(**memory), levers=[ema])
         assert search.size == largest, ema.device
-        assert bytes_to_come(made.state) == 0
+        assert ema.bytes_to_come() == 0
 
 
 def test_what_is_compiled_is_compiled_for_the_size_that_was_found(monkeypatch):
@@ -305,7 +253,7 @@ def test_what_is_compiled_is_compiled_for_the_size_that_was_found(monkeypatch):
 
     compile_it = Compile(None, backend="aot_eager")
     memory = Compiled(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
-    _, search, _ = run(memory, algorithms=[compile_it], duration="14ba")
+    _, search, _ = run(memory, levers=[compile_it], duration="14ba")
     assert memory.sizes == [1, 1, 2, 8, 12, 12, 12, 8, 8, 4, 4] and search.size == 4
     assert seen == [12] * 2 * 2 + [8] * 3 * 2 + [4] * 6 * 5
 
@@ -328,7 +276,7 @@ def test_a_resumed_run_does_not_search(saved, capsys):
     assert memory.sizes == [] and search.size == 12
     assert {size for _, size in seen.sizes} == {12}
     assert torch.equal(seen.weights[-1], whole.weights[-1])
-    assert "microbatch: 12 of 24 samples a device, as the checkpoint has it" in capsys.readouterr().out
+    assert "microbatch: 12 of 24 samples per device, as in the checkpoint" in capsys.readouterr().out
 
 
 def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
@@ -348,40 +296,50 @@ def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
 def test_a_recipe_on_a_cpu_takes_the_whole_batch(small_recipe, fit, tmp_path, capsys):
     trainer = fit(small_recipe(tmp_path, "training.microbatch=auto", "training.duration=1ba"))
     assert trainer.state.device_train_microbatch_size == 8
-    assert "microbatch: all 8 samples of a device; auto measures a GPU's memory" in capsys.readouterr().out
+    assert "microbatch: all 8 samples per device; auto measures a GPU's memory" in capsys.readouterr().out
 
 
-def test_a_recipe_on_a_gpu_searches(small_recipe):
-    recipes_trainer = importlib.import_module(TRAINER)
-    recipe = small_recipe("unused", "training.microbatch=auto")
-    size, (search,) = recipes_trainer.microbatches(recipe, Line(), 8, use_gpu=True)
-    assert size == 1 and isinstance(search, MicrobatchSearch) and search.batch == 8
-    assert recipes_trainer.microbatches(small_recipe("unused"), Line(), 8, use_gpu=True) == (None, [])
+def test_a_recipe_on_a_gpu_searches(small_recipe, monkeypatch):
+    monkeypatch.setattr("recipes.algorithms.microbatch.search.DeviceMemory", FakeMemory)
+    changes = ["algorithms.compile={name: compile}", "algorithms.ema={name: scheduled_ema, decay: 0.9}"]
+
+    def searches(*overrides, use_gpu=True):
+        place = Place(use_gpu=use_gpu, precision="amp_bf16", local_world_size=1)
+        levers = build_levers(small_recipe("unused", *overrides), place, {"task": Line()}, batch=8)
+        return [lever for lever in levers if isinstance(lever, MicrobatchSearch)], levers
+
+    (search,), levers = searches("training.microbatch=auto", *changes)
+    assert search is levers[-1] and search.batch == 8 and search.average in levers
+    assert search.compiled == [lever for lever in levers if isinstance(lever, Compile)] != []
+    assert searches()[0] == searches("training.microbatch=auto", use_gpu=False)[0] == []
 
 
 def test_a_recipe_searches_with_noise_and_resumes_exactly(small_recipe, tmp_path):
     """A run that went on with the result of its first part ends as the one without a stop."""
+    from recipes.engines.composer.trainer import new_trainer
+    from recipes.engines.parts import build_parts
 
-    recipes_trainer = importlib.import_module(TRAINER)
+    place = Place(use_gpu=False, precision="fp32", local_world_size=1)
     ends = []
     for name, durations in (("whole", ["12ba"]), ("parts", ["8ba", "12ba"])):
         for duration in durations:
-            with pytest.MonkeyPatch.context() as patch:
-                memory = FakeMemory(each=2_000 * MB)
-                found = lambda recipe, task, batch, use_gpu: (1, [MicrobatchSearch(task, batch, memory)])  # noqa: E731, B023
-                patch.setattr(recipes_trainer, "microbatches", found)
-                changes = [f"training.duration={duration}", "checkpoints.autoresume=true"]
-                made = recipes_trainer.build_trainer(small_recipe(tmp_path / name, *changes))
-                memory.state = made.state
-                made.fit()
-                made.close()
+            changes = [f"training.duration={duration}", "checkpoints.autoresume=true", "training.microbatch=1"]
+            recipe = small_recipe(tmp_path / name, *changes)
+            torch.manual_seed(recipe.seed)
+            parts = build_parts(recipe, place)
+            memory = FakeMemory(each=2_000 * MB)
+            search = MicrobatchSearch(parts.task, 8, memory)
+            made = new_trainer(recipe, place, replace(parts, levers=Levers([*parts.levers, search]), search=search))
+            memory.state = made.state
+            made.fit()
+            made.close()
         ends.append(torch.cat([p.detach().flatten() for p in made.state.model.parameters()]))
         assert made.state.device_train_microbatch_size == 2
     assert torch.equal(*ends)
 
 
 def test_a_loss_over_pairs_is_refused():
-    task = importlib.import_module(CONTRASTIVE).ContrastiveText(
+    task = ContrastiveText(
         width=8, layers=1, heads=1, context_length=8, picture_size=16, picture_width=32, picture_layers=1, embedding=8
     )
     with pytest.raises(ValueError, match="microbatch: auto would change what is learned"):
@@ -392,17 +350,10 @@ def test_a_loss_over_pairs_is_refused():
 
 
 @pytest.mark.slow
-def test_ranks_with_different_memory_agree(tmp_path):
-    """DDP and FSDP2 on two ranks, each with a memory of its own: one size, no deadlock, the gradients of one rank."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(RANKS)],
-        cwd=Path(__file__).parents[4],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0 and done.stdout.count("agreed") == 2, done.stdout[-3000:] + done.stderr[-3000:]
+@pytest.mark.parametrize("check", CHECKS)
+def test_ranks_with_different_memory_agree(two_ranks, check):
+    """One size, no deadlock, the gradients of one rank."""
+    two_ranks(check)
 
 
 # --- a GPU -----------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
-from recipes.algorithms.modules.attention import use_attention, why_not_xformers
+from recipes.algorithms.modules.attention import AttentionImplementation, use_attention, why_not_xformers
 from recipes.models.latent_diffusion.unet import unet
+from tests.recipes.training.fake_run import FakeRun
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,14 @@ def test_xformers_says_why_it_cannot_run(network):
 def test_a_model_without_attention_is_an_error():
     with pytest.raises(ValueError, match="no diffusers attention block"):
         use_attention(torch.nn.Linear(1, 1), "sdpa", on_gpu=False)
+
+
+def test_the_lever(network, capsys):
+    run = FakeRun(network)
+    AttentionImplementation(implementation="eager").change_modules(run)
+    assert processors(network) == {AttnProcessor}
+    assert run.settings == {"attention": "eager"}
+    assert capsys.readouterr().out == f"attention: eager in {len(network.network.attn_processors)} blocks\n"
 
 
 @pytest.mark.gpu

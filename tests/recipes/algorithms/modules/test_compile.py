@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from composer import DataSpec, Trainer
-from composer.core import Event
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -14,6 +13,9 @@ from recipes.algorithms.modules import compile as compile_module
 from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
 from recipes.algorithms.modules.compile import Compile, CompiledForward, compile_forwards, why_no_compiler
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.task import Task
+from tests.recipes.algorithms.composer_levers import algorithms_of, lever_in
+from tests.recipes.training.fake_run import FakeRun
 
 
 class Block(nn.Module):
@@ -25,7 +27,7 @@ class Block(nn.Module):
         return x + self.two(nn.functional.gelu(self.one(x)))
 
 
-class Deep(nn.Module):
+class Deep(Task):
     """A task of three blocks."""
 
     eval_names = ["loss"]
@@ -49,11 +51,11 @@ def split(batch, size):
     return [{name: t[i : i + size] for name, t in batch.items()} for i in range(0, len(batch["x"]), size)]
 
 
-def train(*algorithms, task=None, device="cpu", microbatch=4, **options):
-    """A finished run of the first algorithms on the same batches: trainer and task."""
+def train(*levers, task=None, device="cpu", microbatch=4, **options):
+    """A finished run with levers, always on the same batches: trainer and task."""
     task = task or Deep()
-    for algorithm in algorithms:
-        algorithm.task = task
+    for lever in levers:
+        lever.task = task
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
     loader = DataLoader([{"x": row, "y": row.roll(1)} for row in x], batch_size=8)
     data = DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda batch: len(batch["x"]))
@@ -63,7 +65,7 @@ def train(*algorithms, task=None, device="cpu", microbatch=4, **options):
         eval_dataloader=loader,
         max_duration="8ba",
         optimizers=torch.optim.AdamW(task.parameters(), lr=0.01),
-        algorithms=algorithms,
+        algorithms=algorithms_of(levers, task),
         device=device,
         device_train_microbatch_size=microbatch,
         progress_bar=False,
@@ -140,16 +142,16 @@ def test_checkpoints_resume_with_and_without(tmp_path):
     _, whole = train(Compile(None, backend="aot_eager"), save_folder=str(tmp_path), **options)
     state = torch.load(tmp_path / "ba4.pt", weights_only=False)["state"]["model"]
     assert not [name for name in state if "_orig_mod" in name or "compile" in name]
-    for algorithms in ([Compile(None, backend="aot_eager")], []):
-        _, task = train(*algorithms, load_path=str(tmp_path / "ba4.pt"))
+    for levers in ([Compile(None, backend="aot_eager")], []):
+        _, task = train(*levers, load_path=str(tmp_path / "ba4.pt"))
         torch.testing.assert_close(weights(task), weights(whole), rtol=1e-5, atol=1e-6)
 
 
 def test_with_a_scheduled_average():
     runs = []
-    for algorithms in ([Compile(None, backend="aot_eager")], []):
+    for levers in ([Compile(None, backend="aot_eager")], []):
         ema = ScheduledEMA(decay=0.5, start="2ba")
-        made, _ = train(*algorithms, ema)
+        made, _ = train(*levers, ema)
         average = torch.cat([t.flatten() for t in ema.average.shadow])
         runs.append((average, float(made.state.eval_metric_values["loss"])))
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-5, atol=1e-6)
@@ -201,16 +203,16 @@ def test_graphs_of_shards_are_refused(monkeypatch):
 
 def test_gradients_of_graphs_are_summed_in_memory_of_their_own():
     """What CUDA graphs need, without them: the same memory for each batch, zeroed before it."""
-    algorithm = Compile(None, backend="aot_eager", mode="reduce-overhead")
+    lever = Compile(None, backend="aot_eager", mode="reduce-overhead")
     task = Deep()
-    algorithm.forwards = compile_forwards(task.blocks(), {"backend": "aot_eager"})
+    lever.forwards = compile_forwards(task.blocks(), {"backend": "aot_eager"})
     batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
     first = None
     for _ in range(2):
         for parameter in task.parameters():
             parameter.grad = None  # as optimizers do
         for _ in range(2):
-            algorithm._keep_gradients()
+            lever._keep_gradients()
             task(batch)["total"].backward()
         addresses = [p.grad.data_ptr() for p in task.parameters()]
         assert first in (None, addresses)
@@ -225,8 +227,8 @@ def test_a_recipe_compiles_its_unet(small_recipe, fit, tmp_path):
     changes = ["training.duration=1ba", "checkpoints.save=false", "training.global_batch=2"]
     changes += ["model.denoiser." + key for key in ("channels=[32,64]", "attention=[true,false]", "heads=[1,2]")]
     trainer = fit(small_recipe(tmp_path, *changes, "algorithms.compile={name: compile, backend: aot_eager}"))
-    (algorithm,) = [a for a in trainer.state.algorithms if isinstance(a, Compile)]
-    assert len(algorithm.forwards) == 5 and all(f.called for f in algorithm.forwards)
+    forwards = lever_in(trainer, Compile).forwards
+    assert len(forwards) == 5 and all(f.called for f in forwards)
     assert all(isinstance(block.forward, CompiledForward) for block in trainer.state.model.task.blocks())
 
 
@@ -237,10 +239,10 @@ def test_a_recipe_compiles_its_unet(small_recipe, fit, tmp_path):
 def test_on_a_gpu(mode, microbatch):
     """Fused kernels and CUDA graphs, with gradients summed over microbatches and an average put in for validation."""
     runs = []
-    for algorithms in ([Compile(None, mode=mode)], []):
+    for levers in ([Compile(None, mode=mode)], []):
         torch._dynamo.reset()
         ema = ScheduledEMA(decay=0.5, start="2ba")
-        made, task = train(*algorithms, ema, device="gpu", microbatch=microbatch, precision="fp32", eval_interval="2ba")
+        made, task = train(*levers, ema, device="gpu", microbatch=microbatch, precision="fp32", eval_interval="2ba")
         runs.append((weights(task), made.state.eval_metric_values["loss"]))
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-4, atol=1e-5)
     assert float(runs[0][1]) == pytest.approx(float(runs[1][1]), rel=1e-4)
@@ -255,8 +257,15 @@ def test_a_recipe_on_a_gpu(small_recipe, fit, tmp_path, mode):
     assert trainer.state.timestamp.batch.value == 6
 
 
-def test_events():
-    graphs, plain = Compile(None, mode="reduce-overhead"), Compile(None)
-    gpu = type("State", (), {"device": type("Device", (), {"name": "gpu"})})
-    assert graphs.match(Event.BEFORE_FORWARD, gpu) and not plain.match(Event.BEFORE_FORWARD, gpu)
-    assert plain.match(Event.BEFORE_LOAD, gpu) and not plain.match(Event.INIT, gpu)
+@pytest.mark.parametrize(
+    ("mode", "on_gpu", "kept"),
+    [("reduce-overhead", True, True), ("reduce-overhead", False, False), ("default", True, False)],
+)
+def test_gradients_have_memory_of_their_own_for_graphs_alone(mode, on_gpu, kept):
+    task = Deep()
+    lever = Compile(task, backend="aot_eager", mode=mode)
+    run = FakeRun(task)
+    run.device = torch.device("cuda" if on_gpu else "cpu")  # by which levers decide; tensors stay on the CPU
+    lever.compile(run)
+    lever.before_forward(run)
+    assert (lever.gradients is not None) == kept

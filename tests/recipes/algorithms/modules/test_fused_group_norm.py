@@ -1,11 +1,9 @@
-"""Which norms are fused, and what the algorithm says; what they compute is tested with the kernels."""
+"""Which norms are fused, and what the lever says; what they compute is tested with the kernels."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
-from composer.core import Event
 from diffusers import AutoencoderKL
 from torch import nn
 
@@ -14,6 +12,7 @@ from recipes.algorithms.modules.fused_group_norm import FusedGroupNorms, fuse_gr
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm, lower_norms
 from recipes.models.kernels.fused_norm import Case, FusedGroupNorm, Times
 from recipes.models.latent_diffusion.unet import unet
+from tests.recipes.training.fake_run import FakeRun
 
 
 def small_unet():
@@ -23,15 +22,6 @@ def small_unet():
 
 def batch():
     return torch.randn(2, 4, 8, 8), torch.tensor([3, 9]), torch.randn(2, 3, 8)
-
-
-def state(device):
-    return SimpleNamespace(device=SimpleNamespace(name=device))
-
-
-class Logger(dict):
-    def log_hyperparameters(self, values):
-        self.update(values)
 
 
 def test_every_norm_of_a_unet_and_off_the_gpu_the_same_result():
@@ -100,34 +90,35 @@ def test_nothing_to_fuse_is_an_error():
 def test_without_a_gpu(capsys):
     model = small_unet()
     with pytest.raises(ValueError, match="need a GPU; use auto"):
-        FusedGroupNorms(model, when="always").apply(Event.INIT, state("cpu"), Logger())
-    algorithm = FusedGroupNorms(model)
-    algorithm.apply(Event.INIT, state("cpu"), Logger())
+        FusedGroupNorms(model, when="always").change_modules(FakeRun(model))
+    lever = FusedGroupNorms(model)
+    lever.change_modules(FakeRun(model))
     assert capsys.readouterr().out == "fused_group_norm: not used, its kernels need a GPU\n"
     assert not any(isinstance(m, FusedGroupNorm) for m in model.modules())
-    assert not algorithm.match(Event.BATCH_END, None)
+    assert not lever.to_report
 
 
 def test_auto_says_once_what_it_took(monkeypatch, capsys):
     case = Case(nn.GroupNorm, (2, 8, 4, 4), 2, torch.bfloat16, torch.bfloat16, True, True)
-    logger = Logger()
-    algorithm = FusedGroupNorms(small_unet())
-    algorithm.apply(Event.INIT, state("gpu"), logger)
+    model = small_unet()
+    run = FakeRun(model)
+    run.device = torch.device("cuda")  # by which levers decide; tensors stay on the CPU
+    lever = FusedGroupNorms(model)
+    lever.change_modules(run)
     monkeypatch.setattr(fused_group_norm, "TIMES", {case: Times(0.5, 1.0)})
-    assert algorithm.match(Event.BATCH_END, None)
-    algorithm.apply(Event.BATCH_END, state("gpu"), logger)
-    assert not algorithm.match(Event.BATCH_END, None)
+    for _ in range(2):
+        lever.step_end(run)
     assert capsys.readouterr().out.splitlines() == [
         "fused_group_norm: 21 norms, auto",
         "fused_group_norm: 2x8x4x4 0.500 ms, PyTorch 1.000 ms: fused",
     ]
-    assert logger == {"fused_group_norm": 21, "fused_group_norm_shapes": 1}
+    assert run.settings == {"fused_group_norm": 21, "fused_group_norm_shapes": 1}
 
 
 def test_auto_says_so_when_no_norm_qualified(monkeypatch, capsys):
-    algorithm = FusedGroupNorms(small_unet())
     monkeypatch.setattr(fused_group_norm, "TIMES", {})
-    algorithm.report(Logger())
+    model = small_unet()
+    FusedGroupNorms(model).report(FakeRun(model))
     assert "no norm had a channels_last input" in capsys.readouterr().out
 
 

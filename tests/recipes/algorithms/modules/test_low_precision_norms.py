@@ -1,11 +1,9 @@
 """Norms in autocast's precision: equal within bfloat16's rounding, the same parameters, nothing to do is an error."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
-from composer.core import Event, Precision
 from torch import nn
 
 from recipes.algorithms.modules.low_precision_norms import (
@@ -15,6 +13,7 @@ from recipes.algorithms.modules.low_precision_norms import (
     lower_norms,
 )
 from recipes.models.latent_diffusion.unet import unet
+from tests.recipes.training.fake_run import FakeRun
 
 ROUNDING = 2**-8  # of bfloat16, relative
 
@@ -22,10 +21,6 @@ ROUNDING = 2**-8  # of bfloat16, relative
 def small_unet():
     torch.manual_seed(0)
     return unet(channels=[16, 32], attention=[False, True], heads=[1, 2], text_width=8, norm_groups=4, blocks=1)
-
-
-def state(precision):
-    return SimpleNamespace(precision=precision, device=SimpleNamespace(name="gpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -119,15 +114,14 @@ def test_twice_is_an_error():
         lower_norms(model)
 
 
-def test_the_algorithm(capsys):
-    logged = {}
-    logger = SimpleNamespace(log_hyperparameters=logged.update)
-    algorithm = LowPrecisionNorms(nn.Sequential(nn.LayerNorm(2)))
-    assert algorithm.match(Event.INIT, None) and not algorithm.match(Event.FIT_START, None)
+def test_the_lever(capsys):
+    task = nn.Sequential(nn.LayerNorm(2))
+    lever = LowPrecisionNorms(task)
     with pytest.raises(ValueError, match="fp32 without autocast.*amp_bf16"):
-        algorithm.apply(Event.INIT, state(Precision.FP32), logger)
-    algorithm.apply(Event.INIT, state(Precision.AMP_BF16), logger)
-    assert logged == {"low_precision_norms": 1} and capsys.readouterr().out == "low_precision_norms: 1 norms\n"
+        lever.change_modules(FakeRun(task, precision="fp32"))
+    run = FakeRun(task, precision="amp_bf16")
+    lever.change_modules(run)
+    assert run.settings == {"low_precision_norms": 1} and capsys.readouterr().out == "low_precision_norms: 1 norms\n"
 
 
 class GroupNorm32(nn.GroupNorm):

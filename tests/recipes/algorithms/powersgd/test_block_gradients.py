@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard
 
 from recipes.algorithms.powersgd.block_gradients import blocks_of, cut_dimension, layout, placements, shard_shapes
 from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.task import Task
 
 SIZES = st.integers(1, 40)
 
@@ -58,7 +59,7 @@ def test_a_transformers_layer_is_cut_as_published():
 
 
 def test_matrices_in_one_parameter_have_gradients_in_its_memory():
-    class Task(nn.Module):
+    class OneLayer(Task):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(3, 6)
@@ -67,7 +68,7 @@ def test_matrices_in_one_parameter_have_gradients_in_its_memory():
         def blocks(self):
             return [self.layer]
 
-    task = Task()
+    task = OneLayer()
     ((matrices,),) = blocks_of(task)
     assert matrices.name == "layer.weight" and matrices.shapes == [(3, 3), (3, 3)]
     assert all((g == 0).all() for g in matrices.gradients())  # a parameter that a batch did not use

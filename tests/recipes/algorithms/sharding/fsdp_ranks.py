@@ -1,26 +1,32 @@
-"""Run on two ranks by test_fsdp.py: sharded models against one process on the same batch, then whole runs by recipes.
+"""Checks that `lever_ranks` runs on two ranks: sharded models against one process, then whole runs of recipes."""
 
-argv: a recipe of the small U-Net, and a folder for outputs.
-"""
-
-import sys
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[4]
-sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
+from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.sharding.shard import shard, whole_weights
+from recipes.config.build import build
+from recipes.config.recipe import Recipe, load_config
+from recipes.models.latent_diffusion.task import LatentDiffusion
 
-from recipes.algorithms.modules.activation_checkpointing import recompute  # noqa: E402
-from recipes.algorithms.sharding.shard import shard, whole_weights  # noqa: E402
-from recipes.config.build import build  # noqa: E402
-from recipes.config.recipe import Recipe, load  # noqa: E402
-from recipes.engines.composer.trainer import build_trainer  # noqa: E402
-from recipes.models.latent_diffusion.task import LatentDiffusion  # noqa: E402
-
+# What every recipe of the launch has.
+RUN = [
+    "training.duration=6ba",
+    "checkpoints.every=3ba",
+    "checkpoints.keep=-1",
+    "training.eval_every=3ba",
+    "training.grad_clip=0.1",
+    "algorithms.ema={name: scheduled_ema, decay: 0.5, start: 2ba}",
+    "callbacks.export={name: export}",
+    "callbacks.sample_grid={name: sample_grid, prompts: [dots, stars], steps: 2, every: 4ba}",
+    "data.caption_dropout=0.0",
+]
+GRADIENTS, LOW_PRECISION, RUNS = "gradients of shards", "shards in low precision", "recipes with shards"
 BATCH = 4
 MESH_OPTIONS = [
     {"by_block": True, "reshard_after_forward": False},
@@ -33,7 +39,7 @@ class FixedNoise(LatentDiffusion):
     """Noise and timesteps come with the batch, so that any number of ranks sees the same."""
 
     def forward(self, batch):
-        losses = self.loss(
+        losses = self.objective(
             lambda x, t: self.denoiser(x, t, batch["text"]), batch["latents"], batch["noise"], batch["timesteps"]
         )
         return {"total": losses.mean()}
@@ -69,11 +75,12 @@ def gradients(task: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
 
 
-def check_gradients(recipe: Recipe) -> None:
+def check_gradients(recipe_file: str, folder: Path) -> None:
     """Loss and gradients of two ranks with half a batch each are those of one process with all of it.
 
-    In 64 bits: with one channel a group, 32 bits are off by 1e-3 in some gradients, whatever the number of ranks.
+    In 64 bits: with one channel per group, 32 bits are off by 1e-3 in some gradients, whatever the number of ranks.
     """
+    recipe = load_config(recipe_file, [], Recipe)
     whole = make_task(recipe).double()
     batch = make_batch(whole, torch.float64)
     loss = whole(batch)["total"]
@@ -114,8 +121,10 @@ def check_gradients(recipe: Recipe) -> None:
                 assert torch.equal(tensor, weights[name]), name
 
 
-def check_low_precision(recipe: Recipe) -> None:
+def check_low_precision(recipe_file: str, folder: Path) -> None:
     """bf16 parameters, 32-bit norms, shards and gradients; no further from 32 bits than autocast without shards."""
+    # More than one channel per group: otherwise 16 bits are too few for these gradients, sharded or not.
+    recipe = load_config(recipe_file, ["model.denoiser.norm_groups=8"], Recipe)
     whole = make_task(recipe)
     batch = make_batch(whole)
     whole(batch)["total"].backward()
@@ -168,7 +177,7 @@ def check_runs(recipe_file: str, out: Path) -> None:
     }
     final = {}
     for name, overrides in runs.items():
-        # More than a channel a group: gradients that are zero but for rounding would move weights by whole steps.
+        # More than one channel per group: gradients that are zero but for rounding would move weights by whole steps.
         overrides = [f"output={out}/{name}", "model.denoiser.norm_groups=8", *overrides]
         final[name] = fit(recipe_file, overrides)
         if name != "ddp":
@@ -186,7 +195,9 @@ def checkpoint(run: Path, kind: str) -> Path:
 
 
 def fit(recipe_file: str, overrides: list[str]) -> dict[str, torch.Tensor]:
-    trainer = build_trainer(load(recipe_file, overrides, Recipe))
+    from recipes.engines.composer.trainer import build_trainer
+
+    trainer = build_trainer(load_config(recipe_file, overrides, Recipe))
     trainer.fit()
     weights = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -197,14 +208,7 @@ def fit(recipe_file: str, overrides: list[str]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    check_gradients(load(sys.argv[1], [], Recipe))
-    # More than a channel a group: else 16 bits are too few for these gradients, sharded or not.
-    check_low_precision(load(sys.argv[1], ["model.denoiser.norm_groups=8"], Recipe))
-    check_runs(sys.argv[1], Path(sys.argv[2]))
-    print("all as it should be", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def checks(recipe_file: str) -> dict:
+    """Checks by name, with a recipe of the small U-Net."""
+    functions = {GRADIENTS: check_gradients, LOW_PRECISION: check_low_precision, RUNS: check_runs}
+    return {name: partial(function, recipe_file) for name, function in functions.items()}

@@ -1,10 +1,5 @@
 """Sharded training against whole training; blocks that are computed again."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,56 +7,37 @@ from torch import nn
 from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.shard import is_sharded, shard
 from recipes.config.build import build
-from recipes.config.recipe import to_yaml
-from recipes.engines.composer.trainer import build_trainer
-
-ROOT = Path(__file__).resolve().parents[4]
-RUN = [
-    "training.duration=6ba",
-    "checkpoints.every=3ba",
-    "checkpoints.keep=-1",
-    "training.eval_every=3ba",
-    "training.grad_clip=0.1",
-    "algorithms.ema={name: scheduled_ema, decay: 0.5, start: 2ba}",
-    "callbacks.export={name: export}",
-    "callbacks.sample_grid={name: sample_grid, prompts: [dots, stars], steps: 2, every: 4ba}",
-    "data.caption_dropout=0.0",
-]
+from recipes.models.task import Task
+from tests.recipes.algorithms.sharding.fsdp_ranks import GRADIENTS, LOW_PRECISION, RUN, RUNS
 
 
 @pytest.mark.slow
-def test_two_ranks(small_recipe, tmp_path):
-    """One launch for all that two processes show; what they wrote is opened here by one."""
-    recipe = small_recipe(tmp_path / "run", *RUN)
-    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE"):
-        environment.pop(name, None)  # a Trainer in this process has set them
-    command = [sys.executable, str(Path(sys.executable).with_name("composer")), "-n", "2"]
-    script = Path(__file__).with_name("fsdp_ranks.py")
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path / "recipe.yaml"), str(tmp_path)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert "all as it should be" in done.stdout
+@pytest.mark.parametrize("check", [GRADIENTS, LOW_PRECISION, RUNS])
+def test_two_ranks(two_ranks, check):
+    two_ranks(check)
 
+
+@pytest.mark.slow
+def test_what_two_ranks_wrote_is_opened_by_one(two_ranks, small_recipe, tmp_path):
+    written = two_ranks(RUNS)
     from diffusers import UNet2DConditionModel
 
     for part in ("unet", "unet_ema"):
         models = [
-            UNet2DConditionModel.from_pretrained(str(tmp_path / run / "export" / part), low_cpu_mem_usage=False)
+            UNet2DConditionModel.from_pretrained(str(written / run / "export" / part), low_cpu_mem_usage=False)
             for run in ("ddp", "sharded", "full")
         ]
         for model in models[1:]:
             for name, tensor in model.state_dict().items():
                 torch.testing.assert_close(tensor, models[0].state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
     for run in ("sharded", "full"):
-        grids = sorted(path.name for path in (tmp_path / run / "samples").iterdir())
+        grids = sorted(path.name for path in (written / run / "samples").iterdir())
         assert grids == ["ba0000004.png", "ba0000006.png"]
     # One process goes on from what two have saved, sharded or not.
+    from recipes.engines.composer.trainer import build_trainer
+
     for run, name, fsdp in (("full", "ep0-ba3-rank0.pt", "null"), ("sharded", "ep0-ba3", "{}")):
-        path = tmp_path / run / "checkpoints" / name
+        path = written / run / "checkpoints" / name
         overrides = [*RUN, f"checkpoints.load_path={path}", f"training.fsdp={fsdp}", "training.global_batch=8"]
         trainer = build_trainer(small_recipe(tmp_path / f"{run}-alone", *overrides))
         assert trainer.state.timestamp.batch.value == 3
@@ -99,6 +75,8 @@ def test_recomputed_blocks_give_the_same_gradients_and_keep_less(small_recipe, t
 
 
 def test_recomputing_in_a_recipe(small_recipe, tmp_path, capsys):
+    from recipes.engines.composer.trainer import build_trainer
+
     overrides = ["algorithms.again={name: activation_checkpointing, every: 2}", "training.duration=2ba"]
     trainer = build_trainer(small_recipe(tmp_path, *overrides))
     blocks = trainer.state.model.task.recomputed_blocks()
@@ -108,9 +86,7 @@ def test_recomputing_in_a_recipe(small_recipe, tmp_path, capsys):
     assert f"activation_checkpointing: {-(-len(blocks) // 2)} blocks" in capsys.readouterr().out
 
 
-class Blockless(nn.Module):
-    eval_names = []
-
+class Blockless(Task):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)

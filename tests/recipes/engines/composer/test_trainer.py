@@ -12,9 +12,9 @@ import torch
 from composer import Callback
 from PIL import Image
 
-from callbacks.interval import ended
-from recipes.config.recipe import Recipe, load, to_yaml
-from recipes.engines.composer import trainer
+from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.engines import parts
+from recipes.engines.composer.run import clock_of
 from recipes.engines.composer.trainer import build_trainer
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -67,7 +67,7 @@ def test_the_resolved_config_is_saved_and_loads_back(exported):
     recipe, _ = exported
     text = Path(recipe.output, "config.yaml").read_text()
     assert text == to_yaml(recipe)
-    assert load(Path(recipe.output, "config.yaml"), [], Recipe) == recipe
+    assert load_config(Path(recipe.output, "config.yaml"), [], Recipe) == recipe
 
 
 def test_validation_figures(exported):
@@ -116,7 +116,7 @@ def test_only_weights_can_be_taken(exported, small_recipe, tmp_path):
 def test_it_learns_and_every_set_is_validated(small_recipe, latent_sets, tmp_path, capsys):
     seen = f"{{name: latents, streams: {{s: {{name: local, path: {latent_sets}/train}}}}, resolution: 16, workers: 0}}"
     changes = ["training.duration=60ba", "training.eval_every=30ba", "checkpoints.save=false", f"evals.seen={seen}"]
-    trainer = build_trainer(small_recipe(tmp_path, *changes, "model.prediction=v_prediction"))
+    trainer = build_trainer(small_recipe(tmp_path, *changes, "model.objective.prediction=v_prediction"))
     trainer.eval()
     before = {label: float(metrics["loss"].compute()) for label, metrics in trainer.state.eval_metrics.items()}
     capsys.readouterr()
@@ -187,7 +187,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_too(whole, small_recipe, fi
 def test_a_finished_run_is_seen(whole, small_recipe, tmp_path):
     path = f"{whole[0]}/checkpoints/ep2-ba12-rank0.pt"
     resumed = build_trainer(small_recipe(tmp_path, f"checkpoints.load_path={path}"))
-    assert ended(resumed.state) and difference(resumed, whole[1]) == 0
+    assert clock_of(resumed.state).ended and difference(resumed, whole[1]) == 0
     resumed.close()
 
 
@@ -213,7 +213,7 @@ def test_what_cannot_run_is_said(small_recipe, tmp_path, monkeypatch, changes, m
 
 def test_batches_divide_over_devices(small_recipe, tmp_path, monkeypatch):
     assert small_recipe(tmp_path).training.device_batch(2) == 4
-    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(parts, "world_size", lambda: 3)
     with pytest.raises(ValueError, match="training.global_batch: 8 does not divide over 3 devices"):
         build_trainer(small_recipe(tmp_path))
 

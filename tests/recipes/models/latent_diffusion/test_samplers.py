@@ -1,22 +1,14 @@
 """Samplers on denoisers that are known in closed form, so that the right answer is too."""
 
-import json
-
 import pytest
 import torch
-from diffusers import DDIMScheduler
 
-from recipes.models.latent_diffusion.ddpm import NoiseSchedule
-from recipes.models.latent_diffusion.samplers import initial_noise, make_scheduler, sample
+from recipes.models.latent_diffusion.ddpm import DDPM
+from recipes.models.latent_diffusion.objective import seeded_noise
+from recipes.models.latent_diffusion.samplers import make_scheduler
 
 SHAPE = (2, 4, 4)
-BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-SCHEDULE = NoiseSchedule(1000, *BETAS.values())
-
-
-def config(prediction="epsilon"):
-    tables = {"num_train_timesteps": 1000, **BETAS, "prediction_type": prediction}
-    return {**tables, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+SCHEDULE = DDPM().schedule
 
 
 def exact(mean, deviation, prediction="epsilon"):
@@ -31,11 +23,11 @@ def exact(mean, deviation, prediction="epsilon"):
 
 
 def run(denoise, sampler, steps, prediction="epsilon", guidance=1.0, batch=3, text=None, null_text=None):
-    noise = initial_noise(list(range(batch)), SHAPE)
+    noise = seeded_noise(list(range(batch)), SHAPE)
     text = torch.zeros(batch, 1, 1) if text is None else text
     null_text = torch.zeros(1, 1) if null_text is None else null_text
-    scheduler = make_scheduler(sampler, config(prediction))
-    return noise, sample(denoise, scheduler, noise, text, null_text, steps, guidance)
+    objective = DDPM(prediction=prediction)
+    return noise, objective.sample(denoise, noise, text, null_text, steps, guidance, sampler=sampler)
 
 
 def on_the_flow(noise, mean, deviation, step):
@@ -80,15 +72,15 @@ def test_dpm_agrees_with_ddim_at_many_steps():
 @pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
 def test_a_saved_scheduler_samples_as_the_one_in_training(tmp_path, sampler):
     """An export holds a DDIM config with all of diffusers' defaults, which are not those of DPM-Solver++."""
-    DDIMScheduler(**config()).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "scheduler_config.json").read_text())
-    noise = initial_noise([0], SHAPE)
-    both = []
-    for one in (config(), saved):
-        scheduler = make_scheduler(sampler, one)
-        both.append(sample(exact(0.7, 0.5), scheduler, noise, torch.zeros(1, 1, 1), torch.zeros(1, 1), 5, 1.0))
+    DDPM().save(tmp_path)
+    noise, both = seeded_noise([0], SHAPE), []
+    for objective in (DDPM(), DDPM.open(tmp_path)):
+        zeros = torch.zeros(1, 1, 1), torch.zeros(1, 1)
+        both.append(objective.sample(exact(0.7, 0.5), noise, *zeros, 5, 1.0, sampler=sampler))
+        scheduler = make_scheduler(sampler, objective.scheduler_config)
+        scheduler.set_timesteps(5)
+        assert scheduler.timesteps[0] == (801 if sampler == "ddim" else 999)
     assert (both[0] == both[1]).all()
-    assert scheduler.timesteps[0] == (801 if sampler == "ddim" else 999)
 
 
 class Recorder:
@@ -126,10 +118,10 @@ def test_guidance(sampler):
 
 
 def test_noise_is_a_function_of_the_seed():
-    together, state = initial_noise([3, 4, 5], SHAPE), torch.get_rng_state()
-    assert (together[1:2] == initial_noise([4], SHAPE)).all() and (together[0] != together[1]).any()
+    together, state = seeded_noise([3, 4, 5], SHAPE), torch.get_rng_state()
+    assert (together[1:2] == seeded_noise([4], SHAPE)).all() and (together[0] != together[1]).any()
     assert (torch.get_rng_state() == state).all()
-    assert abs(initial_noise([1], (4, 64, 64)).std() - 1) < 0.02
+    assert abs(seeded_noise([1], (4, 64, 64)).std() - 1) < 0.02
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpm++"])
@@ -141,15 +133,17 @@ def test_a_picture_does_not_depend_on_its_batch(sampler):
 
     _, together = run(denoise, sampler, 5, guidance=2.0, text=text)
     for i in range(3):
-        noise = initial_noise([i], SHAPE)
-        alone = sample(
-            denoise, make_scheduler(sampler, config()), noise, text[i : i + 1], torch.zeros(1, 1), 5, guidance=2.0
-        )
+        noise = seeded_noise([i], SHAPE)
+        alone = DDPM().sample(denoise, noise, text[i : i + 1], torch.zeros(1, 1), 5, guidance=2.0, sampler=sampler)
         torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=1e-5)
 
 
+def test_the_default_sampler():
+    assert torch.equal(run(exact(0.3, 0.5), None, 4)[1], run(exact(0.3, 0.5), "dpm++", 4)[1])
+
+
 def test_what_cannot_be():
-    with pytest.raises(ValueError, match="unknown sampler `euler`; allowed: ddim, dpm"):
-        make_scheduler("euler", config())
+    with pytest.raises(ValueError, match=r"unknown sampler `euler` of ddpm; allowed: dpm\+\+, ddim"):
+        run(Recorder(), "euler", 1)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         run(Recorder(), "ddim", 0)

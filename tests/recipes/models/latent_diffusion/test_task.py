@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, UNet2DConditionModel
+import torch.nn.functional as F
+from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 
 from recipes.config.build import build_on_meta
-from recipes.config.recipe import Recipe, load
+from recipes.config.recipe import Recipe, load_config
+from recipes.config.values import ConfigError
+from recipes.models.latent_diffusion.ddpm import DDPM
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
 
@@ -40,7 +43,8 @@ SD2_UNET = {
 def small(width=16, **changes):
     torch.manual_seed(5)
     network = unet(channels=[16, width], attention=[False, True], heads=[1, 2], text_width=12, blocks=1, norm_groups=8)
-    task = LatentDiffusion(denoiser=network, **{"eval_timesteps": [50, 900], **changes}).eval()
+    objective = DDPM(**{"eval_timesteps": [50, 900], **changes})
+    task = LatentDiffusion(denoiser=network, objective=objective).eval()
     # The last convolution of a new network is near zero: its outputs would hide differences of inputs.
     torch.nn.init.normal_(network.network.conv_out.weight, std=0.1)
     return task
@@ -98,29 +102,6 @@ def test_training_noise_is_that_of_the_generator(task, batch):
     assert loss(1) == loss(1) != loss(2)
 
 
-def test_training_covers_every_timestep(batch):
-    seen = []
-
-    class Spy(torch.nn.Module):
-        latent_channels, text_width = 4, 12
-
-        def forward(self, x, timesteps, text):
-            seen.append(timesteps)
-            return x
-
-    task = LatentDiffusion(denoiser=Spy(), steps=10, eval_timesteps=[1])
-    for _ in range(60):
-        task(batch)
-    counts = torch.cat(seen).bincount(minlength=10)
-    assert len(counts) == 10 and counts.min() > 10  # 300 draws of 10
-
-
-@pytest.mark.parametrize("steps", [[], [1000], [-1]])
-def test_timesteps_of_validation_must_exist(steps):
-    with pytest.raises(ValueError, match="eval_timesteps"):
-        small(eval_timesteps=steps)
-
-
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_diffusers_opens_the_export(tmp_path, batch, prediction):
     task = small(prediction=prediction, beta_schedule="linear", steps=500, eval_timesteps=[9])
@@ -134,7 +115,7 @@ def test_diffusers_opens_the_export(tmp_path, batch, prediction):
     assert (own == theirs).all() and own.abs().mean() > 0.01
     scheduler = DDIMScheduler.from_pretrained(str(tmp_path / "scheduler"))
     assert scheduler.config.prediction_type == prediction and scheduler.config.num_train_timesteps == 500
-    torch.testing.assert_close(scheduler.alphas_cumprod.sqrt(), task.loss.schedule.alpha)
+    torch.testing.assert_close(scheduler.alphas_cumprod.sqrt(), task.objective.schedule.alpha)
 
 
 def test_weights_come_back_strictly(tmp_path, task, batch):
@@ -164,7 +145,7 @@ def test_widths_that_do_not_fit(changes, message):
 
 
 def test_the_network_of_stable_diffusion_2():
-    recipe = load(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
+    recipe = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     task = build_on_meta(recipe.model)
     network = task.denoiser.network
     assert sum(p.numel() for p in task.parameters()) == 865_910_724
@@ -172,7 +153,7 @@ def test_the_network_of_stable_diffusion_2():
     config = json.loads(network.to_json_string())
     assert {name: config[name] for name in SD2_UNET} == SD2_UNET
     assert task.requirements() == {"channels": 4, "text_width": 1024}
-    assert task.scheduler_config() == {
+    assert task.objective.scheduler_config == {
         "num_train_timesteps": 1000,
         "beta_start": 0.00085,
         "beta_end": 0.012,
@@ -182,3 +163,67 @@ def test_the_network_of_stable_diffusion_2():
         "set_alpha_to_one": False,
         "steps_offset": 1,
     }
+
+
+@pytest.mark.parametrize(("prediction", "gamma"), [("epsilon", None), ("v_prediction", 5.0)])
+def test_training_and_validation_are_bit_equal_to_a_naive_loop(prediction, gamma):
+    """Six optimizer steps and a validation, against the computation written out: draws, forward process, weights."""
+
+    def new():
+        task = small(prediction=prediction, min_snr_gamma=gamma).train()
+        return task, torch.optim.AdamW(task.parameters(), lr=1e-3)
+
+    def batches():
+        generator = torch.Generator().manual_seed(8)
+        for _ in range(6):
+            latents, text = torch.randn(5, 4, 8, 8, generator=generator), torch.randn(5, 7, 12, generator=generator)
+            yield {"latents": latents, "text": text, "seed": torch.arange(5) + 2**62}
+
+    product = DDPMScheduler(1000, beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear").alphas_cumprod
+
+    def naive(network, batch, noise, timesteps):
+        """(B,), by Ho et al. 2020, Salimans and Ho 2022 and Hang et al. 2023."""
+        alpha, sigma = product.sqrt()[timesteps], (1 - product).sqrt()[timesteps]
+        a, s = alpha.reshape(-1, 1, 1, 1), sigma.reshape(-1, 1, 1, 1)
+        x0 = batch["latents"]
+        made = network(a * x0 + s * noise, timesteps, encoder_hidden_states=batch["text"]).sample
+        target = noise if prediction == "epsilon" else a * noise - s * x0
+        losses = F.mse_loss(made, target, reduction="none").mean((1, 2, 3))
+        snr = (alpha / sigma) ** 2
+        return losses if gamma is None else losses * (snr.clamp(max=gamma) / (snr + 1))
+
+    trained = []
+    for plain in (False, True):
+        task, optimizer = new()
+        torch.manual_seed(3)
+        results = []
+        for batch in batches():
+            if plain:
+                noise, timesteps = torch.randn_like(batch["latents"]), torch.randint(1000, (5,))
+                loss = naive(task.denoiser.network, batch, noise, timesteps).mean()
+            else:
+                loss = task(batch)["total"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            results.append(loss.detach())
+        task.eval()
+        if plain:
+            noise = [torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(int(s))) for s in batch["seed"]]
+            with torch.no_grad():
+                at = [naive(task.denoiser.network, batch, torch.stack(noise), torch.full((5,), t)) for t in (50, 900)]
+            results += [torch.stack(at).mean(0), *at]
+        else:
+            results += task.evaluate(batch).values()
+        trained.append(results)
+    assert len(trained[0]) == 6 + 3
+    assert all(torch.equal(own, naive) for own, naive in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("key", ["prediction=epsilon", "min_snr_gamma=5", "beta_start=0.1", "steps=10"])
+def test_keys_of_the_objective_are_not_the_models(key):
+    with pytest.raises(ConfigError) as error:
+        load_config(ROOT / "yamls" / "sd2_base.yaml", [f"model.{key}"], Recipe, [])
+    name = key.split("=")[0]
+    hint = f"did you mean `model.objective.{name}`?"
+    assert error.value.lines == [f"model.{name}: unknown key of model `latent_diffusion`; {hint}"]

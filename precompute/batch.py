@@ -1,0 +1,95 @@
+"""A batch of decoded images, as a worker process hands it to the encoders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from data.sources.base import Rejected
+
+CropBox = tuple[float, float, float, float]
+"""(left, top, right, bottom) in pixels of the original image."""
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """One shard of one source.
+
+    Attributes:
+        label: the source's label in the config.
+        shard: the shard's id in the source.
+    """
+
+    label: str
+    shard: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place of a sample in the output: its shard, and its number in that shard's order."""
+
+    shard: InputShard
+    number: int
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What is stored of a sample besides what the encoders make of it.
+
+    Attributes:
+        width, height: of the original image, in pixels.
+        boxes: the crops by resolution.
+    """
+
+    position: Position
+    key: str
+    caption: str
+    width: int
+    height: int
+    boxes: dict[int, list[CropBox]]
+
+    @property
+    def short_side(self) -> int:
+        return min(self.width, self.height)
+
+
+@dataclass(frozen=True)
+class ShardEnd:
+    """One reader's report that it came to the end of a shard.
+
+    Attributes:
+        samples: number of samples in the whole shard, rejected ones included.
+        parts: number of readers that divide this shard among them.
+    """
+
+    shard: InputShard
+    samples: int
+    parts: int
+
+
+@dataclass
+class DecodedBatch:
+    """Images and captions, ready to be encoded, and what happened while they were read.
+
+    Attributes:
+        pixels: uint8 (B, N, R, R, 3) by resolution R, N crops per image.
+        tokens: int64 (B, L), the tokenized captions; empty where captions are not embedded.
+        images: B of them.
+        rejected: samples that are not encoded, with their positions.
+        ends: shards that were read to their end.
+        failures: shards that could not be read, each with a one-line reason.
+    """
+
+    pixels: dict[int, Tensor]
+    tokens: Tensor
+    images: list[ImageFacts]
+    rejected: list[tuple[Position, Rejected]] = field(default_factory=list)
+    ends: list[ShardEnd] = field(default_factory=list)
+    failures: list[tuple[InputShard, str]] = field(default_factory=list)
+
+    def pin_memory(self) -> DecodedBatch:
+        """Moves the tensors to pinned memory. The DataLoader calls it where a GPU copies from the batch."""
+        self.pixels = {resolution: pixels.pin_memory() for resolution, pixels in self.pixels.items()}
+        self.tokens = self.tokens.pin_memory()
+        return self

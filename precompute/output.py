@@ -1,0 +1,208 @@
+"""The folder of an encoded set: which shards are done, and how they become one set.
+
+Ranks share nothing but this folder::
+
+    OUT/options.json              the options that the values depend on, written by the first process
+    OUT/shards/<id>.tmp-<rank>/   a shard that is being written
+    OUT/shards/<id>/              a finished shard: MDS files, index.json, rejected.jsonl and done.json; the folder is
+                                  renamed to this name when it is complete
+    OUT/null_text.npy             embedding of the empty caption, where captions are embedded
+    OUT/index.json, OUT/rejected.jsonl, OUT/manifest.json
+                                  of all shards, written by the process that finds all of them done, the manifest last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from data.files import atomic_write, write_json
+from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
+from precompute.totals import counts_text, totals
+
+OPTIONS = "options.json"
+DONE = "done.json"
+INDEX = "index.json"
+STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
+
+
+class OutputSet:
+    """One output folder and the shards that belong into it.
+
+    Args:
+        out: the folder.
+        shards: ids of the source's shards, in order.
+    """
+
+    def __init__(self, out: str | Path, shards: list[str]) -> None:
+        self.out = Path(out)
+        self.shards = shards
+
+    def folder(self, shard: str) -> Path:
+        """Folder of a finished shard."""
+        return self.out / "shards" / shard
+
+    def partial(self, shard: str, rank: int) -> Path:
+        """Folder in which a rank writes a shard."""
+        return self.out / "shards" / f"{shard}.tmp-{rank}"
+
+    def is_done(self, shard: str) -> bool:
+        return (self.folder(shard) / DONE).is_file()
+
+    def remaining(self) -> list[str]:
+        """Shards that are not done yet, in order."""
+        # One listing instead of one look-up per shard: jobs on network file systems have tens of thousands of shards.
+        try:
+            present = {entry.name for entry in os.scandir(self.out / "shards")}
+        except FileNotFoundError:
+            present = set()
+        return [shard for shard in self.shards if shard not in present or not self.is_done(shard)]
+
+    def samples_per_shard(self) -> float | None:
+        """Average number of samples, rejected ones included, of a few finished shards; None without any."""
+        finished = [shard for shard in self.shards[:50] if self.is_done(shard)][:5]
+        markers = [self._done(shard) for shard in finished]
+        sizes = [marker["samples"] + sum(marker["rejected"].values()) for marker in markers]
+        return sum(sizes) / len(sizes) if sizes else None
+
+    def unknown_shards(self) -> int:
+        """Number of finished shards in the folder that the source does not have; they are not in the index."""
+        known = set(self.shards)
+        return sum(1 for path in (self.out / "shards").glob(f"*/{DONE}") if path.parent.name not in known)
+
+    def is_complete(self, request: dict[str, Any]) -> bool:
+        """Whether all shards are done and merged into a set that was made for this request.
+
+        Args:
+            request: see `precompute.config.EncodeConfig.request`.
+        """
+        embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
+        needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
+        if self.remaining() or not all((self.out / name).is_file() for name in needed):
+            return False
+        try:
+            manifest = Manifest.read(self.out)
+        except (FileNotFoundError, ValueError):
+            return False
+        return manifest.request == _as_json(request) and manifest.shards == len(self.shards)
+
+    def claim(self, options: dict[str, Any]) -> None:
+        """Writes the options that the folder's values depend on, or compares them with those that are there.
+
+        Raises:
+            ValueError: the folder holds values made with other options; the message names the first difference.
+        """
+        (self.out / "shards").mkdir(parents=True, exist_ok=True)
+        path = self.out / OPTIONS
+        if not path.is_file():
+            for shard in self.shards:
+                if self.is_done(shard):
+                    self._compare(self._done(shard)["options"], options)
+            partial = self.out / f".{OPTIONS}.{os.uname().nodename}.{os.getpid()}"
+            partial.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+            try:
+                os.link(partial, path)  # unlike a rename, it fails where another rank was first
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without hard links
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+        self._compare(_read_json(path), options)
+
+    def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
+        options = _as_json(options)
+        for name in [*options, *found]:
+            if found.get(name) != options.get(name):
+                raise ValueError(
+                    f"{self.out}: holds values made with {name} {found.get(name)}, this job has {options.get(name)}; "
+                    "give another `out`, or delete the folder to encode again"
+                )
+
+    def publish(self, shard: str, rank: int) -> None:
+        """Renames the folder of a written shard to its final name. Does nothing where another rank was first."""
+        partial, final = self.partial(shard, rank), self.folder(shard)
+        # On disk before the rename: after a power failure a finished shard must not be empty.
+        for path in partial.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        if final.is_dir() and not self.is_done(shard):
+            shutil.rmtree(final)
+        try:
+            os.rename(partial, final)
+        except OSError:
+            if not self.is_done(shard):
+                raise
+            shutil.rmtree(partial)
+
+    def merge(self, fields: dict[str, Any], options: dict[str, Any]) -> Manifest:
+        """Writes the index, the rejected samples and the manifest of all shards, the manifest last.
+
+        Args:
+            fields: the manifest's fields that are not counted from the shards.
+            options: see `claim`.
+
+        Raises:
+            ValueError: a shard was made with other options or is damaged, or there is no sample at all.
+        """
+        entries, rejected_lines, markers = [], [], []
+        for shard in self.shards:
+            marker = self._done(shard)
+            self._compare(marker["options"], options)
+            markers.append(marker)
+            for info in _read_json(self.folder(shard) / INDEX, "shards")["shards"]:
+                self._check_size(shard, info.get("zip_data") or info["raw_data"])
+                # `streaming.base.util.merge_index` keeps one folder level only.
+                for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
+                    data["basename"] = f"shards/{shard}/{data['basename']}"
+                entries.append(info)
+            rejected_lines.append((self.folder(shard) / REJECTED).read_bytes())
+        counted = totals(markers)
+        if not counted["samples"]:
+            reasons = counts_text(counted["rejected"].items()) if counted["rejected"] else "the source is empty"
+            raise ValueError(f"{self.out}: no image was encoded ({reasons}); see shards/*/{REJECTED}")
+        write_json(self.out / INDEX, {"version": 2, "shards": entries})
+        with atomic_write(self.out / REJECTED) as partial:
+            partial.write_bytes(b"".join(rejected_lines))
+        manifest = Manifest(**fields, **counted, where=str(self.out / NAME))
+        manifest.write(self.out)
+        self._remove_stale()
+        return manifest
+
+    def _check_size(self, shard: str, stored: dict[str, Any]) -> None:
+        """Compares an MDS file with its entry in the shard's index. A folder that was copied may lack a part of it."""
+        path = self.folder(shard) / stored["basename"]
+        size = path.stat().st_size if path.is_file() else 0
+        if size != stored["bytes"]:
+            raise ValueError(
+                f"{path}: damaged ({size:,} bytes instead of {stored['bytes']:,}); delete its folder and start again"
+            )
+
+    def _remove_stale(self) -> None:
+        """Removes what killed processes left of shards that another process finished."""
+        for path in (self.out / "shards").glob("*.tmp-*"):
+            if self.is_done(path.name.rpartition(".tmp-")[0]) and time.time() - path.stat().st_mtime > STALE:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _done(self, shard: str) -> dict[str, Any]:
+        return _read_json(self.folder(shard) / DONE, "options")
+
+
+def _read_json(path: Path, key: str | None = None) -> dict[str, Any]:
+    """A JSON object that this job wrote; it must hold `key`."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or (key is not None and key not in values):
+            raise ValueError(f"no `{key}`" if isinstance(values, dict) else "not an object")
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); delete its folder and start again") from None
+    return values
+
+
+def _as_json(value: Any) -> Any:
+    """The value as it comes back from a file: lists for tuples, strings for keys."""
+    return json.loads(json.dumps(value))

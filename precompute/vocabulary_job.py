@@ -1,0 +1,54 @@
+"""Trains a vocabulary and writes it with its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+from data.bpe import manifest_path, read_manifest, train
+from data.files import atomic_write, write_json
+from data.log import log
+from precompute.captions import Captions
+from precompute.config import VocabularyConfig
+from precompute.totals import counts_text
+from recipes.config.build import build
+
+
+def write_vocabulary(config: VocabularyConfig) -> None:
+    """Trains the vocabulary and writes it with its manifest. Does nothing where the same vocabulary is there already.
+
+    Raises:
+        FileNotFoundError: a source does not exist.
+        ValueError: the captions do not give so many entries, or another job wrote the file.
+    """
+    out, request = Path(config.out), config.request()
+    if manifest_path(out).is_file():
+        made = read_manifest(out)
+        whole = out.is_file() and hashlib.sha256(out.read_bytes()).hexdigest() == made["sha256"]
+        if made.get("request") != json.loads(json.dumps(request)):
+            raise ValueError(f"out: {out} was made with other options; give another `out`, or delete it to train again")
+        if whole:
+            log.info(f"already complete: {out}; delete it to train again")
+            return
+    elif out.exists():
+        raise ValueError(f"out: {out} exists without its manifest; give another `out`, or delete it")
+    captions = Captions(build(config.sources), build(config.filter), config.limit, config.seed)
+    data = train(captions, config.entries).to_str(pretty=True).encode("utf-8")
+    facts = {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "entries": config.entries,
+        "captions": captions.count,
+        "rejected": dict(sorted(captions.rejected.items())),
+        "request": request,
+        "software": {"tokenizers": version("tokenizers")},
+    }
+    # The vocabulary last: a job that was killed in between can be started again.
+    write_json(manifest_path(out), facts, indent=1)
+    with atomic_write(out) as partial:
+        partial.write_bytes(data)
+    log.info(
+        f"wrote {out}: {config.entries:,} entries from {captions.count:,} captions; "
+        f"rejected: {counts_text(captions.rejected.items())}"
+    )

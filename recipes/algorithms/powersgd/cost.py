@@ -1,0 +1,39 @@
+"""What PowerSGD takes of memory and sends between machines, as the dry run asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from data.cost import FLOAT, Cost, Plan, all_reduce_bytes, size_text
+from recipes.algorithms.gradients.blocks import block_matrices
+from recipes.algorithms.powersgd.block_gradients import layout
+from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
+
+
+def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """Memory of the errors that are added to the next gradient, and traffic between replicas; see `data.cost`.
+
+    The published figures are tables 1 and 2 of Ramesh et al. 2021.
+    """
+    formats = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
+    values = sum(p.numel() for matrices in block_matrices(plan.task, "powersgd") for p in matrices)
+    memory = {
+        "device_bytes": formats[args["buffer"]].bits / 8 * values / plan.shards,
+        "note": f"for what is not sent yet, in {args['buffer']}",
+        "checkpoint_bytes": FLOAT * values,
+    }
+    if plan.replicas == 1:
+        refused = "refused with one replica, as here; WORLD_SIZE and LOCAL_WORLD_SIZE say where a run will be"
+        return Cost(**memory, lines=(refused,))
+    shapes, others = layout(plan.task, plan.shards)
+    compressor = LowRank(args["rank"] // plan.shards, wire=formats[args["wire"]])
+    sent = sum(compressor.bytes_sent(block, plan.replicas) for block in shapes)
+    full = all_reduce_bytes(FLOAT * sum(shape.numel() for block in shapes for shape in block), plan.replicas)
+    rest = all_reduce_bytes(FLOAT * others, plan.replicas)
+    note = (
+        f"{size_text(sent)} for the blocks' matrices (uncompressed {size_text(full / 2)} in 16-bit, of which "
+        f"{1 - 2 * sent / full:.0%} are saved, and {size_text(full)} in 32-bit) and {size_text(rest)} for the rest in "
+        "32-bit"
+    )
+    return Cost(**memory, sent_bytes=sent + rest, sent_note=note)

@@ -1,0 +1,63 @@
+"""How a family of models takes part in recipes/generate.py. Nothing heavy is imported here.
+
+A package in `recipes/models` whose models generate images from captions has a file `family.py` with one `Family`, named
+`FAMILY`. That is all that generation needs to find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models that generate images.
+
+    Attributes:
+        title: what messages and --help call it, as in "a diffusion model".
+        networks: folders by which exports are recognised that were written before export.json named the family.
+        guidance: default of --guidance, for --help.
+        options: the family's own command-line options, such as --steps, with the arguments of
+            `argparse.ArgumentParser.add_argument`. An option that is given becomes a keyword of the pipeline's
+            `generate`; one that is not given is left to the default there, so `default` must not be set here.
+        pipeline: "module:function" of a function that takes `Parts` and returns the family's pipeline, which has
+            `device` and `generate(captions, *, seeds, batch, guidance, <options>)` -> (N, H, W, 3) uint8.
+    """
+
+    title: str
+    networks: tuple[str, ...]
+    guidance: float
+    options: dict[str, dict[str, Any]]
+    pipeline: str
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a pipeline is made from.
+
+    Attributes:
+        folder: the export.
+        record: the contents of its export.json.
+        network: the folder of the network's weights in the export, raw or averaged.
+        manifest: the manifest of the training data.
+        image_encoder: decodes latents or tokens.
+        text_encoder: embeds captions; None for models of tokens.
+        component_class: (group, name) -> the class of a component that a recipe may name.
+        device: cpu or cuda.
+        precision: of the network: fp32, bf16 or fp16.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    network: Path
+    manifest: Manifest
+    image_encoder: Any
+    text_encoder: Any
+    component_class: Callable[[str, str], type]
+    device: str
+    precision: str

@@ -1,0 +1,139 @@
+"""What every objective of latent diffusion offers: a forward process, its training loss, and its samplers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+# Letters: B batch, C latent channels, H W latent grid, L text positions, D text width.
+
+# (noisy latents (B, C, H, W), times (B,)) -> the network's prediction (B, C, H, W)
+Predict = Callable[[Tensor, Tensor], Tensor]
+# (noisy latents (B, C, H, W), times (B,), text (B, L, D)) -> the network's prediction (B, C, H, W)
+Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Objective(nn.Module, ABC):
+    """What a denoiser is trained to predict at which noise levels, and how latents are sampled from it.
+
+    An objective has no weights. Tables that depend on the recipe alone are buffers that are not saved.
+
+    Attributes:
+        name: the component's name in a recipe. Exports record it.
+        samplers: names of the samplers; the first is the default.
+        eval_times: the points of the forward process at which the validation loss is computed, in the objective's own
+            unit (timesteps, or times between 0 and 1).
+    """
+
+    name: ClassVar[str]
+    samplers: ClassVar[tuple[str, ...]]
+    eval_times: list[int] | list[float]
+
+    @abstractmethod
+    def draw(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise (B, C, H, W) and times (B,) for a training batch, from the global generator of x0's device."""
+
+    @abstractmethod
+    def forward(self, predict: Predict, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """The weighted squared error of each sample.
+
+        Args:
+            predict: the network, given the text.
+            x0: (B, C, H, W), clean latents, float32.
+            noise: (B, C, H, W), standard normal.
+            times: (B,), in the unit of `eval_times`.
+
+        Returns:
+            (B,), float32.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write what sampling needs, as a scheduler of diffusers: `scheduler_config.json`."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, folder: Path) -> Self:
+        """An objective for sampling, from a folder that `save` wrote."""
+
+    @abstractmethod
+    def integrate(self, predict: Predict, noise: Tensor, steps: int, sampler: str) -> Tensor:
+        """Latents (B, C, H, W) from noise of that shape, by one of the `samplers`. Called by `sample`."""
+
+    @torch.no_grad()
+    def sample(
+        self,
+        denoise: Denoise,
+        noise: Tensor,
+        text: Tensor,
+        null_text: Tensor,
+        steps: int,
+        guidance: float,
+        *,
+        sampler: str | None = None,
+    ) -> Tensor:
+        """Latents from noise, with classifier-free guidance.
+
+        Args:
+            denoise: the network.
+            noise: (B, C, H, W), standard normal.
+            text: (B, L, D).
+            null_text: (L, D), the embedding of the empty caption, by which training replaced dropped captions.
+            steps: network evaluations, each with twice the batch if guided.
+            guidance: weight of the text, see `guided`.
+            sampler: one of `samplers`; None: the first.
+
+        Returns:
+            (B, C, H, W), normalised latents.
+
+        Raises:
+            ValueError: an unknown sampler, or fewer than 1 step.
+        """
+        sampler = self.check_sampler(sampler)
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        return self.integrate(guided(denoise, text, null_text, guidance), noise, steps, sampler)
+
+    def check_sampler(self, sampler: str | None) -> str:
+        """The name of a sampler, with the default for None.
+
+        Raises:
+            ValueError: the objective has no such sampler.
+        """
+        if sampler is not None and sampler not in self.samplers:
+            raise ValueError(f"unknown sampler `{sampler}` of {self.name}; allowed: {', '.join(self.samplers)}")
+        return self.samplers[0] if sampler is None else sampler
+
+
+def guided(denoise: Denoise, text: Tensor, null_text: Tensor, guidance: float) -> Predict:
+    """Classifier-free guidance (Ho and Salimans 2022): null + guidance * (text - null), in float32.
+
+    Args:
+        denoise: the network. It is called once with both texts, in a batch of twice the size.
+        text: (B, L, D).
+        null_text: (L, D).
+        guidance: 1 gives the prediction for the text alone, in a batch of the plain size.
+    """
+    if guidance == 1.0:
+        return lambda latents, times: denoise(latents, times, text).float()
+    both = torch.cat([null_text.expand_as(text), text])
+
+    def predict(latents: Tensor, times: Tensor) -> Tensor:
+        prediction = denoise(torch.cat([latents, latents]), torch.cat([times, times]), both).float()
+        null, conditioned = prediction.chunk(2)
+        return null + guidance * (conditioned - null)
+
+    return predict
+
+
+def seeded_noise(seeds: list[int], shape: Any) -> Tensor:
+    """Standard normal noise (B, *shape), float32, on the CPU.
+
+    Each sample has a generator of its own, so that its noise depends neither on the batch nor on the device.
+    """
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

@@ -1,0 +1,90 @@
+"""Rectified flow: straight paths from data to noise, and the velocity along them (Liu et al. 2022)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from recipes.models.latent_diffusion.objective import Objective, Predict
+
+# Networks embed times as they embed the timesteps of diffusion, whose range is [0, 1000).
+TIME_SCALE = 1000
+
+
+class RectifiedFlow(Objective):
+    """Rectified flow (Liu et al. 2022, Esser et al. 2024): x_t = (1 - t) x_0 + t noise, target noise - x_0."""
+
+    name = "rectified_flow"
+    samplers = ("euler",)
+
+    def __init__(
+        self,
+        *,
+        times: Literal["logit_normal", "uniform"] = "logit_normal",
+        mean: float = 0.0,
+        deviation: float = 1.0,
+        eval_times: list[float] = (0.1, 0.3, 0.5, 0.7, 0.9),
+    ) -> None:
+        """Say how times are drawn in training.
+
+        Args:
+            times: distribution of the time t of a training sample in [0, 1]; 0 is data, 1 is noise.
+            mean: mean of logit(t) where times is logit_normal (Esser et al. 2024, section 3.1).
+            deviation: standard deviation of logit(t) where times is logit_normal.
+            eval_times: times of the validation loss.
+
+        Raises:
+            ValueError: a deviation that is not above 0, or times outside of [0, 1].
+        """
+        super().__init__()
+        if deviation <= 0:
+            raise ValueError(f"rectified_flow: deviation must be above 0, got {deviation}")
+        if not eval_times or not all(0 <= t <= 1 for t in eval_times):
+            raise ValueError(f"rectified_flow: eval_times {list(eval_times)}: give at least one, all in [0, 1]")
+        self.times = times
+        self.mean = mean
+        self.deviation = deviation
+        self.eval_times = list(eval_times)
+
+    def draw(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise, and times (B,) float32 in [0, 1]. See `Objective.draw`."""
+        noise = torch.randn_like(x0)
+        if self.times == "uniform":
+            return noise, torch.rand(len(x0), device=x0.device)
+        return noise, torch.sigmoid(self.mean + self.deviation * torch.randn(len(x0), device=x0.device))
+
+    def forward(self, predict: Predict, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """The squared error of the velocity of each sample (B,), at times (B,) in [0, 1]. See `Objective.forward`."""
+        t = times[:, None, None, None]  # (B, 1, 1, 1)
+        prediction = predict((1 - t) * x0 + t * noise, TIME_SCALE * times)
+        return (prediction.float() - (noise - x0).float()).square().mean(dim=(1, 2, 3))
+
+    def integrate(self, predict: Predict, noise: Tensor, steps: int, sampler: str) -> Tensor:
+        """Euler's method in equal steps from t = 1 to t = 0. See `Objective.integrate`."""
+        latents = noise
+        grid = torch.linspace(1, 0, steps + 1, device=noise.device)  # (steps + 1,)
+        for t, following in zip(grid[:-1], grid[1:], strict=True):
+            latents = latents + (following - t) * predict(latents, (TIME_SCALE * t).expand(len(latents)))
+        return latents
+
+    def save(self, folder: Path) -> None:
+        """Write scheduler_config.json of a `FlowMatchEulerDiscreteScheduler`."""
+        FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIME_SCALE, shift=1.0).save_pretrained(str(folder))
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """An objective for sampling.
+
+        Raises:
+            ValueError: a scheduler with shifted times, which `integrate` does not know.
+        """
+        file = folder / "scheduler_config.json"
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if saved["shift"] != 1.0 or saved["num_train_timesteps"] != TIME_SCALE or saved["use_dynamic_shifting"]:
+            raise ValueError(f"{file}: rectified_flow samples with shift 1.0 and {TIME_SCALE} training timesteps only")
+        return cls()

@@ -1,0 +1,71 @@
+"""What the components of a recipe say that they cost. See `data.cost` for how a component says it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+
+from data.cost import Cost, Plan
+from recipes.config.build import import_builder
+from recipes.config.recipe import Recipe
+from recipes.config.values import Component
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a recipe's components.
+
+    Attributes:
+        data: of the training data.
+        evals: of each validation set, by label.
+        optimizer: of the optimizer.
+        algorithms: of each algorithm, by label.
+        callbacks: of each callback, by label.
+    """
+
+    data: Cost
+    evals: dict[str, Cost]
+    optimizer: Cost
+    algorithms: dict[str, Cost]
+    callbacks: dict[str, Cost]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of the state of optimizer and algorithms in a checkpoint, averaged weights excluded."""
+        return sum(cost.checkpoint_bytes for cost in (self.optimizer, *self.algorithms.values()))
+
+    @property
+    def averaged_bytes(self) -> int:
+        """Size of averaged weights in a checkpoint; 0 where nothing is averaged."""
+        return sum(cost.averaged_bytes or 0 for cost in self.algorithms.values())
+
+    @property
+    def gathered(self) -> str | None:
+        """The number format of gathered blocks, where an algorithm sets it."""
+        return next((cost.gathered for cost in self.algorithms.values() if cost.gathered), None)
+
+
+def costs_of(recipe: Recipe, plan: Plan) -> Costs:
+    """Ask every component of a recipe. Callbacks are asked last: they are told whether weights are averaged.
+
+    Raises:
+        ValueError: what a component finds wrong, such as a manifest that does not fit the recipe.
+    """
+    data, optimizer = cost_of(recipe.data, plan), cost_of(recipe.optimizer, plan)
+    evals = {label: cost_of(component, plan) for label, component in recipe.evals.items()}
+    algorithms = {label: cost_of(component, plan) for label, component in recipe.algorithms.items()}
+    averaged = any(cost.averaged_bytes is not None for cost in algorithms.values())
+    plan = dataclasses.replace(plan, averaged=averaged)
+    callbacks = {label: cost_of(component, plan) for label, component in recipe.callbacks.items()}
+    return Costs(data=data, evals=evals, optimizer=optimizer, algorithms=algorithms, callbacks=callbacks)
+
+
+def cost_of(component: Component, plan: Plan) -> Cost:
+    """The cost of one component, asked with all of its arguments, defaults included."""
+    builder = import_builder(component)
+    if not hasattr(builder, "cost"):
+        return Cost()
+    parameters = inspect.signature(builder).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    return builder.cost({**defaults, **component.args}, plan)

@@ -1,0 +1,96 @@
+"""How long a run is, in optimizer steps, samples and epochs, and how its batches are divided."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from data.cost import Epoch, count_text
+from recipes.config.recipe import Recipe, Training
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is. What depends on the size of the data is None where that is not known.
+
+    Attributes:
+        steps: optimizer steps of the run.
+        epoch_steps: optimizer steps per epoch.
+        batch: samples per step, over all devices.
+    """
+
+    steps: int | None
+    epoch_steps: int | None
+    batch: int
+
+    def steps_in(self, duration: str) -> float | None:
+        """A duration in optimizer steps, such as 25.0 for "1ep"."""
+        number, unit = re.fullmatch(r"([\d.]+)(\w+)", duration).groups()
+        steps = {"ba": 1.0, "sp": 1 / self.batch, "ep": self.epoch_steps, "dur": self.steps}[unit]
+        return None if steps is None else float(number) * steps
+
+    def times(self, every: str | None) -> int | None:
+        """How often something happens that is due at an interval and at the end of the run; None: not known.
+
+        Args:
+            every: the interval; None: only the end of the run.
+        """
+        if every is None:
+            return 1
+        interval = self.steps_in(every)
+        if interval is None or self.steps is None:
+            return None
+        return max(1, min(self.steps, math.ceil(round(self.steps / interval, 6))))
+
+
+def length_of(recipe: Recipe, epoch: Epoch) -> Length:
+    """The length of a run whose training data has epochs of this size.
+
+    Raises:
+        ValueError: an epoch has fewer samples than a batch.
+    """
+    batch = recipe.training.global_batch
+    epoch_steps = None
+    if epoch.samples is not None:
+        epoch_steps = math.ceil(epoch.samples / batch) if epoch.incomplete_batch else epoch.samples // batch
+        if epoch_steps == 0:
+            raise ValueError(f"training.global_batch: {batch} is more than the {epoch.samples} samples of an epoch")
+    steps = Length(None, epoch_steps, batch).steps_in(recipe.training.duration)
+    return Length(None if steps is None else math.ceil(steps), epoch_steps, batch)
+
+
+def batch_text(training: Training, world: int) -> str:
+    """How the global batch is divided over devices and microbatches.
+
+    Raises:
+        ValueError: the batch does not divide over the devices.
+    """
+    per_device = training.device_batch(world)
+    devices = count_text(world, "device")
+    text = f"{training.global_batch:,} samples per step over {devices} (WORLD_SIZE), {per_device:,} on each"
+    if training.microbatch == "auto":
+        return f"{text}, in the largest microbatches that fit into memory"
+    microbatch = min(training.microbatch or per_device, per_device)
+    count = math.ceil(per_device / microbatch)
+    last = per_device - (count - 1) * microbatch
+    rest = f", the last of {last:,}" if last != microbatch else ""
+    return f"{text}, in {count_text(count, 'microbatch', 'microbatches')} of {microbatch:,}{rest}"
+
+
+def length_text(duration: str, length: Length) -> str:
+    """Steps, samples and epochs of a run."""
+    if length.steps is None:
+        return f"{duration}; the number of steps depends on data that is not on this machine or has no manifest"
+    text = f"{count_text(length.steps, 'step')}, {count_text(length.steps * length.batch, 'sample')}"
+    if length.epoch_steps is None:
+        return text
+    return f"{text}, {length.steps / length.epoch_steps:,.2f} epochs of {count_text(length.epoch_steps, 'step')}"
+
+
+def times_text(every: str | None, length: Length) -> str:
+    """How often something happens: "55 times, every 10000ba"."""
+    if every is None:
+        return "once, at the end"
+    count = length.times(every)
+    return f"every {every}" if count is None else f"{count_text(count, 'time')}, every {every}"

@@ -1,0 +1,48 @@
+"""Run on two ranks by the fixture `two_ranks`: the checks of several files in one launch, as imports take so long.
+
+argv: a recipe of the small U-Net, a folder to work in, and a file for the report of each rank, by the name of a check.
+"""
+
+import json
+import os
+import re
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.recipes.algorithms.averaging import ema_ranks
+from tests.recipes.algorithms.microbatch import microbatch_ranks
+from tests.recipes.algorithms.sharding import fsdp_ranks
+
+
+def folder_name(check: str) -> str:
+    return re.sub(r"\W+", "-", check)
+
+
+def main(recipe: str, folder: Path, report: Path) -> None:
+    os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    torch.set_num_threads(1)
+    checks = ema_ranks.CHECKS | microbatch_ranks.CHECKS | fsdp_ranks.checks(recipe)
+    results = {}
+    for name, check in checks.items():
+        work = folder / folder_name(name)
+        work.mkdir(exist_ok=True)
+        try:
+            check(work)
+            results[name] = "passed"
+        except BaseException:
+            results[name] = traceback.format_exc()
+        report.with_suffix(f".{dist.get_rank()}.json").write_text(json.dumps(results))
+        if results[name] != "passed":  # the other rank may wait for this one: both are ended
+            os._exit(1)
+        dist.barrier()
+    os._exit(0)  # without waiting for Composer's threads
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

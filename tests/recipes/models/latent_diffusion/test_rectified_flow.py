@@ -1,0 +1,122 @@
+"""Rectified flow against closed forms and diffusers' scheduler, and from an export to images."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+
+from recipes.generate import main
+from recipes.models.latent_diffusion.objective import seeded_noise
+from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
+
+SHAPE = (4, 8, 8)
+
+
+def sample(denoise, steps, guidance=1.0, count=3):
+    noise = seeded_noise(list(range(count)), SHAPE)
+    text, null_text = torch.ones(count, 1, 1), torch.zeros(1, 1)
+    return noise, RectifiedFlow().sample(denoise, noise, text, null_text, steps, guidance)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 50])
+def test_the_exact_velocity_of_a_point_leads_to_it(steps):
+    """Where the data is one point, the velocity at x_t is (x_t - point) / t, and paths are straight."""
+    point = torch.linspace(-2, 2, 256).reshape(SHAPE)
+    _, made = sample(lambda x, times, text: (x - point) / (times / 1000).reshape(-1, 1, 1, 1), steps)
+    torch.testing.assert_close(made, point.expand(3, *SHAPE), rtol=0, atol=1e-4)
+
+
+def test_the_velocity_of_a_gaussian_leads_to_its_quantiles():
+    """x_t is N((1 - t) m, (1 - t)^2 d^2 + t^2); with many steps, noise z ends at m + d z."""
+    m, d = 0.7, 0.5
+
+    def denoise(x, times, text):
+        t = (times / 1000).reshape(-1, 1, 1, 1)
+        variance = (1 - t) ** 2 * d**2 + t**2
+        return -m + (t - (1 - t) * d**2) / variance * (x - (1 - t) * m)
+
+    noise, made = sample(denoise, 500)
+    torch.testing.assert_close(made, m + d * noise, rtol=0, atol=0.01)
+
+
+def test_the_steps_are_those_of_diffusers(tmp_path):
+    def velocity(x, t):
+        return torch.sin(3 * x) - t / 1000
+
+    RectifiedFlow().save(tmp_path)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(str(tmp_path))
+    noise, made = sample(lambda x, times, text: velocity(x, times.reshape(-1, 1, 1, 1)), 6)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 6, 6))
+    latents = noise
+    for timestep in scheduler.timesteps:
+        latents = scheduler.step(velocity(latents, timestep), timestep, latents, return_dict=False)[0]
+    torch.testing.assert_close(made, latents, rtol=1e-5, atol=1e-5)
+    assert isinstance(RectifiedFlow.open(tmp_path), RectifiedFlow)
+
+
+def test_a_scheduler_with_shifted_times_is_refused(tmp_path):
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match="samples with shift 1.0"):
+        RectifiedFlow.open(tmp_path)
+
+
+def test_the_loss_is_the_naive_one():
+    generator = torch.Generator().manual_seed(1)
+    x0, noise = torch.randn(5, *SHAPE, generator=generator), torch.randn(5, *SHAPE, generator=generator)
+    times = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0])
+    seen = []
+
+    def predict(x, t):
+        seen.append(t)
+        return (0.3 * x).bfloat16()
+
+    losses = RectifiedFlow()(predict, x0, noise, times)
+    assert losses.shape == (5,) and losses.dtype == torch.float32 and torch.equal(seen[0], 1000 * times)
+    for i, t in enumerate(times.tolist()):
+        guess = (0.3 * ((1 - t) * x0[i] + t * noise[i])).bfloat16().float()
+        torch.testing.assert_close(losses[i], (guess - (noise[i] - x0[i])).square().mean(), rtol=1e-4, atol=0)
+
+
+def test_times_follow_their_distribution():
+    x0 = torch.zeros(20_000, 1, 1, 1)
+    torch.manual_seed(0)
+    uniform = RectifiedFlow(times="uniform").draw(x0)[1]
+    assert 0 <= uniform.min() < 0.01 and 0.99 < uniform.max() <= 1
+    torch.testing.assert_close(uniform.sort().values, torch.linspace(0, 1, 20_000), rtol=0, atol=0.02)
+    normal = torch.logit(RectifiedFlow(mean=-0.5, deviation=2.0).draw(x0)[1])
+    assert abs(normal.mean() + 0.5) < 0.05 and abs(normal.std() - 2) < 0.05
+
+
+def test_values_that_cannot_be():
+    with pytest.raises(ValueError, match="deviation must be above 0"):
+        RectifiedFlow(deviation=0.0)
+    for times in ([], [1.5], [-0.1]):
+        with pytest.raises(ValueError, match=r"give at least one, all in \[0, 1\]"):
+            RectifiedFlow(eval_times=times)
+    with pytest.raises(ValueError, match="unknown sampler `ddim` of rectified_flow; allowed: euler"):
+        RectifiedFlow().check_sampler("ddim")
+
+
+def test_a_run_exports_and_generates(tmp_path, small_recipe, fit):
+    """Training, validation, sample grid, export and generate.py know an objective by its name alone."""
+    recipe = small_recipe(
+        tmp_path / "run",
+        "model.objective={name: rectified_flow, eval_times: [0.25, 0.75]}",
+        "training.duration=4ba",
+        "callbacks.export={name: export}",
+        "callbacks.sample_grid={name: sample_grid, prompts: [a dot], steps: 2}",
+    )
+    trainer = fit(recipe)
+    assert {"loss", "loss_t0.25", "loss_t0.75"} <= set(trainer.state.eval_metrics["val"])
+    export = tmp_path / "run" / "export"
+    record = json.loads((export / "export.json").read_text())
+    assert (record["family"], record["network"], record["objective"]) == ("latent_diffusion", "unet", "rectified_flow")
+    scheduler = json.loads((export / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["_class_name"] == "FlowMatchEulerDiscreteScheduler"
+    command = ["--prompts", "a dot", "a star", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "grid.png")]
+    main([str(export), *command])
+    with Image.open(tmp_path / "grid.png") as image:
+        assert image.format == "PNG"

@@ -1,0 +1,91 @@
+"""Durations, clocks and intervals: things happen when they are due, and once at the end of a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from recipes.training.clock import Clock, Interval, parse_duration
+
+
+def moments(duration, batches_per_epoch=5, samples=4):
+    """(name, clock) of each end of a step and of an epoch in a run."""
+    clock = Clock(0, 0, 0, duration, batches_per_epoch)
+    while not clock.ended:
+        before = (clock.batch, clock.sample, clock.epoch)
+        clock = replace(clock, batch=clock.batch + 1, sample=clock.sample + samples, before=before)
+        yield "step", clock
+        if clock.batch % batches_per_epoch == 0:
+            clock = replace(clock, epoch=clock.epoch + 1, before=(clock.batch, clock.sample, clock.epoch))
+            yield "epoch", clock
+
+
+def held(every, duration, start=0):
+    """(name, batch) of the moments at which an interval is due, from a batch on."""
+    due = Interval(every)
+    return [(name, clock.batch) for name, clock in moments(duration) if clock.batch > start and due(clock)]
+
+
+@pytest.mark.parametrize(
+    ("every", "duration", "expected"),
+    [
+        ("3ba", "12ba", [3, 6, 9, 12]),
+        ("3ba", "10ba", [3, 6, 9, 10]),
+        ("5ba", "10ba", [5, 10]),
+        ("1ba", "3ba", [1, 2, 3]),
+        ("20ba", "10ba", [10]),
+        (None, "10ba", [10]),
+        (None, "2ep", [10]),
+        (None, "40sp", [10]),
+        ("1ep", "3ep", [5, 10, 15]),
+        ("1ep", "12ba", [5, 10, 12]),
+        ("3ba", "2ep", [3, 6, 9, 10]),
+        ("0.25dur", "12ba", [3, 6, 9, 12]),
+        ("0.1dur", "30ba", list(range(3, 31, 3))),
+        ("0.5dur", "2ep", [5, 10]),
+        ("0.3dur", "10ba", [3, 6, 9, 10]),
+        ("10sp", "10ba", [3, 5, 8, 10]),
+    ],
+)
+def test_intervals(every, duration, expected):
+    assert [batch for _, batch in held(every, duration)] == expected
+
+
+def test_a_resumed_run_keeps_the_interval():
+    assert held("4ba", "12ba", start=6) == [("step", 8), ("step", 12)]
+
+
+def test_an_epoch_ends_at_its_own_moment():
+    assert held("1ep", "2ep") == [("epoch", 5), ("epoch", 10)]
+    assert held("5ba", "2ep") == [("step", 5), ("step", 10)]
+
+
+@pytest.mark.parametrize("every", ["0ba", "0dur"])
+def test_an_interval_is_above_zero(every):
+    with pytest.raises(ValueError, match="an interval must be above 0, got 0"):
+        Interval(every)
+
+
+@pytest.mark.parametrize("text", ["500", "ba", "-1ba", "5 ba", "5batches", "1e3ba", ""])
+def test_what_is_no_duration(text):
+    with pytest.raises(ValueError, match="is not a duration; write a number and a unit, such as 500ba"):
+        parse_duration(text)
+
+
+def test_durations():
+    assert [parse_duration(text) for text in ("500ba", "2.5ep", ".5dur", "7sp")] == [
+        (500.0, "ba"), (2.5, "ep"), (0.5, "dur"), (7.0, "sp"),
+    ]  # fmt: skip
+
+
+def test_a_clock_measures_in_batches_where_it_can():
+    known, unknown = Clock(3, 24, 0, "4ep", 10), Clock(3, 24, 0, "4ep", None)
+    assert known.measure("2ep") == (20, "ba") and unknown.measure("2ep") == (2, "ep")
+    assert known.measure("0.25dur") == (10, "ba") and unknown.measure("0.25dur") == (1, "ep")
+    assert known.measure("5ba") == (5, "ba") and known.measure("48sp") == (48, "sp")
+    assert Clock(3, 24, 0, "100sp", 10).measure("0.5dur") == (50, "sp")
+
+
+@pytest.mark.parametrize(("duration", "share"), [("12ba", 0.25), ("2ba", 1.0), ("96sp", 0.25), ("2ep", 0.5)])
+def test_the_share_that_is_done(duration, share):
+    clock = Clock(3, 24, 1, duration)
+    assert clock.share == share and clock.ended == (share == 1)

@@ -1,0 +1,47 @@
+"""What ranks tell each other: alone, and in two processes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from recipes.training import ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+TWO = """
+import sys
+import torch
+import torch.distributed as dist
+from recipes.training import ranks
+
+number = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=number, world_size=2)
+assert (ranks.rank(), ranks.world_size(), ranks.is_first_rank()) == (number, 2, number == 0)
+for operation, wanted in {"SUM": 5.0, "MIN": 2.0, "MAX": 3.0}.items():
+    tensor = torch.tensor([2.0 + number])
+    ranks.all_reduce(tensor, operation)
+    assert tensor.item() == wanted, operation
+assert ranks.smallest(10 - number, torch.device("cpu")) == 9
+assert ranks.from_first_rank({"rank": number}) == {"rank": 0}
+"""
+
+
+def test_one_process_needs_no_process_group():
+    assert (ranks.rank(), ranks.world_size(), ranks.is_first_rank()) == (0, 1, True)
+    tensor = torch.tensor([3.0])
+    ranks.all_reduce(tensor)
+    assert tensor.item() == 3.0
+    assert ranks.smallest(7, torch.device("cpu")) == 7
+    assert ranks.from_first_rank("value") == "value"
+
+
+def test_two_processes(tmp_path):
+    command = [sys.executable, "-c", TWO]
+    started = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in started:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-3000:]

@@ -1,0 +1,73 @@
+"""Learning rates over a run: Composer's where that has the same schedule, and constant after its end."""
+
+from types import SimpleNamespace
+
+import pytest
+from composer import Time
+from composer.core import Timestamp
+from composer.optim import CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.training.clock import Clock
+from recipes.training.schedules import constant, cosine, linear
+
+runs = given(
+    batches=st.integers(2, 1000), warmup=st.integers(0, 1000), final=st.floats(0, 1), share=st.floats(0, 1),
+)  # fmt: skip
+
+
+def clock_at(batch, duration, epoch=None):
+    return Clock(batch=batch, sample=batch * 8, epoch=batch // (epoch or 1), duration=duration, epoch_batches=epoch)
+
+
+def composers(scheduler, batch, duration):
+    """The factor of one of Composer's schedulers."""
+    timestamp = Timestamp(batch=batch, sample=batch * 8)
+    return scheduler(
+        SimpleNamespace(timestamp=timestamp, max_duration=Time.from_timestring(duration), dataloader_len=None)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:\nThe warmup duration is 0")
+@runs
+def test_a_cosine_over_the_whole_run_is_composers(batches, warmup, final, share):
+    batch, duration = int(share * batches), f"{batches}ba"
+    theirs = CosineAnnealingWithWarmupScheduler(t_warmup=f"{warmup}ba", alpha_f=final)
+    found = cosine(warmup=f"{warmup}ba", final=final)(clock_at(batch, duration))
+    assert found == pytest.approx(composers(theirs, batch, duration), abs=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:\nThe warmup duration is 0")
+@runs
+def test_a_line_over_the_whole_run_is_composers(batches, warmup, final, share):
+    batch, duration = int(share * batches), f"{batches}ba"
+    theirs = LinearWithWarmupScheduler(t_warmup=f"{warmup}ba", alpha_f=final)
+    found = linear(warmup=f"{warmup}ba", final=final)(clock_at(batch, duration))
+    assert found == pytest.approx(composers(theirs, batch, duration), abs=1e-9)
+
+
+def test_constant_after_a_warm_up():
+    schedule = constant(warmup="4ba")
+    assert [schedule(clock_at(batch, "8ba")) for batch in (0, 1, 2, 4, 8)] == [0, 0.25, 0.5, 1, 1]
+    assert constant()(clock_at(0, "8ba")) == 1
+
+
+@pytest.mark.parametrize(("duration", "epoch"), [("20ba", None), ("160sp", None), ("5ep", 4)])
+def test_units(duration, epoch):
+    values = [cosine(final=0.2)(clock_at(batch, duration, epoch)) for batch in (0, 10, 20)]
+    assert values == pytest.approx([1, 0.6, 0.2])
+
+
+def test_it_stays_at_its_end():
+    """The dVAE's: 1e-4 to 1.25e-6 over 1,200,000 of 3,000,000 batches."""
+    schedule = cosine(final=0.0125, over="1200000ba")
+    rates = [1e-4 * schedule(clock_at(batch, "3000000ba")) for batch in (0, 600_000, 1_200_000, 2_000_000, 3_000_000)]
+    assert rates == pytest.approx([1e-4, (1e-4 + 1.25e-6) / 2, 1.25e-6, 1.25e-6, 1.25e-6], rel=1e-9)
+    assert cosine(warmup="5ba", over="0.5dur")(clock_at(15, "20ba")) == 0
+
+
+def test_a_warm_up_in_another_unit():
+    message = "schedule: a warm-up of 5ba cannot be taken from 1dur of a run of 160sp; give both in the same unit"
+    with pytest.raises(ValueError, match=message):
+        cosine(warmup="5ba")(clock_at(0, "160sp"))
