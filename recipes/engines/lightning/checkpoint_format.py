@@ -19,6 +19,7 @@ them, and a file `rest.pt` with everything else. `latest` is a link to the newes
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,11 @@ def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise wrong
     return state
+
+
+def point_to(link: Path, path: Path) -> None:
+    """Make a link to a file or folder beside it, in place of the one that it was."""
+    partial = link.with_name(f".{link.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(path.name)
+    partial.replace(link)

@@ -6,7 +6,6 @@ optimizer's state, and the first rank everything else; see `recipes.engines.ligh
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from data.files import atomic_write
 from data.log import log
 from recipes.config.recipe import Recipe
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
+from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, point_to, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import Counts, LightningRun
@@ -142,6 +141,7 @@ class Checkpoints:
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
+        run.optimizer_loaded()
 
     def _read_parts(self, path: Path) -> dict[str, Any]:
         """This rank's part of a sharded checkpoint, from any number of ranks."""
@@ -223,11 +223,3 @@ class Checkpoints:
     def _wait() -> None:
         if world_size() > 1:
             dist.barrier()
-
-
-def point_to(link: Path, path: Path) -> None:
-    """Make a link to a file or folder beside it, in place of the one that it was."""
-    partial = link.with_name(f".{link.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(path.name)
-    partial.replace(link)

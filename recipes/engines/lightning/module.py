@@ -73,8 +73,8 @@ class TaskModule(pl.LightningModule):
         """The recipe's optimizer, and its schedule; `training_step` steps both."""
         trained = [parameter for parameter in self.task.parameters() if parameter.requires_grad]
         optimizer = self._parts.new_optimizer(trained)
-        self._run.set_optimizer(optimizer)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self._parts.schedule(self._run.clock))
+        self._run.set_optimizer(optimizer, schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # --- data ----------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from recipes.training.ranks import rank, world_size
 
 TIMEOUT = timedelta(seconds=600)
+# What a launcher would set for one process.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
 
 
 def start_process_group(use_gpu: bool) -> None:
@@ -28,6 +30,8 @@ def start_process_group(use_gpu: bool) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group(backend, timeout=TIMEOUT)
     else:
+        for name, value in ALONE.items():  # the data set reads them, and so does Composer where a process runs both
+            os.environ.setdefault(name, value)
         dist.init_process_group(backend, store=dist.HashStore(), world_size=1, rank=0)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.engines.lightning.loggers import RunLoggers
 from recipes.training.clock import Clock
@@ -101,13 +102,18 @@ class LightningRun(Run):
         self._before = (0, 0, 0)
         self._duration = duration
         self._optimizer: torch.optim.Optimizer | None = None
+        self._schedule: LRScheduler | None = None
         self._loggers = loggers
 
     # --- what the engine does ------------------------------------------------------------------
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has been built."""
-        self._optimizer = optimizer
+    def set_optimizer(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> None:
+        """The optimizer and its schedule have been built."""
+        self._optimizer, self._schedule = optimizer, schedule
+
+    def optimizer_loaded(self) -> None:
+        """The optimizer has a checkpoint's state: peak learning rates are the checkpoint's too."""
+        self._schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def begin_batch(self, batch: dict[str, Tensor]) -> None:
         """A batch has arrived, on the host; it will be divided as `set_microbatch` says by now."""

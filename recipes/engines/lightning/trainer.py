@@ -28,6 +28,7 @@ from recipes.engines.lightning.processes import (
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.strategies import strategy_of
 from recipes.engines.parts import Parts, Place, build_parts
+from recipes.planning.opening import CONFIG, opening
 from recipes.training.ranks import is_first_rank, rank, world_size
 
 # What Lightning says to its users about choices that this engine has made.
@@ -90,7 +91,8 @@ def build_trainer(recipe: Recipe) -> LightningTraining:
     place = Place.of(recipe, local_world_size())
     parts = build_parts(recipe, place)
     if is_first_rank():
-        write_text(Path(recipe.output) / "config.yaml", to_yaml(recipe))
+        write_text(Path(recipe.output) / CONFIG, to_yaml(recipe))
+    log.info(opening(recipe, parts.task, parts.data, parts.evals, world=world_size(), precision=place.precision))
     return new_training(recipe, place, parts)
 
 
