@@ -1,9 +1,9 @@
 # Precompose. `make help` lists the targets.
-# TORCH=2.11 picks the second lock and its own environment; PYTHON=… names the Python 3.11 to use.
+# TORCH=2.11 selects the second lock, with an environment of its own; PYTHON=… names the Python 3.11 to use.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-# Without bytecode files every process that imports composer compiles it again, for 8 s.
+# Without bytecode files, every process that imports composer compiles it again, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help install test lint quickstart quickstart-tokens docs lock clean distclean
 
@@ -21,15 +21,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-help:  ## this list
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- install -----------------------------------------------------------------------------------
 
-# The stamp holds the environment's folder and the lock; it is written last. So an interrupted
-# install, a changed lock and a moved checkout (scripts name their interpreter's path) are seen,
-# and the environment is made anew: nothing that left the lock stays importable.
-install:  ## make the environment from the lock; does nothing when it is complete
+# The stamp holds the folder of the environment and the lock, and is written last. An interrupted install,
+# a changed lock and a moved checkout (scripts contain the path of their interpreter) are therefore noticed,
+# and the environment is created again from nothing: a package that left the lock cannot stay importable.
+install:  ## create the environment from the lock; does nothing if it is complete
 	@want=$$(pwd -P; cat $(LOCK)); \
 	if [ "$$want" = "$$(cat $(STAMP) 2>/dev/null || true)" ] && $(BIN)/python -c '' 2>/dev/null; then \
 	    echo "install: $(VENV) is complete"; exit 0; \
@@ -48,7 +48,7 @@ install:  ## make the environment from the lock; does nothing when it is complet
 	mv $(STAMP).part $(STAMP); \
 	echo "install: done, $(BIN)/python"
 
-# Sets $$python to the first candidate that is a Python 3.11 able to make an environment.
+# Sets $$python to the first candidate that is a Python 3.11 and can create an environment.
 define find_python
 python=; \
 	for candidate in $(if $(PYTHON),"$(PYTHON)",python3.11 python3 python); do \
@@ -65,62 +65,64 @@ endef
 # --- checks ------------------------------------------------------------------------------------
 
 PYTEST_ARGS ?=
-# One thread: the tests' tensors are small, and some tests start two ranks.
+# One thread, because the tensors of the tests are small and some tests start two ranks.
 test: export OMP_NUM_THREADS ?= 1
 test: export MKL_NUM_THREADS ?= 1
 
-test: lint  ## lint and tests; PYTEST_ARGS='-k name' picks some
+test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
 	$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
 
-lint: install  ## ruff and hadolint
+lint: install  ## run ruff and hadolint
 	$(BIN)/ruff check .
 	$(BIN)/hadolint Dockerfile
 
 # --- quickstart --------------------------------------------------------------------------------
 
-# Without a GPU one process trains; with GPUs the launcher starts one process for each.
+# Without a GPU one process trains; with GPUs the launcher starts one process per GPU.
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 COMPOSER := $(BIN)/composer $(if $(GPU),,-n 1)
 SAMPLES := runs/openmoji_diffusion/samples.png
 TOKEN_SAMPLES := runs/openmoji_dalle/samples.png
+# ENGINE=lightning trains with Lightning; without it the recipes' own engine does.
+ENGINE ?=
 
-# $(call train,STAGE,TITLE,RECIPE): trains, unless the recipe's export is complete (its done.json is written last).
+# $(call train,STAGE,TITLE,RECIPE) trains, unless the export of the recipe is complete (done.json is written last).
 define train
 @echo "== $(1) $(2)"; \
 	if [ -f runs/$(3)/export/done.json ]; then \
 	    echo "already complete: runs/$(3)/export; delete it to run again"; \
 	else \
-	    $(COMPOSER) recipes/train.py yamls/$(3).yaml; \
+	    $(COMPOSER) recipes/train.py yamls/$(3).yaml $(if $(ENGINE),training.engine=$(ENGINE)); \
 	fi
 endef
 
-quickstart: install  ## OpenMoji: data, VAE, text encoder, latents, diffusion, a PNG of samples
+quickstart: install  ## OpenMoji from nothing to samples: VAE, text encoder, latents, diffusion model; ENGINE=lightning
 	@echo "== 1/6 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
 	$(call train,2/6,train the VAE,openmoji_vae)
 	$(call train,3/6,train the text encoder,openmoji_text)
-	@echo "== 4/6 encode pictures and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
+	@echo "== 4/6 encode images and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
 	$(call train,5/6,train the diffusion model,openmoji_diffusion)
 	@echo "== 6/6 draw samples"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
 
-quickstart-tokens: install  ## OpenMoji: data, dVAE, text encoder, BPE, tokens, transformer, a PNG of reranked samples
+quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, BPE, tokens, transformer
 	@echo "== 1/7 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
 	$(call train,2/7,train the dVAE,openmoji_dvae)
-	$(call train,3/7,train the text encoder that reranks,openmoji_text)
+	$(call train,3/7,train the text encoder for reranking,openmoji_text)
 	@echo "== 4/7 train the BPE vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
-	@echo "== 5/7 encode pictures to tokens"; $(BIN)/python precompute/encode.py yamls/openmoji_tokens.yaml
+	@echo "== 5/7 encode images to tokens"; $(BIN)/python precompute/encode.py yamls/openmoji_tokens.yaml
 	$(call train,6/7,train the transformer,openmoji_dalle)
-	@echo "== 7/7 draw samples: of 32 candidates a caption the one that fits best"; \
+	@echo "== 7/7 draw samples: the best of 32 candidates per caption"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
 	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
 
 # --- upkeep ------------------------------------------------------------------------------------
 
-docs: install  ## write docs/recipes.md from the code
+docs: install  ## generate docs/recipes.md from the code
 	$(BIN)/python docs/make_recipes.py --out docs/recipes.md
 
-# Versions already locked are kept where they still fit; UPGRADE=1 takes the newest.
+# Locked versions are kept if they still satisfy requirements.in; UPGRADE=1 takes the newest.
 COMPILE = $(BIN)/uv pip compile --quiet requirements.in --python-version 3.11 \
     --python-platform x86_64-manylinux_2_28 --no-header --no-annotate $(if $(UPGRADE),--upgrade)
 
@@ -128,9 +130,9 @@ lock: install  ## resolve requirements.in to both locks; UPGRADE=1 takes the new
 	$(COMPILE) -o requirements.lock
 	$(COMPILE) --overrides requirements-torch211.in -o requirements-torch211.lock
 
-clean:  ## remove caches; keeps the environments and runs/
+clean:  ## remove caches; keep the environments and runs/
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove caches and both environments; keeps runs/
+distclean: clean  ## remove caches and both environments; keep runs/
 	rm -rf .venv .venv-torch211

@@ -9,10 +9,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from composer import Callback
-from composer.algorithms import EMA
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
+from composer import Callback, Logger, State
+from composer.algorithms.ema.ema import EMAParameters, compute_ema
 from torch import Tensor, nn
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
@@ -21,11 +19,13 @@ from data.loading import Batch, Loading, Placement
 from recipes.algorithms.modules.low_precision_norms import lower_norms
 from recipes.config import components
 from recipes.encoders.base import ImageEncoder, TextEncoder
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 COMPONENTS = {
     "data": {"encoded_in_loop": "benchmarks.baseline:encoded_in_loop"},
     "algorithm": {
-        "composer_ema": "benchmarks.baseline:composer_ema",
+        "composer_ema": "benchmarks.baseline:ComposerEMA",
         "cpu_autocast": "benchmarks.baseline:CPUAutocast",
     },
 }
@@ -113,13 +113,22 @@ class InLoop:
         return self.then({"mean": mean, "std": std, "text": text, "seed": batch["seed"]})
 
 
-def composer_ema(*, decay: float = 0.9999) -> EMA:
-    """Composer's moving average, updated after every batch from the first on.
+class ComposerEMA(Lever):
+    """The moving average of `composer.algorithms.EMA`, updated after every batch from the first on."""
 
-    Args:
-        decay: share of the average that an update keeps.
-    """
-    return EMA(half_life=None, smoothing=decay, update_interval="1ba")
+    def __init__(self, *, decay: float = 0.9999) -> None:
+        """
+        Args:
+            decay: share of the average that an update keeps.
+        """
+        self.decay = decay
+        self.average: EMAParameters | None = None
+
+    def begin(self, run: Run) -> None:
+        self.average = EMAParameters(run.module)
+
+    def step_end(self, run: Run) -> None:
+        compute_ema(run.module, self.average, smoothing=self.decay)
 
 
 class GroupNorm32(nn.GroupNorm):
@@ -136,21 +145,18 @@ class LayerNorm32(nn.LayerNorm):
         return super().forward(x.float())
 
 
-class CPUAutocast(Algorithm):
+class CPUAutocast(Lever):
     """bfloat16 autocast around a task's losses on a CPU, where Composer has none."""
 
     def __init__(self, task: nn.Module, *, norms: Literal["fp32", "low"] = "fp32") -> None:
         """
         Args:
-            norms: in 32 bits as under a GPU's autocast, or as the low_precision_norms algorithm makes them.
+            norms: in 32 bits as under a GPU's autocast, or as low_precision_norms makes them.
         """
         self.task = task
         self.norms = norms
 
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.INIT
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
+    def change_modules(self, run: Run) -> None:
         if self.norms == "low":
             lower_norms(self.task)
         else:

@@ -30,7 +30,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.reporting import write_results
-from recipes.models.autoregressive.masks import Kind, Layout, dense_mask, visible, visible_by_columns, visible_pairs
+from recipes.models.autoregressive.masks import (
+    Kind,
+    TokenLayout,
+    dense_mask,
+    visible,
+    visible_by_columns,
+    visible_pairs,
+)
 from recipes.models.autoregressive.sampler import Choice, sample_tokens, uniforms
 from recipes.models.autoregressive.sparse_attention import make_attend
 from recipes.models.autoregressive.task import Autoregressive
@@ -79,7 +86,7 @@ class Machine:
         return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def block_share(kind: Kind, layout: Layout) -> float:
+def block_share(kind: Kind, layout: TokenLayout) -> float:
     """Blocks of 128 x 128 that hold a visible pair, in FlexAttention's order of tokens, of those of a causal mask."""
     sees = visible_by_columns(layout) if kind == "column" else visible(kind, layout)
     blocks = [
@@ -144,7 +151,7 @@ def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def attention(machine: Machine, options: argparse.Namespace) -> None:
     """Forward and backward of one attention operation with each mask, beside dense causal attention."""
     sizes = SIZES[options.size]
-    layout, heads = Layout(GRID["text_positions"], GRID["side"], GRID["kernel"]), sizes["heads"]
+    layout, heads = TokenLayout(GRID["text_positions"], GRID["side"], GRID["kernel"]), sizes["heads"]
     shape = (options.batch, heads, layout.length, sizes["width"] // heads)
     q, k, v, slope = (torch.randn(shape, device=machine.device, dtype=machine.dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]

@@ -97,7 +97,7 @@ def train(options: argparse.Namespace, span: float, algorithm: str | None, outpu
     with contextlib.nullcontext() if torch.cuda.is_available() else scalings.WideProducts():
         trainer.fit()
     trainer.close()
-    scaling = next((a for a in trainer.state.algorithms if isinstance(a, ResblockGradScaling)), None)
+    scaling = next((a for a in trainer.state.algorithms[0].levers if isinstance(a, ResblockGradScaling)), None)
     validation = float(trainer.state.eval_metric_values["loss"])
     return Run(losses, validation, *counted(output), 0 if scaling is None else scaling.skipped)
 

@@ -28,11 +28,11 @@ from benchmarks.timing import times
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.powersgd.orthogonal import orthonormal
 from recipes.algorithms.powersgd.wire import all_reduce_sum
-from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sparse_attention import make_attend
-from recipes.models.autoregressive.transformer import MLP, Attention, Residual
+from recipes.models.autoregressive.transformer import MLP, CausalAttention, Residual
 
-LAYOUT = Layout(256, 32, 11)
+LAYOUT = TokenLayout(256, 32, 11)
 
 
 def shard_shapes(width: int, shards: int) -> list[torch.Size]:
@@ -44,7 +44,7 @@ def shard_shapes(width: int, shards: int) -> list[torch.Size]:
 def backward(width: int, batch: int, device: torch.device) -> Callable[[], None]:
     """The backward pass of an attention block with the row mask and of an MLP block."""
     with device:
-        blocks = [Residual(Attention(width, width // 64)), Residual(MLP(width))]
+        blocks = [Residual(CausalAttention(width, width // 64)), Residual(MLP(width))]
         x = torch.randn(batch, LAYOUT.length, width, requires_grad=True)
         slope = torch.randn(batch, LAYOUT.length, width)
     attend = make_attend("auto", "row", LAYOUT, device)

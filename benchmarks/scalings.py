@@ -6,16 +6,15 @@ import dataclasses
 from typing import Any
 
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.algorithms.gradients.order import GradientStage
 from recipes.algorithms.sixteen_bit.block_scaling import Scales
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config import components
+from recipes.training.lever import Lever
+from recipes.training.run import Run
 
 COMPONENTS = {
     "started_scaling": "benchmarks.scalings:StartedScaling",
@@ -72,14 +71,12 @@ class GlobalScales(Scales):
         )
 
 
-class WideGradients(Algorithm):
+class WideGradients(Lever):
     """Spreads the gradients of blocks over a range, as far larger models have it; in 32 bits it changes no bit.
 
     Block i's gradients are multiplied by 2^(-span i / (blocks - 1)) where they enter it on the way back, and divided by
     that where they leave it. So are those of its parameters, before they are clipped and used.
     """
-
-    gradient_stage = GradientStage.AVERAGE  # after the scales are taken out
 
     def __init__(self, task: nn.Module, *, span: float) -> None:
         """
@@ -89,17 +86,15 @@ class WideGradients(Algorithm):
         self.task = task
         self.span = span
 
-    def match(self, event: Event, state: State) -> bool:
-        return event in (Event.INIT, Event.AFTER_TRAIN_BATCH)
+    def change_modules(self, run: Run) -> None:
+        self._widen(self.task.blocks())
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            self._widen(self.task.blocks())
-        else:
-            for block in self.task.blocks():
-                for parameter in block.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.div_(block.gradient_factor)
+    def average_gradients(self, run: Run) -> None:
+        """Divide the factor out, after scales were and before clipping."""
+        for block in self.task.blocks():
+            for parameter in block.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(block.gradient_factor)
 
     def _widen(self, blocks: list[nn.Module]) -> None:
         for number, block in enumerate(blocks):

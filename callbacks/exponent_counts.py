@@ -1,4 +1,4 @@
-"""How many gradients have which exponent, and what 16-bit formats hold of them."""
+"""Histograms of the exponents of gradients, and which shares of them 16-bit formats represent."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9
 
 LEAST, MOST = -149, 127  # exponents of 32-bit floats, subnormals included
-COLUMNS = MOST - LEAST + 3  # of a histogram: zeros, one for each exponent, what is not finite
+COLUMNS = MOST - LEAST + 3  # of a histogram: zeros, one per exponent, values that are not finite
 ZERO, NONFINITE = 0, COLUMNS - 1
-# Exponents that a format holds: from its least subnormal's to below the second.
+# Exponents that a format represents: from that of its smallest subnormal number to below the second.
 FP16_RANGE = (-24, 16)
 NARROW_RANGE = (round(math.log2(MEAN_1_6_9.least)), math.ceil(math.log2(MEAN_1_6_9.largest)))
 
 
 @dataclass
 class Histograms:
-    """Histograms of a model's blocks.
+    """One histogram of gradient exponents per block of a model.
 
     Attributes:
-        names: of the blocks.
+        names: names of the blocks.
         counts: (blocks, COLUMNS) int64 on the CPU; see `count_exponents`.
         log2_scales: binary logarithm of the scale that each block's gradients are multiplied by in fp16.
     """
@@ -34,7 +34,7 @@ class Histograms:
     log2_scales: list[float]
 
     def between(self, block: int, low: float, high: float) -> int:
-        """How many gradients of a block have an exponent e with low <= e < high."""
+        """The number of gradients of a block whose exponent e satisfies low <= e < high."""
         columns = [e - LEAST + 1 for e in range(LEAST, MOST + 1) if low <= e < high]
         return int(self.counts[block, columns].sum())
 
@@ -42,9 +42,9 @@ class Histograms:
         """Shares of all gradients.
 
         Returns:
-            `zero`, `nonfinite`; `below_fp16` and `above_fp16`: with the block's scale below fp16's least subnormal, or
-            too large for it; `outside_1_6_9`: without a scale, either. All by whole exponents: an exponent that the end
-            of a range divides counts as inside.
+            `zero` and `nonfinite`; `below_fp16` and `above_fp16`: after multiplication with the block's scale, smaller
+            than fp16's smallest subnormal number, or too large for fp16; `outside_1_6_9`: without a scale, too small or
+            too large for 1-6-9. Exponents count as a whole: one that is partly inside a range counts as inside.
         """
         low, end = FP16_RANGE
         below = above = narrow = 0
@@ -58,7 +58,7 @@ class Histograms:
         return {name: count / max(1, int(self.counts.sum())) for name, count in found.items()}
 
     def record(self) -> dict[str, Any]:
-        """Everything, as JSON holds it: of each block, how many gradients have which exponent."""
+        """The shares and each block's histogram, as JSON values."""
         blocks = []
         for name, row, log2_scale in zip(self.names, self.counts.tolist(), self.log2_scales, strict=True):
             exponents = {str(column + LEAST - 1): row[column] for column in range(1, NONFINITE) if row[column]}
@@ -68,10 +68,10 @@ class Histograms:
 
 
 def count_exponents(values: Tensor) -> Tensor:
-    """How many of some numbers have which floor(log2 |x|).
+    """A histogram of floor(log2 |x|).
 
     Args:
-        values: (...) of any floating type.
+        values: (...) of any floating-point type.
 
     Returns:
         (COLUMNS,) int64: zeros, then those of the exponents -149 to 127, then infinities and NaN.

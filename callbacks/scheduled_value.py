@@ -46,7 +46,7 @@ class ScheduledValue(Callback):
             raise ValueError(f"scheduled_value: the model has no value `{value}` to be scheduled; it has: {names}")
         self.task = task
         self.value = value
-        self.start, self.end = start, end
+        self.values = (start, end)  # `end` is a moment of a run
         self.over = over
         self.shape: Shape = shape
 
@@ -59,7 +59,7 @@ class ScheduledValue(Callback):
     def _set(self, clock: Clock) -> float:
         length, unit = clock.measure(self.over)
         passed = clock.passed(unit)
-        number = between(self.start, self.end, passed / length if length else 1.0, self.shape)
+        number = between(*self.values, passed / length if length else 1.0, self.shape)
         getattr(self.task, self.value).fill_(number)
         return number
 

@@ -54,12 +54,19 @@ class OutputSet:
         return (self.folder(shard) / DONE).is_file()
 
     def remaining(self) -> list[str]:
-        """Shards that are not done yet, in order."""
+        """Shards that are not done yet, in order.
+
+        Raises:
+            ValueError: the output folder, or a folder above it, is a file.
+        """
         # One listing instead of one look-up per shard: jobs on network file systems have tens of thousands of shards.
         try:
             present = {entry.name for entry in os.scandir(self.out / "shards")}
         except FileNotFoundError:
             present = set()
+        except NotADirectoryError:
+            message = f"out: {self.out / 'shards'} cannot be a folder, a file is there; give another `out`"
+            raise ValueError(message) from None
         return [shard for shard in self.shards if shard not in present or not self.is_done(shard)]
 
     def samples_per_shard(self) -> float | None:
@@ -103,7 +110,10 @@ class OutputSet:
                 if self.is_done(shard):
                     self._compare(self._done(shard)["options"], options)
             partial = self.out / f".{OPTIONS}.{os.uname().nodename}.{os.getpid()}"
-            partial.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(json.dumps(options, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             try:
                 os.link(partial, path)  # unlike a rename, it fails where another rank was first
             except FileExistsError:
@@ -112,7 +122,7 @@ class OutputSet:
                 os.replace(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
-        self._compare(_read_json(path), options)
+        self._compare(_read_json(path, remove=path), options)
 
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
         options = _as_json(options)
@@ -154,13 +164,14 @@ class OutputSet:
             marker = self._done(shard)
             self._compare(marker["options"], options)
             markers.append(marker)
-            for info in _read_json(self.folder(shard) / INDEX, "shards")["shards"]:
-                self._check_size(shard, info.get("zip_data") or info["raw_data"])
+            for info in self._json(shard, INDEX, "shards")["shards"]:
+                stored = info.get("zip_data") or info["raw_data"]
+                self._file(shard, stored["basename"], stored["bytes"])
                 # `streaming.base.util.merge_index` keeps one folder level only.
                 for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
                     data["basename"] = f"shards/{shard}/{data['basename']}"
                 entries.append(info)
-            rejected_lines.append((self.folder(shard) / REJECTED).read_bytes())
+            rejected_lines.append(self._file(shard, REJECTED).read_bytes())
         counted = totals(markers)
         if not counted["samples"]:
             reasons = counts_text(counted["rejected"].items()) if counted["rejected"] else "the source is empty"
@@ -173,15 +184,6 @@ class OutputSet:
         self._remove_stale()
         return manifest
 
-    def _check_size(self, shard: str, stored: dict[str, Any]) -> None:
-        """Compares an MDS file with its entry in the shard's index. A folder that was copied may lack a part of it."""
-        path = self.folder(shard) / stored["basename"]
-        size = path.stat().st_size if path.is_file() else 0
-        if size != stored["bytes"]:
-            raise ValueError(
-                f"{path}: damaged ({size:,} bytes instead of {stored['bytes']:,}); delete its folder and start again"
-            )
-
     def _remove_stale(self) -> None:
         """Removes what killed processes left of shards that another process finished."""
         for path in (self.out / "shards").glob("*.tmp-*"):
@@ -189,18 +191,37 @@ class OutputSet:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _done(self, shard: str) -> dict[str, Any]:
-        return _read_json(self.folder(shard) / DONE, "options")
+        return self._json(shard, DONE, "options")
+
+    def _json(self, shard: str, name: str, key: str) -> dict[str, Any]:
+        """Content of a JSON file of a finished shard, which must hold `key`."""
+        values = _read_json(self._file(shard, name), remove=self.folder(shard))
+        if key not in values:
+            raise _damaged(self.folder(shard) / name, f"it has no `{key}`", remove=self.folder(shard))
+        return values
+
+    def _file(self, shard: str, name: str, size: int | None = None) -> Path:
+        """A file of a finished shard, of `size` bytes. A folder that was copied may lack files or parts of them."""
+        path = self.folder(shard) / name
+        if not path.is_file():
+            raise _damaged(path, "it is missing", remove=self.folder(shard))
+        if size is not None and (found := path.stat().st_size) != size:
+            raise _damaged(path, f"{found:,} bytes instead of {size:,}", remove=self.folder(shard))
+        return path
 
 
-def _read_json(path: Path, key: str | None = None) -> dict[str, Any]:
-    """A JSON object that this job wrote; it must hold `key`."""
+def _read_json(path: Path, remove: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or (key is not None and key not in values):
-            raise ValueError(f"no `{key}`" if isinstance(values, dict) else "not an object")
     except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); delete its folder and start again") from None
+        raise _damaged(path, str(error), remove) from None
+    if not isinstance(values, dict):
+        raise _damaged(path, "it is not a JSON object", remove)
     return values
+
+
+def _damaged(path: Path, reason: str, remove: Path) -> ValueError:
+    return ValueError(f"{path}: damaged ({reason}); delete {remove} and start the job again")
 
 
 def _as_json(value: Any) -> Any:

@@ -1,7 +1,13 @@
-"""The docs say what is so: every command would run, links lead somewhere, generated pages are up to date."""
+"""The docs are true: every command would run, links and paths exist, examples work, generated pages are up to date."""
 
+import ast
+import importlib
+import inspect
+import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +16,7 @@ import pytest
 import yaml
 
 from precompute.config import EncodeConfig, VocabularyConfig
+from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,21 +25,24 @@ SCRIPTS = {
     "precompute/encode.py": EncodeConfig,
     "precompute/vocabulary.py": VocabularyConfig,
 }
+# What a block of docs/extending.md says in its first line: the file that it is, or the group of its lines in the table.
+FILE_LINE = re.compile(r"^# ([\w/]+\.(?:py|yaml))\n")
+TABLE_LINE = re.compile(r'^# recipes/config/components\.py, group "(\w+)"\n')
 LAUNCHERS = {"python", "python3", "composer", "torchrun"}
 PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 YAMLS = sorted((ROOT / "yamls").glob("*.yaml"))
-# Documented commands of other programs: nothing to check but that they are meant.
+# Other programs that the docs may name; only the name is checked.
 OTHERS = {"git", "cd", "docker", "tensorboard", "ls", "nvidia-smi", "pytest", "aws", "curl", "export", "hadolint"}
 
 
 def blocks(text, languages):
-    """The contents of a page's code blocks in some languages."""
+    """The contents of a page's code blocks in the given languages."""
     found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
     return [re.sub(rf"^{indent}", "", body, flags=re.MULTILINE) for indent, name, body in found if name in languages]
 
 
 def commands(text):
-    """The commands of shell text, as words; comments, prompts and line continuations are taken away."""
+    """The commands of shell text, each split into words, without comments, prompts and line continuations."""
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"\s(?:&&|\|\||\||;)\s", line.strip().removeprefix("$ ")):
             words = shlex.split(part, comments=True)
@@ -71,7 +81,7 @@ def problem(words):
 
 
 def yaml_problem(cls, arguments):
-    """What a config says of its arguments."""
+    """The error of a command line for the config `cls`, or None."""
     if arguments == ["--help"]:
         return None
     try:
@@ -97,18 +107,58 @@ def test_every_command_in_the_docs_would_run(page):
     assert not unnamed, "write ```bash, so that the commands are checked"
 
 
+def prose(page):
+    """The text of a page without its code blocks."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def headings(page):
+    """The headings of a page, as links name them."""
+    found = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_lead_somewhere(page):
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    headings = {
-        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, f"no heading for {target}"
-        elif "://" not in target and not target.startswith("mailto:"):
-            assert (page.parent / target.split("#")[0]).exists(), f"no file for {target}"
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, heading = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), f"no file for {target}"
+        assert not heading or heading in headings(linked), f"no heading for {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_paths_in_the_text_exist(page):
+    """Files of this repository, written `data/crops.py`; runs/ is what a run would write."""
+    named = re.findall(r"`((?:benchmarks|callbacks|data|docs|precompute|recipes|tests|yamls)/[\w./]*)`", prose(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_python_in_the_docs_compiles(page):
+    for body in blocks(page.read_text(), ("python",)):
+        # A line of a table is the inside of a dict.
+        ast.parse(body if "{" not in body.split("\n")[0] and not TABLE_LINE.search(body) else f"{{{body}}}")
+
+
+def test_the_readme_says_which_room_may_import_which():
+    arrows = runpy.run_path(str(ROOT / "tests" / "recipes" / "test_imports.py"))["ARROWS"]
+    rooms = {room: set(others) for room, others in arrows.items() if room != "docs"}
+    table = re.findall(r"^\| \[([\w/]+)\]\(\1\) \| .+ \| (.+) \|$", prose(ROOT / "README.md"), re.MULTILINE)
+    full = {room.removeprefix("recipes/"): room for room in rooms}
+    above: set[str] = set()
+    for room, sentence in table:
+        if sentence == "nothing below":
+            named = set()
+        elif sentence.startswith("everything above but "):
+            named = above - {full[sentence.removeprefix("everything above but ")]}
+        else:
+            named = {full[name] for name in sentence.split(", ")}
+        assert named == rooms[room], f"README.md: {room} may import from {rooms[room]}"
+        above.add(room)
+    assert above == set(rooms)
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=[path.name for path in YAMLS])
@@ -125,6 +175,102 @@ def test_the_usage_of_a_script_would_run(script):
     assert found
     problems = {shlex.join(words): problem(words) for words in found}
     assert {command: wrong for command, wrong in problems.items() if wrong} == {}
+
+
+def asked_for(target):
+    """The parameters before `*` of a builder, read from its source."""
+    module, name = target.split(":")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    builder = next(node for node in tree.body if getattr(node, "name", None) == name)
+    if isinstance(builder, ast.ClassDef):
+        builder = next(node for node in builder.body if getattr(node, "name", None) == "__init__")
+    return {argument.arg for argument in builder.args.args} - {"self"}
+
+
+def test_extending_lists_every_object_that_builders_ask_for():
+    table = re.findall(r"^\| (.+?) \| (.+) \|$", prose(ROOT / "docs" / "extending.md"), re.MULTILINE)
+    start = next(i for i, row in enumerate(table) if row[0] == "group")
+    rows = table[start + 2 : next(i for i, row in enumerate(table) if row[0] == "all others")]
+    # An object is named at the start of its entry; other code in the text explains it.
+    documented: dict[str, set[str]] = {}
+    for groups, objects in rows:
+        for group in re.findall(r"`(\w+)`", groups):
+            documented.setdefault(group, set()).update(re.findall(r"(?:^|; )`(\w+)`", objects))
+    assert documented.keys() <= COMPONENTS.keys()
+    missing = {
+        f"{group} {name}": wanted
+        for group, builders in COMPONENTS.items()
+        for name, target in builders.items()
+        if (wanted := asked_for(target) - documented.get(group, set()))
+    }
+    assert missing == {}
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A copy of the repository with every example of docs/extending.md in it, and the paths of the new files."""
+    root = tmp_path_factory.mktemp("extended")
+    for folder in ("callbacks", "data", "precompute", "recipes", "yamls"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
+    table, files = root / "recipes" / "config" / "components.py", []
+    for body in blocks((ROOT / "docs" / "extending.md").read_text(), ("python", "yaml")):
+        if group := TABLE_LINE.match(body):
+            text = table.read_text()
+            assert f'    "{group[1]}": {{\n' in text, f"the table has no group {group[1]}"
+            lines = "".join(f"        {line}\n" for line in body.split("\n")[1:] if line)
+            table.write_text(text.replace(f'    "{group[1]}": {{\n', f'    "{group[1]}": {{\n{lines}'))
+        elif file := FILE_LINE.match(body):
+            path = root / file[1]
+            assert not path.exists(), f"docs/extending.md: {file[1]} is there already"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(body[file.end() :])
+            files.append(path)
+    return root, files
+
+
+def test_the_examples_of_extending_pass_their_tests(extended, tmp_path, monkeypatch):
+    """In this process, which has imported the large libraries already: new files join the packages that they lie in."""
+    root, files = extended
+    new = [file.relative_to(root) for file in files if file.suffix == ".py"]
+    for file in new:
+        folder = next(folder for folder in file.parents if (ROOT / folder).is_dir())
+        if folder.parts[0] != "tests":
+            package = importlib.import_module(".".join(folder.parts))
+            monkeypatch.setattr(package, "__path__", [*package.__path__, str(root / folder)])
+    modules = {".".join(file.with_suffix("").parts) for file in new}
+    try:
+        tests = [
+            (name, test)
+            for file in new
+            if file.parts[0] == "tests"
+            for name, test in runpy.run_path(str(root / file)).items()
+            if name.startswith("test_")
+        ]
+        assert tests
+        for name, test in tests:
+            (tmp_path / name).mkdir()
+            test(**{"tmp_path": tmp_path / name} if "tmp_path" in inspect.signature(test).parameters else {})
+    finally:
+        for module in modules & sys.modules.keys():
+            del sys.modules[module]
+
+
+def test_the_examples_of_extending_are_accepted_by_the_config_and_the_linter(extended):
+    root, files = extended
+    code = (
+        "import sys; from recipes.config.recipe import Recipe, load_config; from precompute.config import EncodeConfig;"
+        "[load_config(f, [], EncodeConfig if f.endswith('_encode.yaml') else Recipe, []) for f in sys.argv[1:]]"
+    )
+    yamls = [str(file) for file in files if file.suffix == ".yaml"]
+    assert yamls
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    result = subprocess.run([sys.executable, "-c", code, *yamls], cwd=root, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    ruff = Path(sys.executable).parent / "ruff"
+    if ruff.exists():
+        result = subprocess.run([ruff, "check", "--no-cache", root], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
 
 
 def test_the_recipes_page_is_up_to_date(tmp_path):

@@ -1,5 +1,5 @@
-"""The quickstarts' paths with very small models, by the functions that their commands call: data, VAE, text encoder,
-latents, diffusion, pictures; and data, dVAE, vocabulary, tokens, transformer, pictures."""
+"""Both quickstarts with very small models, through the functions that their commands call: data, VAE, text encoder,
+latents, diffusion model, samples; and data, dVAE, vocabulary, tokens, transformer, samples."""
 
 import json
 import sys
@@ -43,14 +43,14 @@ TRANSFORMER = [
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """An empty folder to work in, with the repository's YAMLs at hand: paths in recipes are relative."""
+    """An empty working folder, since paths in recipes are relative; returns the path of a YAML by its name."""
     yamls = train.ROOT / "yamls"
     monkeypatch.chdir(tmp_path)
     return lambda name: str(yamls / name)
 
 
 def fit(monkeypatch, yaml_path, batches, size, *overrides):
-    """recipes/train.py with a command line."""
+    """Runs recipes/train.py for some batches of a size, with further overrides."""
     short = [f"training={{duration: {batches}ba, global_batch: {size}, eval_every: null, device: cpu}}"]
     short.append("schedule.warmup=1ba")
     monkeypatch.setattr(sys, "argv", ["train.py", yaml_path, *ONE_LINE, *short, *overrides])
@@ -84,18 +84,18 @@ def test_from_nothing_to_pictures(root, tmp_path, monkeypatch, capsys):
         assert grid.size == (3 * (128 + 6) + 6, 128 + 19 + 12)
         assert np.asarray(grid).std() > 1
 
-    # Everything is there: a second start of the data and encode stages leaves it as it is.
+    # A second start of the complete data and encode stages changes nothing.
     openmoji.build("runs/openmoji/tars", size=32, limit=200, workers=1)
     before = (tmp_path / "runs/openmoji/latents/train/manifest.json").stat().st_mtime_ns
     encode.main([root("openmoji_encode.yaml"), "resolutions=[32]", "workers=0", "device=cpu"])
     assert "already complete: runs/openmoji/latents" in capsys.readouterr().out
     assert (tmp_path / "runs/openmoji/latents/train/manifest.json").stat().st_mtime_ns == before
-    # The resolved configs are recipes themselves.
+    # The saved configs are recipes themselves.
     for stage in ("openmoji_vae", "openmoji_text", "openmoji_diffusion"):
         values = yaml.safe_load((tmp_path / "runs" / stage / "config.yaml").read_text())
         assert values["run_name"] == stage and values["output"] == f"runs/{stage}"
 
-    # Latents of another VAE are refused, by the field.
+    # Latents of another VAE are refused, with the name of the field that differs.
     path = tmp_path / "runs/openmoji/latents/val/manifest.json"
     values = json.loads(path.read_text())
     values["image_encoder"]["channels"] = 8

@@ -1,4 +1,4 @@
-"""The project's own files: locks, Makefile, Dockerfile, licence, and what may not be committed."""
+"""The project's own files: locks, Makefile, Dockerfile, licence and notice, and what must not be committed."""
 
 import hashlib
 import os
@@ -16,40 +16,41 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("requirements.lock", "requirements-torch211.lock")
 TARGETS = ["install", "test", "lint", "quickstart", "quickstart-tokens", "docs", "lock", "clean", "distclean"]
 MIB = 2**20
+BY_SA = "https://creativecommons.org/licenses/by-sa/4.0/"
 
 
 def normalise(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """The name of a package in the form in which indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def requirement_lines(path: str) -> list[str]:
-    """The lines of a requirements file without comments."""
+    """The lines of a requirements file, without comments."""
     lines = (line.split("#")[0].strip() for line in (ROOT / path).read_text().splitlines())
     return [line for line in lines if line]
 
 
 def locked(path: str) -> dict[str, str]:
-    """Package -> version of a lock."""
+    """Package -> version, of a lock."""
     pairs = (line.split("==") for line in requirement_lines(path))
     return {normalise(name): version for name, version in pairs}
 
 
 def overridden() -> dict[str, str]:
-    """Package -> the override's whole line, of the second lock."""
+    """Package -> the whole line that overrides it in the second lock."""
     lines = requirement_lines("requirements-torch211.in")
     return {normalise(re.match(r"[\w.-]+", line)[0]): line for line in lines}
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess:
-    """Runs make in the repository, without what an outer make put in the environment."""
+    """Runs make in the repository, without the variables that an outer make puts into the environment."""
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TORCH")}
     return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def files() -> list[Path]:
-    """The files that git has, or would add."""
+    """The files that git tracks, or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
@@ -82,7 +83,7 @@ def test_the_second_lock_differs_only_where_torch_asks():
             assert line == f"{name}=={second[name]}", f"{line}: run make lock"
         else:
             assert name not in second, f"{name} is left out by its override"
-    # torch's own CUDA packages, and setuptools, which torch 2.11 caps.
+    # torch's CUDA packages, and setuptools, for which torch 2.11 has an upper bound.
     free = re.compile(r"nvidia-|cuda-|setuptools$")
     others = {name for name in first | second if name not in overrides and not free.match(name)}
     assert {n: first.get(n) for n in others} == {n: second.get(n) for n in others}
@@ -91,7 +92,7 @@ def test_the_second_lock_differs_only_where_torch_asks():
 def test_the_environment_is_the_lock():
     from importlib.metadata import distributions
 
-    # Its own folder alone: setuptools, once imported, puts packages of its own on the path.
+    # Only the environment's own folder: setuptools, once imported, puts its vendored packages on the path.
     folder = sysconfig.get_path("purelib")
     installed = {normalise(d.metadata["Name"]): d.version for d in distributions(path=[folder])}
     for lock in LOCKS:
@@ -100,7 +101,7 @@ def test_the_environment_is_the_lock():
             wrong = {n: installed.get(n) for n, v in versions.items() if installed.get(n) != v}
             assert not wrong, f"not {lock}: run make install"
             return
-    pytest.skip("an environment of neither lock")
+    pytest.skip("the environment has the torch of neither lock")
 
 
 def test_dockerfile_passes_hadolint():
@@ -175,12 +176,28 @@ def test_licence_is_apache_2():
         assert tomllib.load(file)["project"]["license"] == "Apache-2.0"
 
 
+def test_notice_names_the_copyright_holder_and_openmoji():
+    text = (ROOT / "NOTICE").read_text()
+    assert re.search(r"^Copyright \d{4} The Precompose authors$", text, re.MULTILINE)
+    for words in ("OpenMoji", "https://openmoji.org", "CC BY-SA 4.0", BY_SA):
+        assert words in text
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        assert tomllib.load(file)["project"]["license-files"] == ["LICENSE", "NOTICE"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/dalle.md"])
+def test_samples_are_shown_with_openmojis_attribution(page):
+    text = (ROOT / page).read_text()
+    assert "samples.png)" in text
+    assert "(https://openmoji.org)" in text and f"[CC BY-SA 4.0]({BY_SA})" in text
+
+
 def test_no_file_is_large(files):
     assert not [f"{path.relative_to(ROOT)}" for path in files if path.stat().st_size > MIB]
 
 
 def test_no_file_names_a_machine_or_an_index(files):
-    """Home folders and package indexes differ from machine to machine."""
+    """Paths of home folders and addresses of package indexes differ between machines."""
     # Written in pieces, so that this file does not match itself.
     folders = "|".join(("ro" + "ot", "ho" + "me", "Us" + "ers", "wo" + "rk", "op" + "t"))
     index = "|".join(("py" + r"pi\.org", "python" + r"hosted\.org", "--(?:extra-)?" + "index-url"))

@@ -38,7 +38,7 @@ def adamw(
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        fused: one kernel for all parameters, on GPUs and CPUs, sharded or not; steps are the same to 32-bit rounding.
+        fused: update all parameters in one kernel, on GPUs and CPUs, sharded or not; equal up to 32-bit rounding.
     """
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
@@ -65,15 +65,15 @@ def adam16(
 ) -> torch.optim.Optimizer:
     """AdamW with 16-bit moments (1-6-9 and 0-6-10) for the matrices of the model's blocks (Ramesh et al. 2021).
 
-    Gains, biases, embeddings and unembeddings keep moments in 32-bit. The model says which modules are its blocks.
+    Gains, biases, embeddings and unembeddings keep 32-bit moments. The blocks are those of `Task.blocks`.
 
     Args:
         lr: learning rate that the schedule multiplies.
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        variance_clip: largest running variance, of gradients as the optimizer gets them; null: none.
-        compiled: one kernel for all tensors on a GPU; on a CPU one a tensor, compiled at the first step.
+        variance_clip: upper bound of the running variance of the gradients that the optimizer gets; null: none.
+        compiled: update all tensors in one kernel on a GPU; on a CPU one kernel per tensor, compiled at the first step.
     """
     inside = {id(p) for matrices in block_matrices(task, "adam16") for p in matrices}
     trained = list(parameters)

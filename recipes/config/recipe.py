@@ -211,19 +211,27 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     Raises:
         ConfigError: all mistakes, one line each.
     """
-    values = merge(_read(Path(path)), _parse(overrides))
-    try:
-        values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([_one_line(error, str(path))]) from None
     checker = Checker(COMPONENTS)
-    config = checker.section(cls, values, "")
+    config = checker.section(cls, read_values(path, overrides), "")
     errors = checker.errors + (checker.missing if missing is None else [])
     if errors:
         raise ConfigError(errors)
     if missing is not None:
         missing += checker.missing
     return config
+
+
+def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
+    """The values of a YAML with its base and overrides, interpolations resolved, before they are checked.
+
+    Raises:
+        ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved.
+    """
+    values = merge(_read(Path(path)), _parse(overrides))
+    try:
+        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([_one_line(error, str(path))]) from None
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:

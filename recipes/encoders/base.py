@@ -1,4 +1,4 @@
-"""What the encode job, training and sampling need of an encoder, and what all encoders share."""
+"""The base classes of frozen encoders, which the encode job, training and sampling share."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-Precision = Literal["fp16", "bf16", "fp32"]
+from data.log import log
+from recipes.models.sampling import DTYPES, Precision
 
-# A local folder, or a hub id of the form owner/name; the config layer checks that it is one of the two.
+# A local folder, or a hub id of the form owner/name. The config layer checks that it is one of the two.
 ModelPath = str
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def weights_hash(module: nn.Module) -> str:
-    """sha256 over name, dtype, shape and bytes of every tensor of the state dict, in the order of their names.
+    """sha256 over name, dtype, shape and bytes of every tensor of the state dict, sorted by name.
 
-    The module must hold its weights as loaded, before any cast: the hash is then the same for every precision.
+    The module must hold its weights as loaded, before any cast, so that the hash is the same for every precision.
     """
 
     def digest(item: tuple[str, Tensor]) -> bytes:
         name, tensor = item
         data = tensor.detach().contiguous().cpu()
         head = f"{name}\0{data.dtype}\0{tuple(data.shape)}\0".encode()
-        # A view as bytes: NumPy knows no bfloat16.
+        # A view as bytes, because NumPy has no bfloat16.
         return hashlib.sha256(head).digest() + hashlib.sha256(_bytes_of(data)).digest()
 
-    # hashlib releases the interpreter lock: a file of gigabytes takes about a second on a few cores.
+    # hashlib releases the GIL: with a few cores, several GB take about a second.
     with ThreadPoolExecutor(8) as pool:
         digests = list(pool.map(digest, sorted(module.state_dict().items())))
     return hashlib.sha256(b"".join(digests)).hexdigest()
@@ -44,27 +43,27 @@ def _bytes_of(data: Tensor) -> memoryview:
 
 
 def cannot_load(key: str, name: str, error: Exception) -> ValueError:
-    """The error of a model that neither the disk nor the hub gives, in one line."""
+    """A one-line error for a model that cannot be loaded from the disk or the hub."""
     reason = " ".join(str(error).split())
     return ValueError(f"{key}: {name} cannot be loaded: {reason[:300]}")
 
 
-class Encoder:
+class FrozenEncoder:
     """A frozen network on one device in one precision, with an fp32 copy on demand.
 
     Attributes:
-        id: a name for people: hub id or path, and what was taken of it.
+        id: a readable name: hub id or path, and which part of the model is used.
         weights_hash: see `weights_hash`.
-        precision: number format in use: the one asked for, but fp32 where fp16 was asked for on a CPU.
+        precision: number format in use: the one asked for, except that fp16 becomes fp32 on a CPU.
     """
 
     def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision) -> None:
         """
         Args:
-            load: gives the network with its weights as stored, on the CPU. Called a second time where weights are
-                needed that a cast to half precision may have spoilt.
-            id: a name for people.
-            precision: number format of inference, from the first `to` on.
+            load: returns the network with its weights as stored, on the CPU. It is called again when the exact weights
+                are needed after a cast to half precision.
+            id: a readable name.
+            precision: number format of inference, from the first call of `to` on.
         """
         if precision not in DTYPES:
             raise ValueError(f"precision is {precision!r}: give one of {', '.join(DTYPES)}")
@@ -80,7 +79,7 @@ class Encoder:
         self.module = self._ready(module)
 
     def to(self, device: str | torch.device) -> Self:
-        """Moves to a device and casts to the wanted precision; on a CPU fp16 becomes fp32, with a printed line."""
+        """Move to a device and cast to the wanted precision. On a CPU fp16 becomes fp32, which is logged."""
         device = torch.device(device)
         self._exact = None
         if device.type != "cpu":
@@ -88,16 +87,16 @@ class Encoder:
         elif self._wanted == "bf16":
             self.precision = "bf16"
         elif self.precision == "fp32" and self._wanted == "fp16" and not self._announced:
-            print(f"{self.id}: fp32 instead of fp16, which is slow on a CPU", flush=True)
+            log.info(f"{self.id}: fp32 instead of fp16, which is slow on a CPU")
             self._announced = True
-        # An fp16 network that comes from a GPU is only parked on the CPU; `_network` loads it anew if it is used there.
-        # Not `self.module.to`: diffusers' own warns of a cast that is wanted here.
+        # An fp16 network that comes from a GPU is only kept on the CPU; `_network` loads it again if it is used there.
+        # Not `self.module.to`, because diffusers' own `to` warns about this cast.
         self.module = nn.Module.to(self.module, device=device, dtype=DTYPES[self.precision])
         self.device = device
         return self
 
     def _network(self, exact: bool) -> tuple[nn.Module, torch.dtype]:
-        """The network and its number format: the one in use, or one in fp32 with weights as stored."""
+        """The network in use and its number format; if `exact`, a network in fp32 with its weights as stored."""
         if self.device.type == "cpu" and self.precision == "fp16":
             self.module, self.precision = self._ready(self._load()), "fp32"
         if not exact or self.precision == "fp32":
@@ -110,18 +109,18 @@ class Encoder:
         return self._prepare(module).eval().requires_grad_(False).float()
 
     def _prepare(self, module: nn.Module) -> nn.Module:
-        """What is done to a loaded network before its use; the hash is of the whole one."""
+        """Change a loaded network before its use. The hash is that of the network before the change."""
         return module
 
 
 @dataclass
 class Stored:
-    """What is stored of a batch of pictures.
+    """What is stored of a batch of images.
 
     Attributes:
         arrays: (B, ...) by the name of the column, without the resolution.
-        finite: bool (B,): every value that the encoder gave is finite, in the format that it is stored in.
-        sums: float64 (B, 3, C), see `precompute.writer.EncodedSample`; None where there are no statistics.
+        finite: bool (B,): whether all values of the sample are finite in the format in which they are stored.
+        sums: float64 (B, 3, C), see `precompute.writer.EncodedSample`; None if there are no statistics.
     """
 
     arrays: dict[str, Tensor]
@@ -129,13 +128,13 @@ class Stored:
     sums: Tensor | None = None
 
 
-class ImageEncoder(Encoder, ABC):
-    """Pictures to what is stored of them.
+class ImageEncoder(FrozenEncoder, ABC):
+    """An encoder of images to latents or tokens, which are stored.
 
     Attributes:
-        kind: latents or tokens, as the manifest says it.
-        dtype: number format that is stored.
-        downsample: pixels per latent pixel or token, along a side.
+        kind: latents or tokens, as in the manifest.
+        dtype: number format of the stored arrays.
+        downsample: image pixels per latent or token, along a side.
     """
 
     kind: str
@@ -144,20 +143,20 @@ class ImageEncoder(Encoder, ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What the manifest says of this kind of encoder."""
+        """What the manifest says about this encoder, besides kind and dtype."""
 
     @abstractmethod
     def store(self, pixels: Tensor, exact: bool = False) -> Stored:
-        """Encodes pictures as they will be stored.
+        """Encode images as they will be stored.
 
         Args:
-            pixels: uint8 (B, N, R, R, 3) on the encoder's device, N crops of each picture.
-            exact: in fp32 with weights as stored, whatever the precision in use.
+            pixels: uint8 (B, N, R, R, 3) on the encoder's device, with N crops of each image.
+            exact: compute in fp32 with the weights as stored, whatever the precision in use.
         """
 
 
 class LatentEncoder(ImageEncoder):
-    """Pictures to the mean and deviation of their latents' posterior, in float16.
+    """An encoder of images to the mean and standard deviation of their latents' posterior, in float16.
 
     Attributes:
         channels: channels of a latent.
@@ -172,11 +171,11 @@ class LatentEncoder(ImageEncoder):
 
     @abstractmethod
     def encode(self, images: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
-        """The posterior, normalised exactly once: (mean - shift) * scaling and deviation * scaling.
+        """The normalised posterior: (mean - shift) * scaling and deviation * scaling.
 
         Args:
             images: uint8 (B, 3, H, W) on the encoder's device, H and W multiples of `downsample`.
-            exact: in fp32 with weights as stored, whatever the precision in use.
+            exact: compute in fp32 with the weights as stored, whatever the precision in use.
 
         Returns:
             Mean and standard deviation, float32 (B, channels, H / downsample, W / downsample).
@@ -184,14 +183,14 @@ class LatentEncoder(ImageEncoder):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures of normalised latents (B, channels, h, w): float32 (B, 3, H, W) in [0, 1]."""
+        """Images float32 (B, 3, H, W) in [0, 1] of normalised latents (B, channels, h, w)."""
 
     def facts(self) -> dict[str, Any]:
         """See `ImageEncoder.facts`."""
         return {name: getattr(self, name) for name in ("channels", "downsample", "scaling_factor", "shift_factor")}
 
     def store(self, pixels: Tensor, exact: bool = False) -> Stored:
-        """`mean` and `std` of the only crop, with their statistics; see `ImageEncoder.store`."""
+        """`mean` and `std` of the only crop, with their statistics. See `ImageEncoder.store`."""
         full_mean, full_std = self.encode(channels_first(pixels, 0), exact=exact)
         mean, std = full_mean.half(), full_std.half()
         m, s = mean.double().flatten(2), std.double().flatten(2)  # BC(hw), as stored
@@ -200,7 +199,7 @@ class LatentEncoder(ImageEncoder):
 
 
 class TokenEncoder(ImageEncoder):
-    """Pictures to a grid of codes, in uint16.
+    """An encoder of images to a grid of codes, in uint16.
 
     Attributes:
         codes: size of the codebook.
@@ -212,20 +211,20 @@ class TokenEncoder(ImageEncoder):
 
     @abstractmethod
     def logits(self, images: Tensor, exact: bool = False) -> Tensor:
-        """float32 (B, codes, h, w) of uint8 (B, 3, H, W); `exact` as in `store`."""
+        """Logits float32 (B, codes, h, w) of images uint8 (B, 3, H, W); `exact` as in `store`."""
 
     @abstractmethod
     def decode(self, tokens: Tensor) -> Tensor:
-        """Pictures of tokens int64 (B, h, w): float32 (B, 3, H, W) in [0, 1]."""
+        """Images float32 (B, 3, H, W) in [0, 1] of tokens int64 (B, h, w)."""
 
     def facts(self) -> dict[str, Any]:
         """See `ImageEncoder.facts`."""
         return {"downsample": self.downsample, "codes": self.codes}
 
     def store(self, pixels: Tensor, exact: bool = False) -> Stored:
-        """`tokens` (B, N, h * w), the likeliest codes in raster order; see `ImageEncoder.store`."""
+        """`tokens` (B, N, h * w), the most likely codes in raster order. See `ImageEncoder.store`."""
         tokens, finite = [], torch.ones(len(pixels), dtype=torch.bool, device=pixels.device)
-        for crop in range(pixels.shape[1]):  # one after another: the logits of one fill gigabytes
+        for crop in range(pixels.shape[1]):  # one after another: the logits of one crop take several GB
             best, codes = self.logits(channels_first(pixels, crop), exact=exact).max(dim=1)  # Bhw; NaN wins
             finite &= best.isfinite().flatten(1).all(1)
             tokens.append(codes.flatten(1).int())
@@ -233,19 +232,19 @@ class TokenEncoder(ImageEncoder):
 
 
 def channels_first(pixels: Tensor, crop: int) -> Tensor:
-    """One of the crops of (B, N, R, R, 3), seen as (B, 3, R, R), which is the channels-last layout."""
+    """One of the crops of (B, N, R, R, 3) as a view (B, 3, R, R), which has the channels_last memory format."""
     return pixels[:, crop].permute(0, 3, 1, 2)
 
 
-class TextEncoder(Encoder, ABC):
-    """Captions to one vector per token.
+class TextEncoder(FrozenEncoder, ABC):
+    """An encoder of captions to one vector per token.
 
     Attributes:
-        length: tokens of an embedding.
-        width: numbers per token.
-        layer: whose output it is: "last" or "penultimate", in both cases after the final layer norm.
-        tokenizer_id: a name for people.
-        tokenize: list of captions -> int64 (B, length). Needs no network, so that worker processes can call it.
+        length: number of tokens of an embedding.
+        width: width of the vector of each token.
+        layer: the block whose output is used: "last" or "penultimate", in both cases after the final layer norm.
+        tokenizer_id: a readable name.
+        tokenize: list of captions -> int64 (B, length). It needs no network, so that worker processes can call it.
     """
 
     length: int
@@ -255,9 +254,12 @@ class TextEncoder(Encoder, ABC):
     tokenize: Callable[[list[str]], Tensor]
 
     def encode(self, captions: list[str]) -> Tensor:
-        """float32 (B, length, width) of captions; longer ones are cut by the tokenizer."""
+        """Embeddings float32 (B, length, width) of captions. The tokenizer cuts captions that are too long."""
         return self.encode_tokens(self.tokenize(captions).to(self.device))
 
     @abstractmethod
     def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:
-        """float32 (B, length, width) of tokens int64 (B, length) on the encoder's device; `exact` as for images."""
+        """Embeddings float32 (B, length, width) of tokens int64 (B, length) on the encoder's device.
+
+        `exact` as in `ImageEncoder.store`.
+        """

@@ -1,4 +1,4 @@
-"""DALL-E's discrete autoencoder: pictures to a grid of codes."""
+"""DALL-E's discrete autoencoder as a frozen encoder: images to a grid of codes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
-from recipes.encoders.base import Precision, TokenEncoder
+from recipes.encoders.base import TokenEncoder
 from recipes.models.dvae.network import DOWNSAMPLE, load_dvae
+from recipes.models.sampling import Precision
 
 
 def dvae(
@@ -19,19 +20,20 @@ def dvae(
     precision: Literal["fp16", "bf16", "fp32"] = "fp32",
     channels_last: bool = True,
 ) -> DVAEEncoder:
-    """A dVAE: exported by a run of the recipes here, or in the layout of the public release. Nothing is unpickled.
+    """A dVAE that a training run exported, or one in the layout of the public release. Nothing is unpickled.
 
-    The token of a place is the likeliest code. Where two are nearly as likely, another precision, device or batch size
-    can round the other way.
+    The token at each grid position is the most likely code. If two codes are almost equally likely, another precision,
+    device or batch size can change the choice by rounding.
 
     Args:
         path: a local folder with the dVAE's files (see `recipes.models.dvae.network.load_dvae`).
-        precision: number format of inference (logits and what makes them are 32-bit); on a CPU fp16 becomes fp32.
-        channels_last: memory layout of the convolutions; faster in half precision on GPUs.
+        precision: number format of inference; on a CPU fp16 becomes fp32. The logits, and the convolution that computes
+            them, are always fp32.
+        channels_last: use the channels_last memory format, which is faster in half precision on GPUs.
 
     Raises:
         FileNotFoundError: the folder lacks one of its files.
-        ValueError: files of another model.
+        ValueError: the files are those of another model.
     """
     folder = Path(path).expanduser()
 
@@ -51,10 +53,12 @@ class DVAEEncoder(TokenEncoder):
         self.codes = self.module.codes
         self._head = {name: tensor.clone() for name, tensor in self._output().state_dict().items()}
         if self.codes > 1 << 16:
-            raise ValueError(f"image_encoder.path: {id} has {self.codes} codes, 65,536 fit into the stored format")
+            raise ValueError(
+                f"image_encoder.path: {id} has {self.codes} codes; the stored format, uint16, holds at most 65,536"
+            )
 
     def to(self, device: str | torch.device) -> Self:
-        """As `Encoder.to`, but the convolution that makes the logits keeps its weights in 32-bit, as in training."""
+        """As `FrozenEncoder.to`, but the convolution of the logits keeps its weights in float32, as in training."""
         super().to(device)
         self._output().float().load_state_dict(self._head)
         return self

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from data.aliases import InputPath
-from recipes.encoders.base import ModelPath, Precision, TextEncoder, cannot_load
+from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
+from recipes.models.sampling import Precision
 
-LOCAL = "local-dir:"
+LOCAL_PREFIX = "local-dir:"
 
 
 def open_clip_text(
@@ -23,7 +24,7 @@ def open_clip_text(
     layer: Literal["penultimate", "last"] = "penultimate",
     precision: Literal["fp16", "bf16", "fp32"] = "fp16",
 ) -> OpenClipText:
-    """The text tower of an OpenCLIP model, without its projection. The default layer is Stable Diffusion 2's.
+    """The text tower of an OpenCLIP model, without its projection. The default layer is that of Stable Diffusion 2.
 
     Args:
         path: a local folder with open_clip_config.json and open_clip_model.safetensors, instead of the next two keys.
@@ -39,9 +40,9 @@ def open_clip_text(
     import open_clip
 
     if path is not None:
-        model = LOCAL + str(Path(path).expanduser())
+        model = LOCAL_PREFIX + str(Path(path).expanduser())
     _check_names(open_clip, model, pretrained, "text_encoder")
-    id = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
+    id = model.removeprefix(LOCAL_PREFIX) if pretrained is None else f"{model}/{pretrained}"
 
     def load() -> nn.Module:
         return Tower(load_open_clip(model, pretrained, "text_encoder"), id)
@@ -53,9 +54,9 @@ def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
     """A model of open_clip with its weights, on the CPU.
 
     Args:
-        model: local-dir:FOLDER, or a name that open_clip lists.
-        pretrained: a tag of its weights or a local .safetensors file; None for a folder.
-        key: who asks, for messages.
+        model: local-dir:FOLDER, or a model name of open_clip.
+        pretrained: a tag of the weights or a local .safetensors file; None for a folder.
+        key: key of the config, for messages.
 
     Raises:
         FileNotFoundError: a local folder or file is missing.
@@ -65,19 +66,19 @@ def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
 
     _check_names(open_clip, model, pretrained, key)
     try:
-        # No towers' own weights: a config from somewhere must not make open_clip fetch other models.
+        # No separate weights of the towers: a config must not make open_clip download other models.
         return open_clip.create_model(model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False)
-    except (OSError, RuntimeError) as error:  # no network; weights of other shapes than the config
-        name = model.removeprefix(LOCAL) if pretrained is None else f"{model}/{pretrained}"
+    except (OSError, RuntimeError) as error:  # no network, or weights whose shapes are not those of the config
+        name = model.removeprefix(LOCAL_PREFIX) if pretrained is None else f"{model}/{pretrained}"
         raise cannot_load(key, name, error) from error
 
 
 def _check_names(open_clip: Any, model: str, pretrained: str | None, key: str) -> None:
-    if model.startswith(LOCAL):
+    if model.startswith(LOCAL_PREFIX):
         if pretrained is not None:
             raise ValueError(f"{key}.pretrained: a local folder has its own weights; remove the key")
         for name in ("open_clip_config.json", "open_clip_model.safetensors"):
-            file = Path(model.removeprefix(LOCAL)) / name
+            file = Path(model.removeprefix(LOCAL_PREFIX)) / name
             if not file.is_file():
                 raise FileNotFoundError(f"{key}.path: no file {file}: name a folder in open_clip's format")
         return
@@ -101,14 +102,16 @@ def _check_names(open_clip: Any, model: str, pretrained: str | None, key: str) -
 
 
 class Tower(nn.Module):
-    """The parts of an OpenCLIP model that make token vectors; the visual tower stays behind."""
+    """The text tower of an OpenCLIP model, up to its token vectors, without the visual tower."""
 
     def __init__(self, clip: nn.Module, id: str) -> None:
         super().__init__()
-        text = getattr(clip, "text", clip)  # CustomTextCLIP keeps the tower apart, CLIP has its parts itself
+        text = getattr(clip, "text", clip)  # CustomTextCLIP has the tower as a module, CLIP has its parts
         positions = getattr(text, "positional_embedding", None)
         if not isinstance(positions, Tensor) or getattr(text, "cls_emb", None) is not None:
-            raise ValueError(f"text_encoder.model: {id} has no text tower of CLIP's kind; use another, or hf_clip_text")
+            raise ValueError(
+                f"text_encoder.model: {id} has no text tower like CLIP's; use another model, or hf_clip_text"
+            )
         self.token_embedding = text.token_embedding
         self.positional_embedding = positions  # LD
         self.blocks = text.transformer.resblocks
@@ -136,7 +139,7 @@ class OpenClipText(TextEncoder):
         self.tokenizer_id = f"open_clip {type(tokenize).__name__}, vocabulary {_size(tokenize)}"
         if tokenize.context_length != self.length:
             raise ValueError(
-                f"text_encoder.model: {id} has {self.length} positions, its tokenizer gives {tokenize.context_length}; "
+                f"text_encoder.model: {id} has {self.length} positions, its tokenizer {tokenize.context_length}; "
                 "correct context_length in its config"
             )
         _check_vocabulary(id, tokenize, self.module.token_embedding.num_embeddings)
@@ -168,8 +171,8 @@ def hf_clip_text(
 
     Args:
         path: hub id (owner/name), or a local folder with config.json, model.safetensors and the tokenizer's files.
-        subfolder: folder of the model inside of `path`, such as "text_encoder" in a whole pipeline.
-        tokenizer: folder of the tokenizer inside of `path`, such as "tokenizer"; None for the model's.
+        subfolder: folder of the model inside `path`, such as "text_encoder" in a whole pipeline.
+        tokenizer: folder of the tokenizer inside `path`, such as "tokenizer"; None for the model's.
         revision: branch, tag or commit of a hub id.
         layer: the block whose output is normalised by the final layer norm and kept.
         precision: number format of inference; on a CPU fp16 becomes fp32.
@@ -198,7 +201,7 @@ def hf_clip_text(
         return HFClipText(
             load, id, precision, layer, CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source)
         )
-    except OSError as error:  # what the hub's client makes of a missing network, repository or file
+    except OSError as error:  # the hub client's error for a missing network, repository or file
         raise cannot_load("text_encoder.path", path, error) from error
 
 
@@ -226,7 +229,7 @@ class HFClipText(TextEncoder):
 
 
 class _Padded:
-    """A transformers tokenizer that gives rows of one length."""
+    """A tokenizer of transformers that pads or cuts all captions to one length."""
 
     def __init__(self, tokenizer: Any, length: int) -> None:
         self.tokenizer, self.length = tokenizer, length

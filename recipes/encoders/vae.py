@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from recipes.encoders.base import LatentEncoder, ModelPath, Precision, cannot_load
+from recipes.encoders.base import LatentEncoder, ModelPath, cannot_load
+from recipes.models.sampling import Precision
 
 
 def kl_vae(
@@ -20,19 +21,19 @@ def kl_vae(
     channels_last: bool = True,
     slicing: bool = False,
 ) -> KLVae:
-    """A diffusers `AutoencoderKL`. Only safetensors are read.
+    """A KL autoencoder of diffusers (`AutoencoderKL`). Only safetensors are read.
 
     Args:
         path: hub id (owner/name), or a local folder with config.json and diffusion_pytorch_model.safetensors.
         subfolder: folder inside of `path`, such as "vae" in a whole pipeline.
         revision: branch, tag or commit of a hub id.
         precision: number format of inference; on a CPU fp16 becomes fp32.
-        channels_last: memory layout of the convolutions; faster in half precision on GPUs.
-        slicing: encode one picture at a time, for less memory at high resolutions.
+        channels_last: use the channels_last memory format, which is faster in half precision on GPUs.
+        slicing: encode one image at a time, to save memory at high resolutions.
 
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
-        ValueError: a kind of VAE whose normalisation is not known here.
+        ValueError: a VAE that normalises its latents per channel, or one that cannot be loaded.
     """
     from diffusers import AutoencoderKL
 
@@ -49,7 +50,7 @@ def kl_vae(
             vae = AutoencoderKL.from_pretrained(
                 str(folder) if local else path, use_safetensors=True, low_cpu_mem_usage=False, **source
             )
-        except OSError as error:  # what the hub's client makes of a missing network, repository or file
+        except OSError as error:  # the hub client's error for a missing network, repository or file
             raise cannot_load("image_encoder.path", path, error) from error
         vae.use_slicing = slicing
         return vae.to(memory_format=torch.channels_last) if channels_last else vae
@@ -80,7 +81,7 @@ class KLVae(LatentEncoder):
         pixels = images.float().div_(127.5).sub_(1.0).to(dtype)  # B3HW in [-1, 1]
         moments = vae.encode(pixels).latent_dist.parameters.float()  # B(2C)hw
         mean, log_variance = moments.chunk(2, dim=1)
-        # The bounds are those of diffusers' DiagonalGaussianDistribution; fp16 would round the exponential.
+        # Clamped as in diffusers' DiagonalGaussianDistribution; in float32, because fp16 would round the exponential.
         std = log_variance.clamp(-30.0, 20.0).mul(0.5).exp()
         return (mean - self.shift_factor) * self.scaling_factor, std * self.scaling_factor
 

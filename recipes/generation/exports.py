@@ -12,7 +12,7 @@ from typing import Any, Literal
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
 from recipes.config.components import COMPONENTS
-from recipes.models.family import Family, Parts
+from recipes.models.family import ExportParts, Family
 
 Weights = Literal["ema", "raw"]
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -141,7 +141,7 @@ def load_pipeline(
         raise ValueError("--device gpu: PyTorch sees no GPU; use auto or cpu")
     manifest = Manifest.read(folder)
     image_encoder, text_encoder = encoders_of(manifest, folder)
-    parts = Parts(
+    parts = ExportParts(
         folder=folder,
         record=read_record(folder),
         network=find_network(folder, weights),

@@ -1,4 +1,4 @@
-"""The best of several pictures of a caption, by a contrastive model (DALL-E, Ramesh et al. 2021, section 2.6)."""
+"""Choosing the best images for a caption by a contrastive model (DALL-E, Ramesh et al. 2021, section 2.6)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.encoders.text import LOCAL, load_open_clip
+from recipes.encoders.text import LOCAL_PREFIX, load_open_clip
 
 
 class Reranker:
-    """An open_clip model that says how well a picture fits a caption.
+    """An open_clip model that scores how well an image fits a caption.
 
     Args:
-        name: folder in open_clip's format, such as the export of a `contrastive_text` run, or MODEL/TAG of open_clip's
-            own lists.
-        device: where it runs.
+        name: a folder in open_clip's format, such as the export of a `contrastive_text` run, or MODEL/TAG as open_clip
+            lists them.
+        device: device of the model.
 
     Raises:
-        FileNotFoundError: the folder is not there, or lacks a file.
+        FileNotFoundError: the folder or one of its files is missing.
         ValueError: open_clip knows no such model or tag, or it cannot be loaded.
     """
 
@@ -31,7 +31,7 @@ class Reranker:
         folder = Path(name).expanduser()
         model, _, tag = name.partition("/")
         known = model in open_clip.list_models() and tag and not folder.exists()
-        model, tag = (model, tag) if known else (f"{LOCAL}{folder}", None)
+        model, tag = (model, tag) if known else (f"{LOCAL_PREFIX}{folder}", None)
         self.network: Any = load_open_clip(model, tag, "rerank").to(device).eval()
         self.tokenize = open_clip.get_tokenizer(model)
         self.device = device
@@ -42,17 +42,17 @@ class Reranker:
         self.mean, self.std = mean[:, None, None], std[:, None, None]
 
     @torch.no_grad()
-    def scores(self, captions: list[str], pictures: np.ndarray, batch: int = 64) -> np.ndarray:
-        """The cosine between the embeddings of each picture and its caption, (N,) 32-bit.
+    def scores(self, captions: list[str], images: np.ndarray, batch: int = 64) -> np.ndarray:
+        """The cosine similarity of the embeddings of each image and its caption, (N,) float32.
 
         Args:
             captions: N.
-            pictures: (N, H, W, 3) uint8.
-            batch: pictures embedded at once.
+            images: (N, H, W, 3) uint8.
+            batch: images embedded at once.
         """
         found = []
         for start in range(0, len(captions), batch):
-            pixels = torch.from_numpy(pictures[start : start + batch]).to(self.device)
+            pixels = torch.from_numpy(images[start : start + batch]).to(self.device)
             texts = self.tokenize(captions[start : start + batch]).to(self.device)
             image = self.network.encode_image(self._prepare(pixels), normalize=True)  # (B, E)
             text = self.network.encode_text(texts, normalize=True)  # (B, E)
@@ -60,7 +60,7 @@ class Reranker:
         return np.concatenate(found)
 
     def _prepare(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) to what the picture tower takes, (B, 3, h, w)."""
+        """Images uint8 (B, H, W, 3) to the input of the image tower, (B, 3, h, w) float32."""
         images = pixels.permute(0, 3, 1, 2).float() / 255
         if images.shape[2:] != self.size:
             images = nn.functional.interpolate(images, self.size, mode="bicubic", antialias=True).clamp(0, 1)
@@ -68,12 +68,12 @@ class Reranker:
 
 
 def best(scores: np.ndarray, candidates: int, keep: int) -> np.ndarray:
-    """Which of the pictures to keep of each caption, the best first.
+    """Indices of the best images of each caption, the best first.
 
     Args:
-        scores: (captions * candidates,), the candidates of a caption one after the other.
-        candidates: pictures of a caption.
-        keep: how many of them.
+        scores: (captions * candidates,), with the candidates of each caption next to each other.
+        candidates: images per caption.
+        keep: images kept per caption.
 
     Returns:
         (captions * keep,) indices into `scores`.

@@ -25,7 +25,7 @@ class Family:
         options: the family's own command-line options, such as --steps, with the arguments of
             `argparse.ArgumentParser.add_argument`. An option that is given becomes a keyword of the pipeline's
             `generate`; one that is not given is left to the default there, so `default` must not be set here.
-        pipeline: "module:function" of a function that takes `Parts` and returns the family's pipeline, which has
+        pipeline: "module:function" of a function that takes `ExportParts` and returns the family's pipeline, which has
             `device` and `generate(captions, *, seeds, batch, guidance, <options>)` -> (N, H, W, 3) uint8.
     """
 
@@ -37,7 +37,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ExportParts:
     """What a pipeline is made from.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What the pipelines of all model families share when they draw pictures."""
+"""What the pipelines of all model families share when they generate images."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Literal
 import torch
 
 Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: str, precision: Precision) -> AbstractContextManager:
-    """The context in which a network is run at a precision."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    return torch.autocast(device, dtype, enabled=precision != "fp32")
+    """The autocast context for a precision; fp32 is without autocast."""
+    return torch.autocast(device, DTYPES[precision], enabled=precision != "fp32")
 
 
 @dataclass
 class SamplingProgress:
-    """Lines on how many of so many pictures are done."""
+    """Lines of progress on standard error: how many of `count` images are done."""
 
     count: int
     began: float = field(default_factory=time.monotonic)
 
     def say(self, done: int) -> None:
-        """Print how many are done, how fast, and how long the rest will take."""
+        """Print how many images are done, the rate, and the time that is left."""
         rate = done / (time.monotonic() - self.began)
         left = (self.count - done) / rate
-        print(f"generate: {done}/{self.count} pictures, {rate:.1f}/s, {left:.0f} s left", file=sys.stderr)
+        print(f"generate: {done}/{self.count} images, {rate:.1f}/s, {left:.0f} s left", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Strict loading of weights from safetensors and from state dicts that hold nothing else."""
+"""Strict loading of weights, from safetensors or from state dicts that hold tensors only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def load_safetensors(module: nn.Module, file: Path) -> None:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a tensor is missing, is left over, or has another shape.
+        ValueError: a tensor is missing, unknown, or of another shape.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such weights; expected a folder that a training run exported")
@@ -27,12 +27,12 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], file: Path) -
     """Load every one of `tensors` into `module`.
 
     Args:
-        module: whose state dict they are.
-        tensors: by name.
-        file: where they come from, for messages.
+        module: the module to load into.
+        tensors: its state dict.
+        file: the file that they come from, for messages.
 
     Raises:
-        ValueError: a tensor is missing, is left over, or has another shape.
+        ValueError: a tensor is missing, unknown, or of another shape.
     """
     own = module.state_dict()
     problems = [f"missing {name}" for name in own if name not in tensors]
@@ -49,10 +49,10 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], file: Path) -
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of a PyTorch file that holds tensors by name and nothing else.
+    """The tensors of a safetensors file, or of a PyTorch file that holds a state dict and nothing else.
 
     Raises:
-        ValueError: a PyTorch file that holds anything else. Nothing in it is run.
+        ValueError: a PyTorch file that holds anything else. No code in it is run.
     """
     if file.suffix == ".safetensors":
         return load_file(file)

@@ -8,14 +8,14 @@ import torch._dynamo  # noqa: F401 - it must be imported before the meta device 
 
 from data.cost import FLOAT, Epoch, Plan, size_text
 from recipes.config.build import build, build_on_meta
-from recipes.config.recipe import Recipe, to_yaml
+from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs, costs_of
 from recipes.planning.footprint import Devices, algorithm_lines, memory_text, traffic_lines
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 
 
 def describe_run(recipe: Recipe, missing: list[str]) -> str:
-    """The resolved config, the size of the model, and what the run would read, send and write, as text.
+    """The size of the model, and what the run would read, send and write, as text.
 
     Args:
         recipe: checked.
@@ -41,7 +41,6 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
     costs = costs_of(recipe, plan)
     length = length_of(recipe, costs.data.epoch or Epoch(None))
     lines = [
-        to_yaml(recipe),
         f"model: {recipe.model.name}, {parameters:,} parameters, {trained:,} of them trained",
         memory_text(recipe, task, costs, devices),
         *algorithm_lines(costs),

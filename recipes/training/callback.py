@@ -1,4 +1,4 @@
-"""What happens beside training: it watches, draws, writes and logs, and changes nothing that is learned."""
+"""Callbacks watch a run, write files and log; they do not change what is learned."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from recipes.training.run import Run
 
 
 class Callback(Hooks):
-    """The base class of everything in `callbacks`. Callbacks act after levers at each moment."""
+    """The base class of everything in `callbacks`. At each moment, callbacks act after levers."""
 
 
 class PeriodicCallback(Callback):
-    """A callback that acts at an interval, and always at the end of the run.
+    """A callback that acts at intervals, and at the end of the run.
 
-    Subclasses define `act`, which every rank calls.
+    Subclasses define `act`, which runs on every rank.
     """
 
     def __init__(self, every: str | None) -> None:
         """
         Args:
-            every: a duration such as "500ba"; None: only the end of the run.
+            every: interval, such as "500ba"; None: only at the end of the run.
 
         Raises:
             ValueError: not a duration, or not above 0.
@@ -36,4 +36,4 @@ class PeriodicCallback(Callback):
             self.act(run)
 
     def act(self, run: Run) -> None:
-        """Called whenever it is due."""
+        """Called on every rank whenever the interval has passed, and at the end of the run."""

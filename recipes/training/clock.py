@@ -1,4 +1,4 @@
-"""Where a run is, and how long it is: durations such as "500ba", "2ep", "1000sp" and "0.5dur"."""
+"""The position of a run and its length: durations such as "500ba", "2ep", "1000sp" and "0.5dur"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ba|ep|sp|dur)")
 
 
 def parse_duration(text: str) -> tuple[float, str]:
-    """"500ba" to (500.0, "ba"); the unit `dur` is a share of the run.
+    """Parse a duration: "500ba" -> (500.0, "ba"). The unit "dur" is a share of the whole run.
 
     Raises:
         ValueError: not a number followed by ba, ep, sp or dur.
@@ -26,15 +26,15 @@ def parse_duration(text: str) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Clock:
-    """A moment of a run. Engines make a new one for each moment; nothing changes it.
+    """The position of a run at one moment. It is immutable: engines make a new one for each moment.
 
     Attributes:
         batch: optimizer steps done.
         sample: samples trained on, over all ranks.
-        epoch: passes over the data that are complete.
-        duration: length of the run, as the recipe gives it: "2000ba", "3ep" or "100000sp".
-        epoch_batches: optimizer steps per epoch; None where the data has no known end.
-        before: (batch, sample, epoch) at the end of the step before.
+        epoch: complete passes over the data.
+        duration: length of the run as in the recipe: "2000ba", "3ep" or "100000sp".
+        epoch_batches: optimizer steps per epoch; None if it is not known.
+        before: (batch, sample, epoch) of the previous moment: the end of the previous step or epoch.
     """
 
     batch: int
@@ -45,7 +45,7 @@ class Clock:
     before: tuple[int, int, int] = (0, 0, 0)
 
     def passed(self, unit: Unit) -> int:
-        """How much of the run is done, in a unit."""
+        """How much of the run is done, in the given unit."""
         return {"ba": self.batch, "sp": self.sample, "ep": self.epoch}[unit]
 
     @property
@@ -66,7 +66,7 @@ class Clock:
         return self.passed(unit) >= value
 
     def measure(self, duration: str) -> Length:
-        """A duration in batches where that is known, otherwise in its own unit; shares of the run are resolved.
+        """Convert a duration to batches if possible, otherwise keep its unit; a share of the run becomes a length.
 
         Raises:
             ValueError: not a duration.
@@ -80,7 +80,7 @@ class Clock:
         return value, unit
 
     def crossed(self, every: str) -> bool:
-        """Whether the last step (or the end of an epoch) completed a multiple of an interval.
+        """Whether a multiple of an interval lies between `before` and now.
 
         Raises:
             ValueError: not a duration.
@@ -90,12 +90,12 @@ class Clock:
             total, unit = self.length
             value *= total
         before = {"ba": self.before[0], "sp": self.before[1], "ep": self.before[2]}[unit]
-        # A share of a run is rarely exact: 0.1 times 30 batches is a little more than 3.
+        # Shares of a run are rounded: 0.1 times 30 batches is slightly more than 3.
         return int(self.passed(unit) / value + 1e-9) > int(before / value + 1e-9)
 
 
 class Interval:
-    """Tells when something that happens every so often, and always at the end of a run, is due.
+    """Tells when something is due that happens at intervals, and at the end of a run.
 
     Example::
 
@@ -107,7 +107,7 @@ class Interval:
     def __init__(self, every: str | None) -> None:
         """
         Args:
-            every: a duration; None: only the end of the run.
+            every: a duration; None: only at the end of the run.
 
         Raises:
             ValueError: not a duration, or not above 0.
@@ -118,7 +118,7 @@ class Interval:
         self.held_at = -1  # batch
 
     def __call__(self, clock: Clock) -> bool:
-        """Whether it is due. It holds at most once per batch."""
+        """Whether it is due now; True at most once per batch."""
         if clock.batch == self.held_at:
             return False
         if clock.ended or (self.every is not None and clock.crossed(self.every)):

@@ -1,4 +1,4 @@
-"""The moments of a run at which levers and callbacks act, in the order in which they come."""
+"""The moments of a run at which levers and callbacks act, in their order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from recipes.training.run import Run
 
 
 class Hooks:
-    """Something that acts at moments of a run. Every method does nothing unless a subclass overrides it.
+    """Something that acts at moments of a run. Methods do nothing unless a subclass overrides them.
 
-    One step of training goes through the methods in this order; `gradients_ready` belongs to callbacks, and levers have
-    moments of their own in its place (see `recipes.training.lever.Lever`)::
+    A run calls the methods in this order. Only callbacks have `gradients_ready`; instead of it, levers have moments of
+    their own (see `recipes.training.lever.Lever`)::
 
         loaded
         begin
@@ -30,10 +30,10 @@ class Hooks:
     """
 
     def loaded(self, run: Run) -> None:
-        """The model is sharded, and a checkpoint's weights and states are loaded if there is one."""
+        """The model is sharded, and the checkpoint, if there is one, is loaded."""
 
     def begin(self, run: Run) -> None:
-        """Training begins, or goes on after a resume; `run.module` is what will be called."""
+        """Training begins, or resumes. From now on `run.module` is the module that is called."""
 
     def before_data(self, run: Run) -> None:
         """The run waits for the next batch."""
@@ -42,7 +42,7 @@ class Hooks:
         """A batch has arrived."""
 
     def before_passes(self, run: Run) -> None:
-        """The batch is divided into `run.passes` microbatches, and gradients of the batch before are gone."""
+        """The batch is divided into `run.passes` microbatches, and the previous gradients are cleared."""
 
     def before_forward(self, run: Run) -> None:
         """A microbatch is on the device and transformed."""
@@ -51,7 +51,7 @@ class Hooks:
         """The microbatch's losses are computed."""
 
     def before_backward(self, run: Run) -> None:
-        """The backward pass of a microbatch comes next; `run.last_pass` tells whether it finishes the gradients."""
+        """The backward pass of a microbatch comes next; `run.last_pass` is whether it completes the gradients."""
 
     def after_backward(self, run: Run) -> None:
         """The backward pass of a microbatch is done."""
@@ -83,8 +83,8 @@ class Hooks:
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: tensors and plain values. Every rank is asked; the first one's is written."""
+        """What a checkpoint keeps: tensors and plain values. Called on every rank; the first rank's is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Called between sharding and `loaded`, on every rank."""
+        """Restore what `state_dict` returned. Called on every rank, after sharding and before `loaded`."""

@@ -1,4 +1,4 @@
-"""The order in which all levers of a run act. Both engines go through it, and nothing else decides an order."""
+"""The order in which the levers of a run act, in one place for all engines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from recipes.training.run import Run
 
 
 class Levers:
-    """All levers of a run.
-
-    Levers of one kind act in the order in which the recipe names them.
+    """All levers of a run. At each moment, they act in the order in which the recipe names them.
     """
 
     def __init__(self, levers: Sequence[Lever]) -> None:
@@ -21,23 +19,23 @@ class Levers:
         return iter(self._levers)
 
     def prepare(self, run: Run) -> None:
-        """Make the built task the one that is trained. A checkpoint's weights are loaded afterwards."""
+        """Change and shard the task. The optimizer has the new parameters afterwards; checkpoints are loaded later."""
         self._each("change_modules", run)
         self._each("shard", run)
 
     def compile(self, run: Run) -> None:
-        """The last change before weights are loaded: compiled forwards call what is there now."""
+        """Compile after all other changes: compiled forwards call the modules as they are now."""
         self._each("compile", run)
 
     def finish_gradients(self, run: Run) -> None:
-        """From the last backward pass of a batch to the optimizer's step."""
+        """Everything between the last backward pass of a batch and the step of the optimizer."""
         self._each("unscale_gradients", run)
         self._each("average_gradients", run)
         self._each("clip_gradients", run)
         self._each("before_step", run)
 
     def at(self, moment: str, run: Run) -> None:
-        """A moment of `recipes.training.hooks.Hooks`."""
+        """Any other moment, by the name of the method of `recipes.training.hooks.Hooks`."""
         self._each(moment, run)
 
     def _each(self, moment: str, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What ranks say to each other, whichever engine started them. One process alone needs no process group."""
+"""Communication between ranks, whichever engine started them. A single process needs no process group."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _OPERATIONS = {"SUM": dist.ReduceOp.SUM, "MIN": dist.ReduceOp.MIN, "MAX": dist.R
 
 
 def rank() -> int:
-    """This process's number among all of the run."""
+    """The number of this process among all processes of the run."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Processes of the run."""
+    """The number of processes of the run."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_first_rank() -> bool:
-    """Whether this is the process that writes files."""
+    """Whether this is rank 0, the process that writes files."""
     return rank() == 0
 
 
@@ -33,14 +33,14 @@ def all_reduce(tensor: Tensor, operation: Literal["SUM", "MIN", "MAX"] = "SUM") 
 
 
 def smallest(value: int, device: torch.device) -> int:
-    """The smallest of all ranks' values. Every rank must call it."""
+    """The minimum of a value over all ranks. Every rank must call it."""
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     all_reduce(tensor, "MIN")
     return int(tensor.item())
 
 
 def from_first_rank(value: Any) -> Any:
-    """The first rank's value, on every rank. Every rank must call it."""
+    """Broadcast the value of the first rank, any picklable object. Every rank must call it."""
     if world_size() == 1:
         return value
     held = [value]

@@ -1,4 +1,4 @@
-"""What an engine tells levers and callbacks about the run that they take part in."""
+"""The run as levers and callbacks see it: what every engine must provide."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Precision = Literal["fp32", "amp_bf16", "amp_fp16"]
 
 
 class Run(ABC):
-    """A training run, as every engine shows it.
+    """A training run, independently of the engine.
 
     Attributes:
-        task: what is trained, without any wrapper.
+        task: the model, without wrappers.
         device: of this rank.
-        precision: of the forward and backward pass.
-        batch: from `batch_start` on this rank's batch; from `before_forward` to `after_backward` the microbatch, on the
-            device and transformed; in validation likewise. By the names of its tensors.
-        outputs: in validation, what the task's `evaluate` returned for `batch`.
-        passes: microbatches (and backward passes) of the batch, from `before_passes` on.
-        pass_number: of the microbatch at hand, from 0 to `passes` - 1.
+        precision: of forward and backward passes.
+        batch: tensors by name. From `batch_start` on, the batch of this rank; from `before_forward` to `after_backward`
+            and in validation, the current microbatch, transformed and on the device.
+        outputs: in validation, what `Task.evaluate` returned for `batch`.
+        passes: number of microbatches (and backward passes) of the current batch; set before `before_passes`.
+        pass_number: index of the current microbatch, from 0 to `passes` - 1.
         loss: total loss of the last batch, averaged over all ranks; None before the first batch.
-        eval_label: of the validation set at hand.
-        eval_figures: at `eval_end`, means over the validation set by name.
+        eval_label: label of the current validation set.
+        eval_figures: at `eval_end`, name -> mean over the validation set.
     """
 
     task: Task
@@ -48,12 +48,12 @@ class Run(ABC):
     @property
     @abstractmethod
     def clock(self) -> Clock:
-        """Where the run is now."""
+        """The current position of the run."""
 
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """What is called to train: from `begin` on possibly DistributedDataParallel around (a wrapper of) the task."""
+        """The module that is called to train. From `begin` on it may be DistributedDataParallel around the task."""
 
     @property
     @abstractmethod
@@ -67,37 +67,37 @@ class Run(ABC):
 
     @property
     def last_pass(self) -> bool:
-        """Whether the microbatch at hand is the batch's last one."""
+        """Whether the current microbatch is the last one of the batch."""
         return self.pass_number + 1 == self.passes
 
     @abstractmethod
     def autocast(self) -> AbstractContextManager:
-        """The context in which the task is called."""
+        """The autocast context in which the task is called."""
 
     @abstractmethod
     def gradient_scale(self) -> float:
-        """What the loss is multiplied by before the backward pass under amp_fp16; 1 otherwise."""
+        """The factor of the loss in backward passes under amp_fp16; 1 otherwise."""
 
     @abstractmethod
     def new_parameters(self) -> AbstractContextManager:
-        """A context in which the task's parameters are replaced; afterwards the optimizer has the new ones."""
+        """A context in which parameters of the task may be replaced; when it ends, the optimizer has the new ones."""
 
     @abstractmethod
     def set_microbatch(self, samples: int) -> None:
-        """From the next batch on, and in validation, a device takes at most so many samples at once."""
+        """Set the number of samples per device and microbatch, from the next batch on, also for validation."""
 
     @abstractmethod
     def log(self, figures: Mapping[str, float]) -> None:
-        """Send figures to the loggers, at this batch."""
+        """Send values by name to the loggers, at the current batch."""
 
     @abstractmethod
     def log_settings(self, settings: Mapping[str, Any]) -> None:
-        """Send what was decided at the start of the run to the loggers."""
+        """Send settings that were decided at the start of the run to the loggers."""
 
     @abstractmethod
     def log_images(self, name: str, images: np.ndarray) -> None:
-        """Send images (N, H, W, 3) uint8 to the loggers, at this batch."""
+        """Send images of shape (N, H, W, 3) and dtype uint8 to the loggers, at the current batch."""
 
     def skip_update(self) -> None:
-        """Leave out this batch's update: without gradients the optimizer changes nothing. Every rank must call it."""
+        """Skip the update of this batch by clearing all gradients. Every rank must call it."""
         self.optimizer.zero_grad(set_to_none=True)

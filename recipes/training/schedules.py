@@ -1,4 +1,4 @@
-"""Learning rates over a run: functions from its clock to what the peak rate is multiplied by."""
+"""Learning rate schedules: functions from the clock of a run to the factor of the peak learning rate."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def constant(*, warmup: Duration = "0ba") -> Schedule:
 
 
 def cosine(*, warmup: Duration = "0ba", final: float = 0.0, over: Duration = "1dur") -> Schedule:
-    """A linear warm-up, then half a cosine to the end of the run or of `over`, and constant from there on.
+    """A linear warm-up, then half a period of a cosine to the end of the run or of `over`, and constant after that.
 
     Args:
         warmup: length of the warm-up.
         final: learning rate at the end, as a share of the peak.
-        over: length of the warm-up and the cosine together.
+        over: total length of warm-up and cosine.
     """
 
     def rate(clock: Clock) -> float:
@@ -54,7 +54,7 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> Schedule:
 
 
 def _warmed_up(clock: Clock, warmup: str) -> float:
-    """The share of the warm-up that is done, from 0 to 1."""
+    """The factor in a linear warm-up, from 0 to 1."""
     length, unit = clock.measure(warmup)
     passed = clock.passed(unit)
     return 1.0 if passed >= length else passed / length
@@ -64,7 +64,7 @@ def _share_after_warmup(clock: Clock, warmup: str, over: str) -> float | None:
     """The share of what follows the warm-up that is done, from 0 to 1; None within the warm-up.
 
     Raises:
-        ValueError: a warm-up in another unit than the whole.
+        ValueError: warm-up and total length have different units.
     """
     length, unit = clock.measure(over)
     warm, warm_unit = clock.measure(warmup)
@@ -76,5 +76,5 @@ def _share_after_warmup(clock: Clock, warmup: str, over: str) -> float | None:
     passed = clock.passed(unit)
     if passed < warm:
         return None
-    rest = length - warm  # none in a run that ends within the warm-up
+    rest = length - warm  # not above 0 if the run ends within the warm-up
     return min(1.0, (passed - warm) / rest) if rest > 0 else 0.0

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.decoder import block_share
-from recipes.models.autoregressive.masks import Layout, visible_pairs
+from recipes.models.autoregressive.masks import TokenLayout, visible_pairs
 
-LAYOUT = Layout(256, 32)
+LAYOUT = TokenLayout(256, 32)
 
 
 def test_what_the_masks_of_the_published_grid_save():

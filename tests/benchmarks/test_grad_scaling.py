@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from composer.core import Event
 from PIL import Image
 
 from benchmarks import grad_scaling, reporting
@@ -12,6 +11,7 @@ from benchmarks.grad_scaling import EACH, FULL, ONE
 from benchmarks.scalings import GlobalScales, GlobalScaling, StartedScaling, WideGradients, WideProducts
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch, unscale
 from tests.recipes.algorithms.residual import Residual, loss_of
+from tests.recipes.training.fake_run import FakeRun
 
 
 def test_three_kinds_train(token_sets, tmp_path, monkeypatch, capsys):
@@ -77,7 +77,7 @@ def test_a_scale_in_the_blocks_is_one_of_the_loss():
 def test_wide_gradients_change_nothing_but_their_size():
     plain, wide = Residual(), Residual()
     widen = WideGradients(wide, span=20.0)
-    widen.apply(Event.INIT, None, None)
+    widen.change_modules(FakeRun(wide))
     losses = [loss_of(task, 0) for task in (plain, wide)]
     assert torch.equal(*losses)
     for loss in losses:
@@ -85,7 +85,7 @@ def test_wide_gradients_change_nothing_but_their_size():
     for number, factor in enumerate((1.0, 2.0**-20)):
         pairs = zip(plain.layers[number].parameters(), wide.layers[number].parameters(), strict=True)
         assert all(torch.equal(p.grad * factor, w.grad) for p, w in pairs)
-    widen.apply(Event.AFTER_TRAIN_BATCH, None, None)
+    widen.average_gradients(FakeRun(wide))
     pairs = zip(plain.parameters(), wide.parameters(), strict=True)
     assert all(torch.equal(p.grad, w.grad) for p, w in pairs)  # powers of two are exact
     assert list(plain.state_dict()) == list(wide.state_dict())

@@ -6,7 +6,7 @@ import torch
 from benchmarks import powersgd_cost, reporting
 from benchmarks.powersgd_cost import shard_shapes
 from recipes.algorithms.powersgd.low_rank import LowRank
-from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.masks import TokenLayout
 
 
 @pytest.mark.parametrize(("width", "rank", "saved"), [(1920, 512, 83), (2688, 640, 85), (3968, 896, 86)])
@@ -21,7 +21,7 @@ def test_the_published_shards_save_the_published_share(width, rank, saved):
 
 def test_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(reporting, "RESULTS", tmp_path)
-    monkeypatch.setattr(powersgd_cost, "LAYOUT", Layout(8, 4, 3))
+    monkeypatch.setattr(powersgd_cost, "LAYOUT", TokenLayout(8, 4, 3))
     (row,) = powersgd_cost.main(["--widths", "64", "--ranks", "16", "--rounds", "1"])
     parts = [value for value in row.values() if isinstance(value, float)]
     assert len(parts) == 9 and all(

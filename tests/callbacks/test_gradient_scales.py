@@ -1,7 +1,6 @@
 """The history of scales: bounded, whole after a resume, and with the overflows and skips of a run."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from PIL import Image
 from callbacks import gradient_scales
 from callbacks.gradient_scales import GradientScales, History, Row, scale_chart
 from recipes.training.callback import Callback
+from tests.callbacks.stand_ins import Scaling
 from tests.recipes.training.fake_run import FakeRun, train
 
 
@@ -37,38 +37,22 @@ def test_a_history_is_bounded_and_loses_no_count(monkeypatch, updates):
     assert sum(r.skipped for r in rows) == sum(b % 3 == 0 or b % 4 == 0 for b in batches)
 
 
-class Scaling(Callback):
-    """A stand-in of ResblockGradScaling with two blocks; in bad batches a gradient of the second is not finite."""
-
-    def __init__(self, bad_batches=()):
-        self.bad_batches = bad_batches
-        self.skipped = 0
-        self.nonfinite = torch.zeros(2, dtype=torch.int64)
-        self.scales = SimpleNamespace(exponents=torch.full((2,), 13.0, dtype=torch.float64))
-
-    def gradients_ready(self, run):
-        bad = run.clock.batch in self.bad_batches
-        self.skipped += bad
-        self.nonfinite = torch.tensor([0, int(bad)])
-        self.scales.exponents += torch.tensor([0.001, -0.5 if bad else 0.001])
-
-
 class Squares(torch.nn.Linear):
     def forward(self, batch):
         return {"total": super().forward(batch["x"]).square().mean()}
 
 
-def run(callbacks, load=None, start=0):
+def run(scaling, callbacks, load=None, start=0):
     """Eight batches, or what a resumed run has left of them."""
     fake = FakeRun(Squares(2, 2), duration="8ba")
     if start:
         fake.at(start)
-    train(fake, [{"x": torch.ones(4, 2)}] * 3, callbacks, load=load)
+    train(fake, [{"x": torch.ones(4, 2)}] * 3, callbacks, [scaling], load=load)
 
 
 def test_a_run_is_drawn(tmp_path):
     scaling = Scaling(bad_batches=(3, 5))
-    run([scaling, GradientScales(str(tmp_path), scaling, every="4ba")])
+    run(scaling, [GradientScales(str(tmp_path), scaling, every="4ba")])
     record = json.loads((tmp_path / "gradient_scales.json").read_text())
     rows = record["rows"]
     assert [r["batch"] for r in rows] == list(range(1, 9)) and record["stride"] == 1
@@ -102,7 +86,7 @@ def test_a_resumed_run_keeps_its_history(tmp_path):
             if run.clock.batch == 4:
                 saved.update(whole.state_dict(), skipped=scaling.skipped, exponents=scaling.scales.exponents.clone())
 
-    run([scaling, whole, Save()])
+    run(scaling, [whole, Save()])
     scaling = Scaling()
     resumed = GradientScales(str(tmp_path / "resumed"), scaling)
 
@@ -110,7 +94,7 @@ def test_a_resumed_run_keeps_its_history(tmp_path):
         scaling.skipped, scaling.scales.exponents = saved.pop("skipped"), saved.pop("exponents")
         resumed.load_state_dict(saved)
 
-    run([scaling, resumed], load, start=4)
+    run(scaling, [resumed], load, start=4)
     files = [tmp_path / name / "gradient_scales.json" for name in ("whole", "resumed")]
     first, second = (json.loads(file.read_text()) for file in files)
     assert first == second and len(first["rows"]) == 8 and first["rows"][1]["skipped"] == 1

@@ -117,11 +117,12 @@ def test_a_folder_without_its_marker_is_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("shard.00000.mds", b"half a copy", r"shard.00000.mds: damaged \(11 bytes instead of \d+\); delete its folder"),
-        ("shard.00000.mds", None, r"shard.00000.mds: damaged \(0 bytes instead of"),
+        ("shard.00000.mds", b"half a copy", r"shard.00000.mds: damaged \(11 bytes instead of \d+\); delete .*/a and"),
+        ("shard.00000.mds", None, r"shard.00000.mds: damaged \(it is missing\)"),
         ("done.json", b"{", "done.json: damaged"),
-        ("done.json", b"{}", r"done.json: damaged \(no `options`\)"),
-        ("index.json", b"[]", r"index.json: damaged \(not an object\)"),
+        ("done.json", b"{}", r"done.json: damaged \(it has no `options`\)"),
+        ("rejected.jsonl", None, r"rejected.jsonl: damaged \(it is missing\)"),
+        ("index.json", b"[]", r"index.json: damaged \(it is not a JSON object\)"),
     ],
 )
 def test_a_damaged_shard_does_not_get_into_the_index(tmp_path, name, content, message):
@@ -132,6 +133,24 @@ def test_a_damaged_shard_does_not_get_into_the_index(tmp_path, name, content, me
     with pytest.raises(ValueError, match=message):
         output.merge({}, {"x": 1})
     assert not (tmp_path / "index.json").exists()
+
+
+def test_an_output_folder_that_is_a_file(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ValueError, match="out: .*/out/shards cannot be a folder, a file is there; give another"):
+        OutputSet(tmp_path / "out", ["a"]).remaining()
+
+
+def test_damaged_options_cost_no_shard(tmp_path):
+    output = OutputSet(tmp_path, ["a"])
+    output.claim({"x": 1})
+    write(output, "a", [sample("a0")], {"x": 1})
+    (tmp_path / "options.json").write_text("")
+    with pytest.raises(ValueError, match="options.json: damaged .*; delete .*/options.json and start the job again"):
+        output.claim({"x": 1})
+    (tmp_path / "options.json").unlink()
+    output.claim({"x": 1})
+    assert output.remaining() == []
 
 
 def test_a_shard_is_complete_when_all_its_parts_were_read(tmp_path):

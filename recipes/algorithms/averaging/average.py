@@ -1,7 +1,7 @@
-"""A running average of a model's parameters: each rank averages the part that it owns, where that part lies.
+"""A running average of a model's parameters: each rank averages its own shards, on their device.
 
-Only trained parameters are averaged. Buffers are those of the model at the time: what they hold are counts and
-statistics that are running averages already, and an average of an average, or of integers, means nothing.
+Only trained parameters are averaged. Buffers are the model's current ones: they hold counts, or statistics that are
+running averages already.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 class Average:
     """A running average beside the parameters, on their device.
 
-    It starts as a copy of them, in 32-bit where they have fewer bits: at a decay of 0.9999, 16-bit values stand still.
+    It starts as a copy of them, in 32 bits if they have fewer: at a decay of 0.9999, a 16-bit average would not move.
 
     Attributes:
-        bytes: memory of this rank's average.
+        names: names of the trained parameters.
+        parameters: the trained parameters, in the same order.
+        shadow: this rank's shard of the average of each, in the same order.
+        bytes: memory of this rank's shards of the average.
         inside: whether the averaged weights are in the model now.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """
         Args:
-            model: plain, or under DDP or FSDP2.
+            model: plain, or in DistributedDataParallel, or sharded by FSDP2.
 
         Raises:
             ValueError: it has no trained parameters.
@@ -51,12 +54,12 @@ class Average:
             self.shadow = [self._place(t).copy_(t) for t in owned]
         self.raw: dict[int, Tensor] = {}
         kinds = [(t.dtype, t.device) for t in owned]
-        # Multi-tensor kernels want one type and one device.
+        # Multi-tensor kernels take tensors of one dtype on one device.
         self.groups = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
         self.bytes = sum(t.numel() * t.element_size() for t in self.shadow)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        """Memory for the average of `tensor`, in the same order."""
+        """Uninitialised memory for the average of `tensor`, with the same strides."""
         return torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
     @torch.no_grad()
@@ -70,10 +73,10 @@ class Average:
             blend_([self.shadow[i] for i in group], [current[i] for i in group], keep)
 
     def before_step(self) -> None:
-        """To be called before the optimizer changes the parameters."""
+        """Must be called before the optimizer changes the parameters."""
 
     def settle(self) -> None:
-        """Wait for updates that are under way."""
+        """Wait for updates that have not finished."""
 
     # --- into the model and back ---------------------------------------------------------------
 
@@ -88,7 +91,7 @@ class Average:
             for parameter in self.parameters:
                 self._put_in(done, own(parameter))
                 done += 1
-        except BaseException:  # out of memory: a model of both kinds must not train on
+        except BaseException:  # such as out of memory: no mixture of both kinds of weights must stay in the model
             for number in range(done):
                 self._take_out(number, own(self.parameters[number]))
             raise
@@ -96,9 +99,9 @@ class Average:
 
     @torch.no_grad()
     def take_out(self) -> None:
-        """Give the model its own weights back, bit by bit as they were."""
+        """Restore the model's own weights, bit by bit."""
         assert self.inside
-        # What was gathered for a forward pass holds averaged weights, and FSDP would use it again.
+        # FSDP would use parameters again that it gathered for a forward pass with averaged weights.
         reshard(self.model)
         for number, parameter in enumerate(self.parameters):
             self._take_out(number, own(parameter))
@@ -107,7 +110,7 @@ class Average:
     def _put_in(self, number: int, current: Tensor) -> None:
         if current.dtype == self.shadow[number].dtype:
             self._exchange(number, current)
-        else:  # the average would lose bits in the parameter's type
+        else:  # the average does not fit into the dtype of the parameter
             self.raw[number] = current.clone()
             current.copy_(self.shadow[number])
 
@@ -118,7 +121,7 @@ class Average:
             current.copy_(self.raw.pop(number))
 
     def _exchange(self, number: int, current: Tensor) -> None:
-        # One tensor at a time: no second copy of the model, and addresses stay (views, CUDA graphs).
+        # One tensor at a time: no second copy of the model in memory. In place: addresses stay (views, CUDA graphs).
         held = current.clone()
         current.copy_(self.shadow[number])
         self.shadow[number].copy_(held)
@@ -127,10 +130,10 @@ class Average:
 
     @torch.no_grad()
     def whole(self) -> dict[str, Tensor]:
-        """Every averaged tensor, by its parameter's name, for a checkpoint.
+        """Parameter name -> whole averaged tensor, for a checkpoint.
 
-        Every rank must call it. A sharded model's are gathered one after another into the first rank's host memory;
-        other ranks get none. This is the only time that anything is gathered.
+        Every rank must call it. Tensors of a sharded model are gathered one after another into the host memory of the
+        first rank; other ranks get an empty dict. Nothing else gathers the average.
         """
         assert not self.inside
         self.settle()
@@ -147,7 +150,7 @@ class Average:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `whole` gave, on any number of ranks; every rank has all of it.
+        """Take over what `whole` returned, on any number of ranks. Every rank is given all tensors.
 
         Raises:
             ValueError: names or shapes are not those of the model.
@@ -173,15 +176,15 @@ class Average:
 
 
 class HostAverage(Average):
-    """A running average in host memory, computed by a thread there while the device trains on.
+    """A running average in host memory, computed by a thread on the CPU while the device goes on training.
 
-    An update copies the parameters to page-locked memory on a stream of its own; nothing waits for it but the next
-    change of the parameters, by which time it is long done. The averaged weights move to the device only while they
-    are in the model. Without a GPU the copy is an ordinary one, and the thread's work still runs beside training.
+    An update copies the parameters to page-locked memory on a stream of its own; only the next change of the parameters
+    waits for the copy, and by then it is usually complete. The averaged weights move to the device only while they are
+    in the model. Without a GPU the copy is synchronous, and the thread still runs beside training.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """As `Average`."""
+        """See `Average`."""
         super().__init__(model)
         owned = [own(p) for p in self.parameters]
         self.gpu = next((t.device for t in owned if t.is_cuda), None)
@@ -198,9 +201,9 @@ class HostAverage(Average):
 
     @torch.no_grad()
     def update(self, keep: float) -> None:
-        """As `Average.update`, done some time before `settle` returns."""
+        """See `Average.update`; it is complete when `settle` returns."""
         assert not self.inside
-        self.settle()  # of the last update, k batches ago: its page-locked memory is about to be written
+        self.settle()  # the last update may still read the page-locked memory that this one overwrites
         current = [own(p) for p in self.parameters]
         if self.gpu is None:
             torch._foreach_copy_(self.staging, current)
@@ -212,19 +215,19 @@ class HostAverage(Average):
                 self.copied.record()
         self.work = self.worker.submit(self._average, keep)
 
-    @torch.no_grad()  # it holds for the thread that calls it
+    @torch.no_grad()  # it applies to the calling thread alone
     def _average(self, keep: float) -> None:
         if self.copied is not None:
             self.copied.synchronize()
         self._blend(self.staging, keep)
 
     def before_step(self) -> None:
-        """The optimizer's kernels wait for the copy; the program does not."""
+        """Make kernels of the optimizer wait for the copy; the host does not wait."""
         if self.copied is not None:
             torch.cuda.current_stream(self.gpu).wait_event(self.copied)
 
     def settle(self) -> None:
-        """Wait for the update that is under way, and raise what it raised."""
+        """Wait for the last update, and raise the exception that it raised."""
         work, self.work = getattr(self, "work", None), None
         if work is not None:
             work.result()
@@ -238,11 +241,11 @@ class HostAverage(Average):
 
 
 def blend_(average: list[Tensor], current: list[Tensor], keep: float) -> None:
-    """average = keep * average + (1 - keep) * current, in place, by as few kernels as there are.
+    """average = keep * average + (1 - keep) * current, in place, by multi-tensor kernels.
 
     Args:
-        average: of one type and device.
-        current: as many, of one type and device, which may have fewer bits.
+        average: tensors of one dtype on one device.
+        current: as many tensors of the same shapes and device, of one dtype, which may have fewer bits.
         keep: share that is kept, in [0, 1].
     """
     if average[0].dtype == current[0].dtype:
@@ -254,21 +257,21 @@ def blend_(average: list[Tensor], current: list[Tensor], keep: float) -> None:
 
 @torch.no_grad()
 def bytes_of_average(model: nn.Module) -> int:
-    """Memory that this rank's average of a model takes."""
+    """Memory that this rank's shards of the average of a model take."""
     owned = [own(p) for p in model.parameters() if p.requires_grad]
     return sum(t.numel() * torch.promote_types(t.dtype, torch.float32).itemsize for t in owned)
 
 
 def own(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, in the parameter's own memory (call it without gradients)."""
+    """This rank's shard of a parameter, sharing its memory. Must be called under `torch.no_grad`."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP gathered and kept, so that parameters are each rank's own part again.
+    """Free parameters that FSDP has gathered, so that each rank's parameters are its own shards again.
 
-    After a forward pass without a backward one, as in validation, the root stays gathered, and so does everything
-    where it is not resharded after the forward pass. Weights changed in place would then not be used.
+    After a forward pass without a backward pass, as in validation, the root module stays gathered, and so do modules
+    that are not resharded after the forward pass. Changes of shards in place would then have no effect.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -287,14 +290,14 @@ def _like(parameter: DTensor, local: Tensor) -> DTensor:
 
 
 def _pinned_views(tensors: list[Tensor]) -> list[Tensor]:
-    """Page-locked memory for each tensor, in its order; one block, as each would be rounded up to a power of two."""
+    """Page-locked memory with the strides of each tensor. One allocation per dtype: sizes are rounded to 2^n."""
     views: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         numbers = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         block = torch.empty(sum(tensors[i].numel() for i in numbers), dtype=dtype, pin_memory=True)
         offset = 0
         for i in numbers:
-            # Strides as empty_like gives them: dense, in the tensor's own memory order.
+            # Strides of empty_like: dense, in the memory format of the tensor.
             strides = torch.empty_like(tensors[i], device="meta").stride()
             views[i] = block.as_strided(tensors[i].shape, strides, offset)
             offset += tensors[i].numel()

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights that begins late in a run, and costs nothing before."""
+"""An exponential moving average of the weights that begins late in a run, and costs nothing until then."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from recipes.training.run import Run
 
 
 class ScheduledEMA(Lever):
-    """Averages the weights over the last part of a run ("Training Stable Diffusion: deep dive": 3.5% of it).
+    """Averages the weights over the last part of a run.
 
-    The average starts as a copy of the weights. Validation, sample grids, exports and checkpoints have it from then on.
+    Source: MosaicML, "Training Stable Diffusion from Scratch: deep dive" (the last 3.5% of the run). The average starts
+    as a copy of the weights. From then on, validation, sample grids and exports use it, and checkpoints hold it.
+
+    Attributes:
+        begun: batch at which the average began; None before.
+        average: the average; None before it begins.
     """
 
     def __init__(
@@ -38,12 +43,13 @@ class ScheduledEMA(Lever):
 
         Args:
             decay: share of the average that an update keeps, between 0 and 1.
-            half_life: batches after which weights count half in it; the decay follows from it and from `every`.
-            start: when it begins, such as 800000ba or 0.965dur; null: at the start of the run.
-            last: how long before the end of the run it begins, such as 50000ba.
-            every: batches between two updates.
-            device: where the average is kept; cpu: in host memory, updated there from a copy that training does not
-                wait for (DALL-E: every 25 batches with decay 0.99).
+            half_life: duration after which the weight of a contribution has halved, such as 5000ba; `decay` follows
+                from it and from `every`.
+            start: when the average begins, such as 800000ba or 0.965dur; null: at the start of the run.
+            last: how long before the end of the run the average begins, such as 50000ba.
+            every: batches from one update to the next.
+            device: same: beside the parameters. cpu: in host memory, updated by the CPU from a copy that training
+                does not wait for (DALL-E: every 25 batches with a decay of 0.99).
 
         Raises:
             ValueError: keys that contradict each other, or out of range.
@@ -63,10 +69,10 @@ class ScheduledEMA(Lever):
         self.every = every
         self.device = device
         self.begins: Length | None = None  # known at the start of training
-        self.begun: int | None = None  # batch at which the average was a copy of the weights
+        self.begun: int | None = None
         self.average: Average | None = None
         self.task: nn.Module | None = None
-        self.users = 0  # how many want the averaged weights in the model now
+        self.users = 0  # nested uses of the averaged weights in the model
         self._watchers: list[Callable[[], AbstractContextManager]] = []
 
     @property
@@ -75,7 +81,7 @@ class ScheduledEMA(Lever):
         return self.average is not None
 
     def watch(self, context: Callable[[], AbstractContextManager]) -> None:
-        """Have each update done inside a new context, for instance one that measures the time."""
+        """Run each update inside of `context()`, for instance to measure its time."""
         self._watchers.append(context)
 
     # --- moments -------------------------------------------------------------------------------
@@ -92,11 +98,11 @@ class ScheduledEMA(Lever):
         self.begins = self._beginning(run.clock)
         if self.average is None and self._due(run.clock):
             if run.clock.passed(self.begins[1]) > self.begins[0]:
-                log.info("scheduled_ema: the run resumes after its start without an average, so it begins here")
+                log.info("scheduled_ema: the checkpoint is of a batch after start, but has no average; it begins here")
             self._begin(run.clock)
 
     def batch_start(self, run: Run) -> None:
-        while self.users:  # a validation was broken off
+        while self.users:  # an exception ended a validation
             self.leave()
 
     def before_step(self, run: Run) -> None:
@@ -139,7 +145,7 @@ class ScheduledEMA(Lever):
         """When the average begins.
 
         Raises:
-            ValueError: not within the run, or too late for an update.
+            ValueError: it would not begin within the run, or too late for an update.
         """
         total, unit = clock.measure(clock.duration)
         if self.last is None:
@@ -153,7 +159,7 @@ class ScheduledEMA(Lever):
             if value > total:
                 raise ValueError(f"scheduled_ema: {key} is longer than the run of {total:g}{unit}")
             value = total - value
-        value = math.ceil(value - 1e-6)  # a share such as 0.965 is a hair off
+        value = math.ceil(value - 1e-6)  # 0.965 of a number of batches is slightly above or below an integer
         if given == unit and value >= total:
             raise ValueError(f"scheduled_ema: {key} leaves nothing to average in a run of {total:g}{unit}")
         if given == unit == "ba" and value + self.every > total:
@@ -196,10 +202,10 @@ class ScheduledEMA(Lever):
 
     @contextmanager
     def applied(self) -> Iterator[bool]:
-        """Inside, the model has its averaged weights if the average has begun; yields whether it has.
+        """A context in which the model has its averaged weights if the average has begun; yields whether it has.
 
-        They are written in place and taken out again whatever happens inside. Each rank does it for its own part,
-        without the others.
+        Weights are exchanged in place, and restored when the context ends, also by an exception. Each rank exchanges
+        its own shards, without communication.
         """
         if not self.running:
             yield False
@@ -211,13 +217,13 @@ class ScheduledEMA(Lever):
             self.leave()
 
     def enter(self) -> None:
-        """The averaged weights go into the model, unless they are there already."""
+        """Put the averaged weights into the model, unless they are there already."""
         if self.users == 0:
             self.average.put_in()
         self.users += 1
 
     def leave(self) -> None:
-        """The weights of training come back when no one wants the averaged ones any more."""
+        """Restore the weights of training when the last use of the averaged weights ends."""
         self.users -= 1
         if self.users == 0:
             self.average.take_out()
@@ -225,10 +231,10 @@ class ScheduledEMA(Lever):
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole tensors, by name, so that a checkpoint loads on another number of ranks.
+        """Whole tensors by name, so that a checkpoint loads on any number of ranks; empty before the average begins.
 
-        Engines write the first rank's state of a lever, into sharded checkpoints too: what is sharded is gathered for
-        it, into host memory.
+        Engines write the first rank's state of a lever, also into sharded checkpoints, so shards are gathered into its
+        host memory.
         """
         if self.average is None:
             return {}
@@ -240,6 +246,6 @@ class ScheduledEMA(Lever):
         if "begun" not in state:
             return
         self.average = self._new_average()
-        # Checkpoints of earlier versions have the names of the model around the task.
+        # Earlier versions saved the names of parameters in the wrapper around the task.
         self.average.load({name.removeprefix("task."): tensor for name, tensor in state["average"].items()})
         self.begun = state["begun"]

@@ -1,4 +1,4 @@
-"""Which parameters of a model 16-bit training touches: the matrices of its residual blocks, and nothing else."""
+"""The parameters that 16-bit training changes: the matrices of residual blocks, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import nn
 
 
 def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
-    """The trained matrices of each block of a task, in the blocks' order.
+    """The trained matrices of each block of a task, in the order of the blocks.
 
-    What is left over is what stays in 32-bit (Ramesh et al. 2021, appendix D): gains and biases, which have one
-    dimension, and embeddings and unembeddings, which lie outside of the blocks or in an `nn.Embedding`.
+    All other parameters stay in 32 bits (Ramesh et al. 2021, appendix D): gains and biases, which have one dimension,
+    and embeddings and unembeddings, which are outside of the blocks or in an `nn.Embedding`.
 
     Args:
         task: offers `blocks()`, the modules that are sharded and checkpointed one by one.
-        owner: who asks, for messages.
+        owner: name of the component that asks, for messages.
 
     Raises:
         ValueError: the task has no blocks, or no matrices in them.
@@ -29,7 +29,7 @@ def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
     found = []
     for block in blocks:
         matrices = [p for p in block.parameters() if p.requires_grad and p.ndim >= 2 and id(p) not in seen]
-        seen |= {id(p) for p in matrices}  # a matrix that two blocks share is the first one's
+        seen |= {id(p) for p in matrices}  # a matrix that two blocks share belongs to the first
         found.append(matrices)
     if not any(found):
         raise ValueError(f"{owner}: the {len(blocks)} blocks of {type(task).__name__} have no trained matrices")

@@ -11,28 +11,28 @@ from torch.distributed.tensor import DTensor
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
-LOG_EVERY = 10  # batches; reading the norm makes the program wait for the device
+LOG_EVERY = 10  # batches; reading the norm synchronises with the device
 
 
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """Scale gradients in place so that the L2 norm of all of them is at most `largest`; returns the norm before, ().
+    """Scale gradients in place so that their total L2 norm is at most `largest`; returns the norm before, of shape ().
 
-    Every rank must call it where parameters are sharded: the norm is that of the whole gradient.
+    If parameters are sharded, every rank must call it: the norm is that of the whole gradient.
     """
     norm = torch.nn.utils.clip_grad_norm_(parameters, largest)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class ClipByNorm(Lever):
-    """Clips what the optimizer sees, and logs the gradient's norm.
+    """Clips the gradients that the optimizer sees, and logs their norm before clipping every 10 batches.
 
-    Composer's own clipping looks for FSDP1 where a model is sharded, and leaves FSDP2's gradients as they are.
+    Clipping of the engines is not used: Composer's looks for FSDP1, and leaves the gradients of FSDP2 unclipped.
     """
 
     def __init__(self, largest: float) -> None:
         """
         Args:
-            largest: L2 norm of the whole gradient.
+            largest: largest L2 norm of the whole gradient.
         """
         self.largest = largest
 

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a stretch of training takes."""
+"""How much of a GPU's memory a section of training takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Reading:
-    """Memory over a stretch of training, in bytes.
+    """Memory of a section of training, in bytes.
 
     Attributes:
-        held: what the process had taken from the device as it began.
-        growth: the most that came on top.
-        usable: what the process may take in all.
+        held: memory that the process had reserved on the device when the section began.
+        growth: peak memory on top of that.
+        usable: memory that the process can reserve in total.
     """
 
     held: int
@@ -33,19 +33,19 @@ class DeviceMemory:
         self.total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
     def start(self) -> None:
-        """Begin a stretch.
+        """Begin a section.
 
-        Cached blocks are given back first: pieces of another batch's sizes would be counted, or used, by chance.
+        Cached blocks are freed first: blocks left over from batches of other sizes would distort the measurement.
         """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self.allocated, self.reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
     def read(self) -> Reading:
-        """What the stretch took.
+        """The memory of the section that `start` began.
 
-        The growth is that of the tensors or that of what the allocator reserved for them, whichever is more: tensors
-        may have gone into gaps of earlier reservations, and reservations are larger than their tensors.
+        Growth is that of allocated or of reserved memory, whichever is more: tensors may have been placed into memory
+        that was reserved before, and reservations are larger than their tensors.
         """
         allocated = torch.cuda.max_memory_allocated() - self.allocated
         reserved = torch.cuda.max_memory_reserved() - self.reserved

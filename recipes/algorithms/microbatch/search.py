@@ -22,7 +22,7 @@ GROWTH = 4  # largest step from one size to the next
 
 
 class Meter(Protocol):
-    """What measures memory: `DeviceMemory`, or a test's."""
+    """What measures memory: `DeviceMemory`, or a stand-in of a test."""
 
     total: int
 
@@ -32,36 +32,38 @@ class Meter(Protocol):
 
 
 class Plan:
-    """From the memory that microbatches took to the next one to try. Pure arithmetic, one rank's view.
+    """Proposes the next microbatch size from the memory that earlier ones took: pure arithmetic, for a single rank.
 
-    Activations grow by a line: growth(m) = a + b m, through the two largest sizes that were measured. A size is tried
-    only if it fits by that line with headroom, and fits the whole memory even if all of the growth were proportional
-    to the microbatch. Real growth is less (gradients and workspaces do not grow), so that no trial runs out.
+    Memory is modelled as a line through the two largest sizes m that were measured, growth(m) = a + b m. A size is
+    tried only if it fits with headroom by that line, and also fits into the whole memory if all of the growth were
+    proportional to m. Real growth is less (gradients and workspaces do not grow), so no trial runs out of memory.
 
     Attributes:
-        growth: bytes above what is held between batches, by microbatch.
+        batch: samples per device and batch.
+        ceiling: the largest size that is still proposed.
+        growth: microbatch size -> bytes on top of what is held between batches.
     """
 
     def __init__(self, batch: int) -> None:
         """
         Args:
-            batch: samples of a device's batch, 1 or more.
+            batch: samples per device and batch, 1 or more.
         """
         self.batch = batch
         self.ceiling = batch
         self.growth: dict[int, int] = {}
 
     def record(self, size: int, reading: Reading) -> None:
-        """A batch was trained with microbatches of `size`."""
+        """Record the memory that a batch took with microbatches of `size` samples."""
         self.growth[size] = max(reading.growth, 1)
 
     def next(self, size: int, reading: Reading, to_come: int = 0) -> int:
-        """The size to try after `size`, which was recorded last; `size` itself where it is the one to keep.
+        """The size to try after `size`, which was recorded last; `size` itself if it is the one to keep.
 
         Args:
-            size: samples.
-            reading: of that size.
-            to_come: bytes to leave for what the run will allocate later.
+            size: samples per microbatch.
+            reading: the memory that it took.
+            to_come: bytes to leave free for what the run will allocate later.
         """
         room = HEADROOM * reading.usable - reading.held - to_come
         wall = reading.usable - reading.held - to_come
@@ -76,7 +78,7 @@ class Plan:
         return self.growth[size] <= HEADROOM * reading.usable - reading.held - to_come
 
     def lower(self, size: int) -> None:
-        """Never propose more than `size` again: the search went down to it, and would otherwise go to and fro."""
+        """Never propose more than `size` again: the search went down to it, and could otherwise oscillate."""
         self.ceiling = size
 
     def _largest(self, room: float) -> int:
@@ -86,13 +88,13 @@ class Plan:
             return 2 * largest if self.growth[largest] <= room else largest - 1
         before = max(size for size in self.growth if size != largest)
         slope = (self.growth[largest] - self.growth[before]) / (largest - before)
-        if slope <= 0:  # lost in what does not grow
+        if slope <= 0:  # what grows is hidden by what does not
             return self.batch if self.growth[largest] <= room else largest - 1
         return math.floor(largest + (room - self.growth[largest]) / slope)
 
 
 def even(largest: int, batch: int) -> int:
-    """The microbatch to take where `largest` fits: one that divides the batch, unless that is half of it or less.
+    """The microbatch size if up to `largest` fits: the largest divisor of the batch, unless it is below half of that.
 
     Microbatches of one size are compiled once and captured once as a CUDA graph.
     """
@@ -103,16 +105,17 @@ def even(largest: int, batch: int) -> int:
 
 
 class MicrobatchSearch(Lever):
-    """Trains the first batches with growing microbatches, reads the memory each took, and stays at the largest.
+    """Trains the first batches with growing microbatches, measures the memory of each, and keeps the largest that fits.
 
-    Composer's `auto` starts with the whole batch and halves it when a rank runs out of memory; ranks that run out at
-    different sizes then wait for each other in different collectives. This search never runs out, and all ranks take
-    the smallest of their proposals, by one all-reduce a batch. Gradients are those of any other microbatch; noise is
-    drawn a microbatch at a time, so that a run repeats itself bit by bit from where the search has ended.
+    Searches that start with the whole batch and halve it when a rank runs out of memory can deadlock: ranks that run
+    out at different sizes wait for each other in different collectives. This search never runs out of memory, and all
+    ranks take the smallest of their proposals, by one all-reduce per batch. Gradients do not depend on the microbatch,
+    but noise is drawn per microbatch, so a run repeats itself bit by bit only from where the search has ended.
 
-    What the run will allocate later is left free: a scheduled average that has not begun. What is to be compiled is
-    not during the search, each size would be compiled anew; the size that was found is then measured with it. A
-    checkpoint holds the result, for a run that goes on with the same samples on as many devices with as much memory.
+    Memory that the run will allocate later is left free: that of a scheduled average that has not begun. Modules are
+    not compiled during the search, as each size would be a compilation of its own; the size that was found is then
+    measured with compiled modules. A checkpoint holds the result; a run that resumes with samples of the same shape,
+    on as many devices with as much memory, goes on with it.
     """
 
     def __init__(
@@ -125,14 +128,14 @@ class MicrobatchSearch(Lever):
     ) -> None:
         """
         Args:
-            task: what is trained.
-            batch: samples of a device's batch.
-            meter: measures memory; None: that of the GPU.
-            average: for whose beginning memory is left free.
-            compiled: levers that wait with compiling until the size is found.
+            task: the model.
+            batch: samples per device and batch.
+            meter: measures memory; None: `DeviceMemory`.
+            average: memory is left free for it until it begins; None: the run has none.
+            compiled: levers that compile only when the size is found.
 
         Raises:
-            ValueError: the task's loss compares the samples of a microbatch, so that their number is part of it.
+            ValueError: the task's loss compares the samples of a microbatch, so their number changes what is learned.
         """
         if task.compares_samples:
             raise ValueError(
@@ -147,10 +150,10 @@ class MicrobatchSearch(Lever):
         self.size = 1
         self.settled = False
         self.device_batch = 0  # samples of the batch at hand
-        self.warm = False  # whether a batch was trained by what is measured
-        self.compiling = False  # whether the size was found, and is measured with compiled modules
-        self.place: dict[str, Any] | None = None  # what a result holds for
-        self.found: dict[str, Any] | None = None  # the result with its place
+        self.warm = False  # whether a batch was trained in the present setting, so that the next one can be measured
+        self.compiling = False  # whether the size was found, and is being measured with compiled modules
+        self.place: dict[str, Any] | None = None  # what the result depends on
+        self.found: dict[str, Any] | None = None  # the result, with what it depends on
 
     def change_modules(self, run: Run) -> None:
         self.meter = self.meter or DeviceMemory()
@@ -174,7 +177,7 @@ class MicrobatchSearch(Lever):
     def _after_batch(self, run: Run) -> None:
         reading = self.meter.read()
         ready = self.warm and bool(run.optimizer.state) and self.device_batch == self.batch
-        self.warm = True  # a process's first batch also makes the optimizer's state and libraries' workspaces
+        self.warm = True  # the first batch also allocates the optimizer's state and workspaces of libraries
         proposal = 0
         if ready:
             self.plan.record(self.size, reading)
@@ -182,13 +185,13 @@ class MicrobatchSearch(Lever):
             fits = self.plan.fits(self.size, reading, to_come)
             proposal = self.size if self.compiling and fits else self.plan.next(self.size, reading, to_come)
         agreed = smallest(proposal, run.device)
-        if agreed == 0:  # some rank could not measure: the same size once more
+        if agreed == 0:  # some rank could not measure yet: the same size once more
             return
         if agreed < self.size:
             self.plan.lower(agreed)
         found, self.size = agreed == self.size, agreed
         run.set_microbatch(self.size)
-        if self.compiling:  # a new size is a new compilation, whose batch says nothing
+        if self.compiling:  # a new size is compiled anew, and the batch that does so is not measured
             self.warm = found
             self.settled = found
         elif found:
@@ -199,7 +202,7 @@ class MicrobatchSearch(Lever):
             self._say(run, reading)
 
     def _compile(self) -> None:
-        """Go on with what is to be compiled, where there is something: to measure the size that was found with it."""
+        """Turn compiled modules on if the run has any, to measure the size that was found with them."""
         for lever in self.compiled:
             lever.pause(False)
             self.compiling = True
@@ -211,21 +214,21 @@ class MicrobatchSearch(Lever):
         run.log_settings({"microbatch": self.size})
         tried = ", ".join(str(size) for size in self.plan.growth)
         log.info(
-            f"microbatch: {self.size} of {self.batch} samples a device take "
+            f"microbatch: {self.size} of {self.batch} samples per device take "
             f"{(reading.held + reading.growth) / 1e9:,.1f} of {reading.usable / 1e9:,.1f} GB; tried {tried}"
         )
 
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The result, and what it holds for; nothing while the search goes on."""
+        """The result, and what it depends on; empty while the search goes on."""
         return {"found": self.found} if self.found else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.found = state.get("found")
 
     def _go_on(self, run: Run) -> None:
-        """Take a checkpoint's result if it holds here. Every rank must call it, at the first batch."""
+        """Take over the checkpoint's result if it is valid here. Every rank must call it, at the first batch."""
         loaded = self.found
         self.found = None
         self.place = {
@@ -239,14 +242,14 @@ class MicrobatchSearch(Lever):
             return
         changed = [key for key, value in self.place.items() if loaded[key] != value]
         if changed:
-            log.info(f"microbatch: searched anew, the checkpoint's is for other {', '.join(changed)}")
+            log.info(f"microbatch: searching again, as the checkpoint's result is for other {', '.join(changed)}")
             return
         self.size, self.found, self.settled = loaded["size"], loaded, True
         run.set_microbatch(self.size)
         run.log_settings({"microbatch": self.size})
-        log.info(f"microbatch: {self.size} of {self.batch} samples a device, as the checkpoint has it")
+        log.info(f"microbatch: {self.size} of {self.batch} samples per device, as in the checkpoint")
 
 
 def samples_of(batch: dict[str, torch.Tensor]) -> int:
-    """Samples of a batch."""
+    """The number of samples in a batch."""
     return len(next(iter(batch.values())))

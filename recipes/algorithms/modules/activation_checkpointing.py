@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass instead of being kept."""
+"""Activation checkpointing: activations are recomputed in the backward pass instead of being stored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from recipes.training.run import Run
 
 
 def recompute(modules: Sequence[nn.Module]) -> None:
-    """Make modules keep only their inputs for the backward pass (Chen et al. 2016), which then calls them once more.
+    """Make modules store only their inputs for the backward pass, which then runs their forward a second time.
 
-    Modules stay the same objects with the same names. Random numbers of both calls are the same. Without gradients
-    nothing changes.
+    Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". Modules stay the same objects with the
+    same names. Both calls draw the same random numbers. Nothing changes where gradients are disabled.
     """
     for module in modules:
         module.forward = _Recomputed(module)
 
 
 class _Recomputed:
-    """A module's forward."""
+    """A module's forward under `torch.utils.checkpoint`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -36,18 +36,19 @@ class _Recomputed:
         return checkpoint(self._plain, *args, use_reentrant=False, **kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        # Looked up at each call: algorithms named after this one may give the module another class.
+        # Looked up at each call: a lever that the recipe names later may change the class of the module.
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
 class ActivationCheckpointing(Lever):
-    """Keeps the inputs of a model's blocks and computes what is inside again: a third more work, much less memory."""
+    """Stores the inputs of a model's blocks alone and recomputes the rest: a third more compute, much less memory."""
 
     def __init__(self, task: nn.Module, *, every: int = 1) -> None:
-        """Blocks are those that the task names: a U-Net's residual and attention blocks, a transformer's layers.
-
+        """
         Args:
-            every: 1 for all blocks, 2 for every second one.
+            task: its `recomputed_blocks()` are checkpointed: residual and attention blocks of a U-Net, attention and
+                MLP of a transformer's layers.
+            every: 1: all blocks; 2: every second one; and so on.
 
         Raises:
             ValueError: every is below 1.
@@ -60,7 +61,7 @@ class ActivationCheckpointing(Lever):
     def change_modules(self, run: Run) -> None:
         blocks = self.task.recomputed_blocks()[:: self.every]
         if not blocks:
-            raise ValueError("activation_checkpointing: the model names no blocks; remove the algorithm")
+            raise ValueError("activation_checkpointing: the model names no blocks; remove the lever")
         recompute(blocks)
         log.info(f"activation_checkpointing: {len(blocks)} blocks")
         run.log_settings({"activation_checkpointing": len(blocks)})

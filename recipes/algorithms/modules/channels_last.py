@@ -10,7 +10,7 @@ from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import nn
 
 from data.log import log
-from recipes.models.dvae.network import Encoder as CodeEncoder
+from recipes.models.dvae.network import CodeEncoder
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.run import Run

@@ -14,19 +14,19 @@ from recipes.algorithms.sharding.shard import is_sharded
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
-# Composer's compile_config is not used: it compiles the whole ComposerModel, random draws included, which the compiler
-# makes in another way; and validation, which calls the model inside of it, would run without.
+# Trainers' own options, such as Composer's compile_config, are not used: they compile the whole model with its random
+# draws, which compiled code makes differently, and not what validation calls.
 
 
 class CompiledForward:
-    """A module's forward, compiled where it trains.
+    """A module's forward, compiled for training alone.
 
-    Validation, sampling and the counting of FLOPs run it as it is: each would be a further compilation, of other
-    shapes, for a small part of the time. Hooks, FSDP's among them, stay outside; names of parameters do not change.
+    Validation, sampling and counting FLOPs run the original forward: each would need a compilation for other shapes,
+    for a small part of the time. Hooks, such as those of FSDP, stay outside; names of parameters do not change.
 
     Attributes:
-        paused: whether training runs it as it is too.
-        called: whether the compiled function has run.
+        paused: whether training runs the original forward too.
+        called: whether the compiled forward has run.
     """
 
     def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
@@ -51,50 +51,50 @@ class CompiledForward:
         return self.compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "compiled": None}  # a copy of the module must not run this one's weights
+        return {**self.__dict__, "compiled": None}  # a copy of the module must not run with the weights of this one
 
 
 def compile_forwards(modules: Iterable[nn.Module], options: dict[str, Any]) -> list[CompiledForward]:
-    """Replace each module's forward by a compiled one; nothing is compiled before it is called.
+    """Replace the forward of each module by a compiled one, which is compiled at its first call.
 
     Raises:
-        ValueError: there are none, or one is compiled already.
+        ValueError: there is no module, or one is compiled already.
     """
     found = list(modules)
     if not found:
         raise ValueError("compile: nothing to compile, the model names no blocks; set whole: true")
     if any(isinstance(module.forward, CompiledForward) for module in found):
-        raise ValueError("compile: compiled already; a run has one compile algorithm")
+        raise ValueError("compile: compiled already; a run has at most one compile lever")
     forwards = [CompiledForward(module, options) for module in found]
     for module, forward in zip(found, forwards, strict=True):
         module.forward = forward
-    # A function's compilations are counted over all blocks that share it. Beyond the limit the compiler leaves the
-    # rest as it is, in silence: room for each block in two sizes, as the last microbatch may be smaller.
+    # Compilations of a function are counted over all blocks that share it, and beyond the limit the compiler silently
+    # runs the rest uncompiled. Leave room for each block in two sizes, as the last microbatch may be smaller.
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, 4 * len(found))
     return forwards
 
 
 def why_no_compiler(on_gpu: bool) -> str | None:
-    """Why inductor cannot compile here, or None where it can."""
+    """Why inductor cannot compile here, or None if it can."""
     if on_gpu:
         return None if has_triton() else "Triton is missing or does not know this GPU"
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         get_cpp_compiler()
-    except Exception as error:  # of a kind that depends on the version
+    except Exception as error:  # its class depends on the version
         return f"no C++ compiler ({type(error).__name__}); install g++ or name one in CXX"
     return None
 
 
 class Compile(Lever):
-    """Compiles the network's blocks, or the networks as a whole, for training with batches of one shape.
+    """Compiles the blocks of a network, or whole networks, for training with batches of one shape.
 
-    mode reduce-overhead captures CUDA graphs: one launch a block instead of one a kernel. That pays where the device
-    waits for the program, as it does for small grids and microbatches (256 x 256 pixels and a few samples); where
-    kernels are long it changes nothing but memory. Graphs write gradients where the next graph will, so they are
-    summed in memory of their own.
+    The mode reduce-overhead captures CUDA graphs: one launch per block instead of one per kernel. It pays if the device
+    waits for the host, as with small grids and microbatches (256 x 256 pixels and a few samples); with long kernels it
+    only takes more memory. Graphs write their gradients into memory that the next graph reuses, so gradients are summed
+    in buffers of their own.
     """
 
     def __init__(
@@ -107,10 +107,12 @@ class Compile(Lever):
     ) -> None:
         """
         Args:
-            mode: torch.compile's. default: fused kernels; reduce-overhead: CUDA graphs too; max-autotune: also tries
-                kernels for convolutions and matrices, which takes minutes; its -no-cudagraphs, the same without graphs.
-            whole: compile each network of the task at once, instead of its blocks: more to fuse, longer to compile.
-            backend: inductor makes kernels; aot_eager traces alone, to see whether an error is inductor's.
+            task: the model; its `blocks()` are compiled.
+            mode: of torch.compile. default: fused kernels; reduce-overhead: CUDA graphs too; max-autotune: also times
+                kernels for convolutions and matrix products, which takes minutes; max-autotune-no-cudagraphs: the
+                same without CUDA graphs.
+            whole: compile each network of the task as a whole instead of its blocks: more to fuse, longer to compile.
+            backend: inductor generates kernels; aot_eager only traces, to see whether inductor causes an error.
         """
         self.task = task
         self.mode = mode
@@ -122,16 +124,16 @@ class Compile(Lever):
         self.to_check = True
 
     def compile(self, run: Run) -> None:
-        """Compiles after all that changes modules, in whatever order the recipe names it."""
+        """See `Lever.compile`: everything that changes modules has run, wherever the recipe names this lever."""
         reason = why_no_compiler(run.on_gpu) if self.backend == "inductor" else None
         if reason:
-            raise ValueError(f"compile: {reason}; or remove the algorithm")
+            raise ValueError(f"compile: {reason}; or remove the lever")
         if self.graphs and is_sharded(self.task):
             raise ValueError(
-                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must stay where they are, and "
-                "FSDP gathers them in new places; use default or max-autotune-no-cudagraphs"
+                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses, and "
+                "FSDP gathers them at new ones; use default or max-autotune-no-cudagraphs"
             )
-        # Names of modes are inductor's.
+        # Only inductor has modes.
         options = {"mode": self.mode} if self.backend == "inductor" else {}
         options |= {"backend": self.backend, "dynamic": False}
         self.forwards = compile_forwards(self._parts(), options)
@@ -154,7 +156,7 @@ class Compile(Lever):
         return [child for child in self.task.children() if any(p.requires_grad for p in child.parameters())]
 
     def check(self) -> None:
-        """In the first batch, after its last backward pass: has all that was to be compiled run?
+        """After the backward passes of the first batch, check that every compiled forward has run.
 
         Raises:
             ValueError: a module was not called through its forward.
@@ -168,14 +170,14 @@ class Compile(Lever):
             )
 
     def _keep_gradients(self) -> None:
-        """Before a batch's first microbatch: zeros to sum into, instead of a graph's own memory."""
+        """Before the first microbatch of a batch, give parameters zeroed gradients outside of the memory of graphs."""
         if self.gradients is None:
             modules = [forward.module for forward in self.forwards]
             parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
             self.parameters = list(parameters.values())
             self.gradients = [torch.zeros_like(p) for p in self.parameters]
         if not self.gradients or self.parameters[0].grad is self.gradients[0]:
-            return  # a further microbatch, or nothing that is trained
+            return  # not the first microbatch, or nothing is trained
         torch._foreach_zero_(self.gradients)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
@@ -183,6 +185,6 @@ class Compile(Lever):
     # --- for the search of a microbatch --------------------------------------------------------
 
     def pause(self, paused: bool) -> None:
-        """Train without what is compiled, or with it again: sizes that are tried once are not worth a compilation."""
+        """Train without compiled forwards, or with them again: a size that is tried once is not worth a compilation."""
         for forward in self.forwards:
             forward.paused = paused

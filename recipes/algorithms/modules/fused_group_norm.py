@@ -1,4 +1,4 @@
-"""GroupNorm and SiLU of diffusers' networks by one kernel."""
+"""GroupNorm and SiLU of diffusers' networks in one kernel."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from recipes.training.run import Run
 
 
 class SiLUOfEmbedding(nn.Module):
-    """What is left of a residual block's activation: pictures come activated from the norm, the timestep does not."""
+    """The activation of a block with fused norms: these have activated images (4-D), but not the timestep."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.dim() == 4 else F.silu(x)
 
 
 def fuse_group_norms(module: nn.Module, measured: bool) -> int:
-    """Fuse each GroupNorm of diffusers' blocks, with the SiLU that follows it; returns their number.
+    """Fuse each GroupNorm of diffusers' blocks with the SiLU that follows it; returns the number of norms.
 
-    Residual blocks have two; U-Nets and the halves of autoencoders end with one; the one that opens a block of
-    transformers has no SiLU, and gains from the kernel's layout alone. Names and parameters stay.
+    Residual blocks have two norms; U-Nets, encoders and decoders end with one. The norm at the input of a transformer
+    block has no SiLU, and gains from the memory format of the kernel alone. Names and parameters stay.
 
     Args:
-        module: holds diffusers networks.
-        measured: use the kernel only for shapes where it is faster, measured as they come up; else always.
+        module: a model with networks of diffusers.
+        measured: True: use the kernel only for shapes for which it is faster, measured when they first come up; False:
+            always.
 
     Raises:
-        ValueError: nothing to fuse.
+        ValueError: there is no norm to fuse.
     """
     count = 0
     for block in module.modules():
@@ -52,7 +53,7 @@ def fuse_group_norms(module: nn.Module, measured: bool) -> int:
 
 
 def _norms(block: nn.Module) -> list[tuple[str, bool]]:
-    """Names of the norms to fuse that a block holds itself, and whether SiLU follows them."""
+    """(name, whether SiLU follows) of each norm to fuse that is a direct child of a block."""
     found: list[tuple[str, bool]] = []
     if isinstance(block, ResnetBlock2D):  # with "scale_shift" the timestep comes between norm and activation
         if block.time_embedding_norm != "scale_shift" and isinstance(block.nonlinearity, nn.SiLU):
@@ -70,14 +71,14 @@ def _norms(block: nn.Module) -> list[tuple[str, bool]]:
 
 
 class FusedGroupNorms(Lever):
-    """GroupNorm and SiLU by one Triton kernel in channels_last, forward and backward; use it with channels_last."""
+    """Computes GroupNorm and SiLU in one Triton kernel, forward and backward; to be used with channels_last."""
 
     def __init__(self, task: nn.Module, *, when: Literal["auto", "always"] = "auto") -> None:
         """See `fuse_group_norms`.
 
         Args:
-            when: auto measures each shape once as it comes up, against eager PyTorch, and takes the faster one; on a
-                CPU it leaves the model alone. always makes runs repeat exactly.
+            when: auto measures each shape once, when it first comes up, against eager PyTorch, and takes the faster
+                one; on a CPU it leaves the model unchanged. always does not depend on timings, so runs repeat exactly.
         """
         self.task = task
         self.when = when
@@ -90,7 +91,7 @@ class FusedGroupNorms(Lever):
             run.log_settings({"fused_group_norm": count})
             self.to_report = self.when == "auto"
         elif self.when == "always":
-            raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the algorithm")
+            raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the lever")
         else:
             log.info("fused_group_norm: not used, its kernels need a GPU")
 
@@ -99,7 +100,7 @@ class FusedGroupNorms(Lever):
             self.report(run)
 
     def report(self, run: Run) -> None:
-        """Say, after the first batch, which shapes take the kernel."""
+        """After the first batch, log which shapes take the kernel."""
         self.to_report = False
         for case, times in TIMES.items():
             shape = "x".join(str(size) for size in case.shape)

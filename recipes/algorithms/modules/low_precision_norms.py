@@ -1,4 +1,4 @@
-"""GroupNorm and LayerNorm in autocast's precision instead of 32 bits."""
+"""GroupNorm and LayerNorm in the precision of autocast instead of 32 bits."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ from data.log import log
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
-# Composer has LPGroupNorm and LPLayerNorm. They are not used: they ask whether the GPU's autocast is on, so that they
-# do nothing under the CPU's, and their surgery makes new parameters, which earlier references then do not follow.
+# Composer's LPGroupNorm and LPLayerNorm are not used: they ask for the autocast of the GPU alone, so they do nothing
+# under that of the CPU, and they have new parameters, which references made before do not follow.
 
 
 def _lowered(*tensors: Tensor | None) -> list[Tensor | None] | None:
-    """The tensors in autocast's precision; None where it is off for the first one's device."""
+    """The tensors in the precision of autocast; None if autocast is off for the device of the first."""
     kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # which does not know of meta
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # autocast raises for the meta device
         return None
     dtype = torch.get_autocast_dtype(kind)
     return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
-    """Takes and gives autocast's dtype; PyTorch's kernels sum in 32 bits all the same."""
+    """Input and output have the dtype of autocast; PyTorch's kernels still accumulate in 32 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         lowered = _lowered(x, self.weight, self.bias)
         if lowered is None:
             return super().forward(x)
         x, weight, bias = lowered
-        with torch.autocast(x.device.type, enabled=False):  # it would cast back
+        with torch.autocast(x.device.type, enabled=False):  # which would cast back to 32 bits
             return F.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """Takes and gives autocast's dtype; PyTorch's kernels sum in 32 bits all the same."""
+    """Input and output have the dtype of autocast; PyTorch's kernels still accumulate in 32 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         lowered = _lowered(x, self.weight, self.bias)
         if lowered is None:
             return super().forward(x)
         x, weight, bias = lowered
-        with torch.autocast(x.device.type, enabled=False):  # it would cast back
+        with torch.autocast(x.device.type, enabled=False):  # which would cast back to 32 bits
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 def lower_norms(
     module: nn.Module, *, group_norm: bool = True, layer_norm: bool = True, modules: str | None = None
 ) -> int:
-    """Make norms low-precision ones in place; returns their number.
+    """Change norms to low precision in place; returns the number of norms.
 
-    A norm stays the same object and changes its class, so parameters (the optimizer's too), names in a checkpoint and
-    hooks are as before. Only plain `nn.GroupNorm` and `nn.LayerNorm` change: not what has been fused or wrapped.
+    A norm stays the same object and changes its class, so its parameters (also in the optimizer), its hooks and its
+    names in checkpoints stay. Only plain `nn.GroupNorm` and `nn.LayerNorm` change, not those that are fused already.
 
     Args:
-        module: holds the norms.
+        module: the model.
         group_norm: change GroupNorm.
         layer_norm: change LayerNorm.
-        modules: regular expression that the start of a module's name matches, so also a prefix; None: everywhere.
+        modules: regular expression that must match at the start of a module's name, such as a prefix; None: all.
 
     Raises:
-        ValueError: not a regular expression, or nothing to change.
+        ValueError: `modules` is not a regular expression, or there is no norm to change.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     if group_norm:
@@ -88,7 +88,7 @@ def lower_norms(
 
 
 class LowPrecisionNorms(Lever):
-    """Normalises in autocast's precision, on a chosen part of the model: half of the memory traffic, no casts."""
+    """Runs norms in the precision of autocast, in all or a part of the model: half the memory traffic, and no casts."""
 
     def __init__(
         self, task: nn.Module, *, group_norm: bool = True, layer_norm: bool = True, modules: str | None = None
@@ -98,7 +98,7 @@ class LowPrecisionNorms(Lever):
         Args:
             group_norm: change GroupNorm.
             layer_norm: change LayerNorm.
-            modules: prefix of module names (a regular expression) to change, such as `denoiser`; null: all.
+            modules: prefix (a regular expression) of the names of modules to change, such as `denoiser`; null: all.
         """
         self.task = task
         self.options = {"group_norm": group_norm, "layer_norm": layer_norm, "modules": modules}
@@ -107,7 +107,7 @@ class LowPrecisionNorms(Lever):
         if run.precision == "fp32":
             raise ValueError(
                 "low_precision_norms: the run is in fp32 without autocast, where norms have no lower precision; "
-                "set training.precision to amp_bf16, or remove the algorithm"
+                "set training.precision to amp_bf16, or remove the lever"
             )
         count = lower_norms(self.task, **self.options)
         log.info(f"low_precision_norms: {count} norms")

@@ -1,4 +1,4 @@
-"""The lever of `training.fsdp`: PyTorch's FSDP2, after all that changes modules and before weights are loaded."""
+"""The lever of `training.fsdp`: PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Sharding(Lever):
-    """Shards the task as `training.fsdp` says."""
+    """Shards the task over devices, after other levers have changed modules and before weights are loaded."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Sharding(Lever):
         """See `recipes.config.recipe.FSDP`.
 
         Args:
-            task: on any device; its parameters move to this rank's.
-            full_shard: free gathered parameters between forward and backward pass.
-            by_block: gather a block at once.
-            parameters: number format of gathered parameters.
-            replicas: groups of devices that each hold the whole model; they divide the devices.
-            sync: when gradients are averaged over the devices that a parameter is divided over.
-            averaging: the lever that averages between replicas in FSDP's place.
-            scaling: the lever by which blocks compute in fp16.
+            task: the model, on any device; its parameters move to the device of this rank.
+            full_shard: free gathered parameters between the forward and the backward pass (FULL_SHARD).
+            by_block: gather the parameters of one block at a time instead of the whole model.
+            parameters: dtype of gathered parameters.
+            replicas: number of groups of devices that each hold the whole model; it divides the number of devices.
+            sync: when gradients are reduced over the devices that a parameter is sharded over.
+            averaging: the lever that averages gradients between replicas instead of FSDP.
+            scaling: the lever that makes blocks compute in fp16.
         """
         self.task = task
         self.full_shard = full_shard
@@ -61,8 +61,8 @@ class Sharding(Lever):
         self._synchronise(run.last_pass)
 
     def _synchronise(self, last: bool) -> None:
-        """Say what the next backward pass does with gradients that others have parts of."""
-        self.task.set_requires_all_reduce(last)  # over replicas, once a batch: sums of shards wait for it
+        """Tell FSDP whether the next backward pass reduces gradients over the devices."""
+        self.task.set_requires_all_reduce(last)  # over replicas, once per batch; until then reduced shards are summed
         if self.once:
             self.task.set_is_last_backward(last)
             self.task.set_requires_gradient_sync(last)
@@ -77,7 +77,7 @@ class Sharding(Lever):
             mesh = _mesh(device, shard=shards)
         else:
             mesh = _mesh(device, replicate=self.replicas, shard=shards)
-        if averaging is not None:  # it averages over the replicas, and FSDP knows of one only
+        if averaging is not None:  # it averages over replicas, so FSDP knows only its own replica
             placement = _by_parameter(averaging.divide(mesh, once=self.once))
             mesh = mesh["shard"]
         low, scaled = self._format(run)
@@ -99,9 +99,9 @@ class Sharding(Lever):
         run.log_settings({"fsdp_units": units, "fsdp_shards": shards})
 
     def _format(self, run: Run) -> tuple[torch.dtype | None, bool]:
-        """Of gathered parameters, and whether it is that of blocks with gradient scales.
+        """The dtype of gathered parameters (None: their own), and whether it is for blocks with gradient scales alone.
 
-        Those compute in fp16 whatever is gathered, so less is gathered and no number changes.
+        Those blocks compute in fp16 anyway: gathering fp16 moves fewer bytes and changes no result.
         """
         if self.scaling is not None:
             if self.parameters == "bf16":

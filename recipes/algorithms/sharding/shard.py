@@ -1,7 +1,7 @@
-"""Parameters, gradients and optimizer state divided over devices, by PyTorch's FSDP2.
+"""Parameters, gradients and optimizer state sharded over devices by PyTorch's FSDP2.
 
-Source: "Fully sharded data parallel" as the ViT and Stable Diffusion recipes use it: the outer model wrapped, each
-block wrapped inside of it, 16-bit parameters with 32-bit norms, 32-bit gradients' sums and optimizer state.
+As in published ViT and Stable Diffusion recipes, each block is a unit inside of the whole model's; gathered parameters
+have 16 bits except those of norms, while gradient reductions and optimizer state have 32 bits.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def shard(
     of_blocks_only: bool = False,
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> int:
-    """Shard a task in place; returns the number of units that are gathered one by one.
+    """Shard a task in place; returns the number of units, each of which is gathered on its own.
 
-    Names of parameters stay; the parameters become DTensors, so an optimizer must be given the new ones.
+    Parameters become DTensors under the same names, so the optimizer must be given the new ones.
 
     Args:
         task: offers `blocks()`, called through their forward; and `entry_points`, names of the methods beside forward
             and `evaluate` that callers use.
-        mesh: one dimension to shard over; or two, to replicate over and to shard over.
-        by_block: each block is a unit, and what is left of the task another; else the task is one unit.
-        reshard_after_forward: free gathered parameters between forward and backward (FULL_SHARD); else only the
-            backward pass frees them (SHARD_GRAD_OP).
-        parameters: number format of gathered parameters, except those of norms and of modules that have
-            `full_precision`, which stay in 32 bits; None: their own.
-        of_blocks_only: what lies outside of blocks is gathered in its own format.
-        placement: the dimension that a parameter is divided along, which must be a multiple of the shards unless it is
-            the first; None: the first.
+        mesh: one dimension, to shard over; or two, to replicate over and to shard over.
+        by_block: True: each block is a unit, and the rest of the task another one; False: the task is one unit.
+        reshard_after_forward: True: free gathered parameters between the forward and the backward pass (FULL_SHARD);
+            False: only after the backward pass (SHARD_GRAD_OP).
+        parameters: dtype of gathered parameters, except those of norms and of modules with an attribute
+            `full_precision`, which keep 32 bits; None: their own.
+        of_blocks_only: gather parameters outside of blocks in their own dtype.
+        placement: from a parameter to the dimension that it is sharded along. Except for the first, the size of the
+            dimension must be a multiple of the number of shards. None: the first dimension.
 
     Raises:
-        ValueError: the task is sharded already, or names no blocks where they are asked for.
+        ValueError: the task is sharded already, or names no blocks although `by_block` is True.
     """
     if is_sharded(task):
         raise ValueError("fsdp: the model is sharded already")
@@ -65,7 +65,7 @@ def shard(
         low = None if of_blocks_only and unit is task else parameters
         if low is not None:
             units += _shard_in_32_bits(unit, options)
-        # Losses, and what enters the network, keep their 32 bits: autocast decides where fewer do.
+        # Inputs and losses keep their 32 bits: autocast decides which operations take fewer.
         sums = None if low is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sums, cast_forward_inputs=False)
         fully_shard(unit, mp_policy=policy, **options)
@@ -76,7 +76,7 @@ def shard(
 
 
 def _shard_in_32_bits(unit: nn.Module, options: dict) -> int:
-    """Norms of a unit, and what has `full_precision`, one by one in 32 bits; returns their number."""
+    """Make norms and modules with `full_precision` inside of a unit units in 32 bits; returns their number."""
     named = [m for m in unit.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
     named = [m for m in named if not isinstance(m, FSDPModule) and any(True for _ in m.parameters())]
     for module in named:
@@ -85,16 +85,16 @@ def _shard_in_32_bits(unit: nn.Module, options: dict) -> int:
 
 
 def _make_contiguous(task: nn.Module) -> None:
-    """FSDP2 takes rows in their plain order only."""
+    """Make parameters contiguous, as FSDP2 shards no other memory format."""
     for parameter in task.parameters():
         parameter.data = parameter.data.contiguous()
 
 
 def divide_by_ranks_on_cpu() -> None:
-    """Gradients of FSDP2 on a CPU become means over ranks in torch 2.7 too.
+    """Make gradients of FSDP2 on CPUs means over ranks in torch 2.7 too.
 
-    There gloo's reduce-scatter returns the sum where the mean is asked for, in silence, and Adam hides most of it. Told
-    to divide by itself, FSDP2 asks for the sum. Later versions are right and left alone.
+    In that version gloo's reduce-scatter silently returns the sum if asked for the mean, which Adam mostly hides. This
+    makes FSDP2 divide by itself and ask for the sum. Later versions are correct and stay unchanged.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8) or hasattr(
         _fsdp_collectives, "_asked_by_precompose"
@@ -113,13 +113,13 @@ def divide_by_ranks_on_cpu() -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 holds a part of a model."""
+    """Whether FSDP2 has sharded a model, or a part of it."""
     return any(isinstance(inner, FSDPModule) for inner in module.modules())
 
 
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of a sharded model's state dict, in the first rank's host memory; empty on other ranks.
+    """The whole state dict of a sharded model in the host memory of the first rank; an empty dict on other ranks.
 
-    Every rank must call it: tensors are gathered one after another.
+    Every rank must call it. Tensors are gathered one after another.
     """
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

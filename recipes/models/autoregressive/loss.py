@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens in 32-bit, without ever holding the logits of all positions."""
+"""Cross-entropy of tokens in float32, without holding the logits of all positions at once."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # rows whose logits are alive at once: 100 MB of them for 24,576 tokens
-# cuBLAS multiplies 16-bit matrices into 32-bit results; torch offers it from 2.8 on.
+CHUNK = 1024  # rows whose logits are in memory at once: 100 MB for 24,576 tokens
+# cuBLAS can multiply 16-bit matrices into float32 results; torch offers it since 2.8.
 WIDE_PRODUCT = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """-ln p(target) of each row, p the softmax of hidden @ weight.T.
+    """The negative log-likelihood of each row's target under softmax(hidden @ weight.T).
 
-    The logits are computed a chunk of rows at a time, and again in the backward pass. Under autocast the factors are
-    rounded to its type, the products summed and kept in 32-bit.
+    The logits are computed one chunk of rows at a time, and once more in the backward pass. Under autocast the factors
+    are rounded to its dtype; products are accumulated and kept in float32.
 
     Args:
         hidden: (M, d).
         weight: (C, d), the unembedding.
-        targets: (M,) int64 in [0, C), or -1: loss and gradient of the row are 0.
-        chunk: rows at a time.
+        targets: (M,) int64 in [0, C), or -1 for rows whose loss and gradient are 0.
+        chunk: rows per chunk.
 
     Returns:
-        (M,), 32-bit (64-bit where the factors are).
+        (M,), float32, or float64 if the factors are.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -38,7 +38,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
         losses = hidden.new_empty(len(hidden), dtype=_wide(hidden.dtype))
-        normalisers = torch.empty_like(losses)  # ln of the sum of exp(logits)
+        normalisers = torch.empty_like(losses)  # log-sum-exp of the logits
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(len(hidden), chunk):
                 logits = _logits(hidden[rows], weight)  # (m, C)
@@ -53,7 +53,8 @@ class _TokenLosses(torch.autograd.Function):
         hidden, weight, targets, normalisers = ctx.saved_tensors
         grad = grad.masked_fill(targets < 0, 0.0)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype))  # a sum over chunks would lose bits in 16
+        # 16 bits would lose precision in the sum over chunks.
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype))
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(len(hidden), ctx.chunk):
                 slope = _logits(hidden[rows], weight).sub_(normalisers[rows, None]).exp_()  # p, (m, C)
@@ -65,12 +66,12 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(m, C), 32-bit or more."""
+    """(m, C), float32 or wider."""
     if hidden.dtype == _wide(hidden.dtype):
         return hidden @ weight.T
     if WIDE_PRODUCT and hidden.is_cuda:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    # Both fit into TF32, so that its products (where they are allowed) are exact too.
+    # 16-bit numbers fit into TF32, whose products are therefore exact if TF32 is allowed.
     return hidden.float() @ weight.float().T
 
 

@@ -1,10 +1,10 @@
 """Which tokens a layer's attention may see (DALL-E, Ramesh et al. 2021, appendix B.1 and figure 11).
 
-A sequence is T text positions, then the image grid row by row. Each mask is a pure function of a query's and a key's
-position, on integers or integer tensors of any shape: dense masks, block masks and caches are all made from it.
+A sequence is T text positions followed by the image grid, row by row. Each mask is a pure function of the positions of
+a query and a key, for integer tensors of any shape. Dense masks, block masks and caches are all derived from it.
 
-All three masks of the image depend only on how far the key lies before the query in raster order, so that they do not
-stop at the ends of rows.
+All three masks of the image depend only on how far the key precedes the query in raster order. They therefore continue
+across the ends of rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Visible = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """The positions of a sequence.
 
     Attributes:
         text: text positions, T.
-        side: rows, and columns, of the image grid.
-        kernel: side of the neighbourhood that convolutional attention sees, odd.
+        side: number of rows, and of columns, of the image grid.
+        kernel: side of the neighbourhood of convolutional attention, an odd number.
     """
 
     text: int
@@ -54,25 +54,25 @@ class Layout:
 
 
 def layer_kinds(layers: int) -> list[Kind]:
-    """The mask of each layer, counted from 1: column where (i - 2) mod 4 = 0, else row; the last is convolutional."""
+    """The mask of each layer i, counted from 1: column if (i - 2) mod 4 = 0, else row; convolution for the last."""
     kinds: list[Kind] = ["column" if (i - 2) % 4 == 0 else "row" for i in range(1, layers)]
     return [*kinds, "convolution"]
 
 
-def reach(kind: Kind, layout: Layout) -> int:
-    """How many image tokens before itself an image token may look back, at most."""
+def reach(kind: Kind, layout: TokenLayout) -> int:
+    """The largest distance, in tokens, at which an image token sees an earlier image token."""
     half = layout.kernel // 2
     longest = {"row": layout.side, "column": layout.image - 1, "convolution": half * layout.side + half}
     return min(longest[kind], layout.image - 1)
 
 
-def near(kind: Kind, layout: Layout, distance: Tensor) -> Tensor:
-    """Whether an image token sees the one so many places before it in raster order.
+def near(kind: Kind, layout: TokenLayout, distance: Tensor) -> Tensor:
+    """Whether an image token sees the image token at a distance before it in raster order.
 
     Args:
-        kind: of the mask.
-        layout: of the sequence.
-        distance: integers; below 0 the result means nothing.
+        kind: kind of the mask.
+        layout: positions of the sequence.
+        distance: integers of any shape; below 0 the result is meaningless.
 
     Returns:
         bool, of the same shape.
@@ -82,16 +82,17 @@ def near(kind: Kind, layout: Layout, distance: Tensor) -> Tensor:
         return distance <= side
     if kind == "column":
         return distance % side == 0
-    # In the row `up` above, columns from -half to half: distances from up * side - half to up * side + half. Where the
-    # grid is narrower than the kernel they overlap; the highest `up` that begins at or before the distance decides.
+    # `up` rows above, the columns from -half to half are at distances from up * side - half to up * side + half. If the
+    # grid is narrower than the kernel, these ranges overlap; the highest `up` whose range has begun decides.
     up = ((distance + half) // side).clamp(max=half)
     return distance + half - up * side < layout.kernel
 
 
-def visible(kind: Kind, layout: Layout) -> Visible:
-    """(query positions, key positions) -> whether the query sees the key, in raster order.
+def visible(kind: Kind, layout: TokenLayout) -> Visible:
+    """The mask of a layer as a function: (query positions, key positions) -> whether the query sees the key.
 
-    Text sees the text before it and itself; the image sees all text, and of the image what its mask says.
+    Positions are in raster order. Text sees itself and earlier text. The image sees all text, and of the image what its
+    mask shows.
     """
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
@@ -101,10 +102,10 @@ def visible(kind: Kind, layout: Layout) -> Visible:
     return sees
 
 
-def visible_by_columns(layout: Layout) -> Visible:
-    """The column mask where the image's positions run down the columns of the grid, one column after the other.
+def visible_by_columns(layout: TokenLayout) -> Visible:
+    """The column mask for positions that run down the columns of the grid, one column after another.
 
-    So each token sees a dense run of tokens before it, which block-sparse kernels want.
+    Each token then sees a contiguous run of tokens before it, which suits block-sparse kernels.
     """
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
@@ -115,11 +116,11 @@ def visible_by_columns(layout: Layout) -> Visible:
 
 
 def dense_mask(sees: Visible, length: int, device: torch.device | None = None) -> Tensor:
-    """(length, length) bool: rows are queries, columns keys."""
+    """The mask as (length, length) bool, with queries as rows and keys as columns."""
     positions = torch.arange(length, device=device)
     return sees(positions[:, None], positions[None, :])
 
 
-def visible_pairs(kind: Kind, layout: Layout) -> int:
-    """Pairs of a query and a key that a mask shows."""
+def visible_pairs(kind: Kind, layout: TokenLayout) -> int:
+    """The number of (query, key) pairs that a mask shows."""
     return int(dense_mask(visible(kind, layout), layout.length, torch.device("cpu")).sum())

@@ -19,7 +19,7 @@ from data.transforms import resize_and_crop
 from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_tokens, uniforms
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.autoregressive.transformer import TokenTransformer
-from recipes.models.family import Parts
+from recipes.models.family import ExportParts
 from recipes.models.sampling import Precision, SamplingProgress, autocast
 
 
@@ -122,7 +122,7 @@ def jobs(captions: list[str], batch: int) -> Iterator[tuple[list[str], int]]:
             yield texts[start : start + together], each
 
 
-def load(parts: Parts) -> TokenPipeline:
+def load(parts: ExportParts) -> TokenPipeline:
     """The pipeline of an export. See `recipes.generation.exports.load_pipeline`."""
     return TokenPipeline(
         network=load_transformer(parts.network).to(parts.device).eval(),

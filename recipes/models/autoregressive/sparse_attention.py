@@ -1,7 +1,7 @@
-"""One attention operation over text and image with the masks of `masks.py`, in several ways that agree.
+"""Attention over text and image with the masks of `masks.py`, in several implementations that agree.
 
-Each way is an object made once for a kind of mask and a device, and called with queries, keys and values. Letters:
-B batch, H heads, S positions = T text + N image, D head width, d model width, R grid side.
+An implementation is an object that is made once per kind of mask and device, and called with queries, keys and values.
+Letters: B batch, H heads, S positions = T text + N image, D head width, d model width, R grid side.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from recipes.models.autoregressive.masks import Kind, Layout, dense_mask, near, visible, visible_by_columns
+from recipes.models.autoregressive.masks import Kind, TokenLayout, dense_mask, near, visible, visible_by_columns
 
 Implementation = Literal["auto", "flex", "local", "masked"]
 
 
 class Attend(ABC):
-    """Attention in raster order. `enter` and `leave` bring (B, S, d) activations into its order of tokens and back."""
+    """Attention in an order of tokens of its own, by default raster order."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """(B, S, d) in raster order to this one's."""
+        """Activations (B, S, d) from raster order to the order of this attention."""
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """(B, S, d) in this one's order to raster order."""
+        """Activations (B, S, d) from the order of this attention back to raster order."""
         return x
 
     @abstractmethod
@@ -38,9 +38,9 @@ class Attend(ABC):
 
 
 class ByColumns(Attend):
-    """Attention that takes the image down its columns, where what a column layer sees lies side by side."""
+    """Attention with the image in column order, in which the keys that a column layer sees are contiguous."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TokenLayout) -> None:
         self.layout = layout
 
     def enter(self, x: Tensor) -> Tensor:
@@ -53,20 +53,20 @@ class ByColumns(Attend):
 class MaskedAttend(Attend):
     """PyTorch's scaled_dot_product_attention over all keys, with a dense mask."""
 
-    def __init__(self, kind: Kind, layout: Layout, device: torch.device) -> None:
+    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device) -> None:
         self.mask = dense_mask(visible(kind, layout), layout.length, device)  # (S, S)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
 
-def flex_attend(kind: Kind, layout: Layout, device: torch.device, compiled: bool = True) -> Attend:
-    """FlexAttention: only blocks of 128 x 128 that hold a visible pair are computed. For a GPU."""
+def flex_attend(kind: Kind, layout: TokenLayout, device: torch.device, compiled: bool = True) -> Attend:
+    """FlexAttention: computes only blocks of 128 x 128 with at least one visible pair. Needs a GPU."""
     return _FlexColumns(layout, device, compiled) if kind == "column" else _FlexRaster(kind, layout, device, compiled)
 
 
 class _FlexRaster(Attend):
-    def __init__(self, kind: Kind, layout: Layout, device: torch.device, compiled: bool) -> None:
+    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device, compiled: bool) -> None:
         self.blocks = block_mask(visible(kind, layout), layout.length, device)
         self.compiled = compiled
 
@@ -75,7 +75,7 @@ class _FlexRaster(Attend):
 
 
 class _FlexColumns(ByColumns):
-    def __init__(self, layout: Layout, device: torch.device, compiled: bool) -> None:
+    def __init__(self, layout: TokenLayout, device: torch.device, compiled: bool) -> None:
         super().__init__(layout)
         self.blocks = block_mask(visible_by_columns(layout), layout.length, device)
         self.compiled = compiled
@@ -84,8 +84,8 @@ class _FlexColumns(ByColumns):
         return _flex(self.compiled)(q, k, v, block_mask=self.blocks)
 
 
-def block_mask(sees: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device):  # noqa: ANN201
-    """FlexAttention's BlockMask of a mask, the same for every sample and head."""
+def block_mask(sees: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device) -> BlockMask:
+    """FlexAttention's BlockMask of a mask, shared by all samples and heads."""
     return create_block_mask(lambda b, h, query, key: sees(query, key), None, None, length, length, device=str(device))
 
 
@@ -94,11 +94,11 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
-def local_attend(kind: Kind, layout: Layout, device: torch.device) -> Attend:
-    """Plain matrix products over the text and the few grid rows, or the one column, that a token may see.
+def local_attend(kind: Kind, layout: TokenLayout, device: torch.device) -> Attend:
+    """Matrix products over the text and only those grid rows, or the one column, that a token can see.
 
-    Scores are (N, T + keys) instead of (S, S): with 256 text positions and a grid of 32, a quarter of the work for row
-    and column layers. For a CPU, which has no block-sparse kernels.
+    Scores are (N, T + keys) instead of (S, S). With 256 text positions and a grid of side 32, row and column layers
+    need a quarter of the work. Meant for CPUs, which have no block-sparse kernels.
     """
     return LocalColumns(layout, device) if kind == "column" else LocalRows(kind, layout, device)
 
@@ -106,7 +106,7 @@ def local_attend(kind: Kind, layout: Layout, device: torch.device) -> Attend:
 class LocalColumns(ByColumns):
     """The column mask: each column of the grid attends to the text and to itself."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: TokenLayout, device: torch.device) -> None:
         super().__init__(layout)
         self.mask = torch.ones(layout.side, layout.side, dtype=torch.bool, device=device).tril()  # (R, R)
 
@@ -120,12 +120,12 @@ class LocalColumns(ByColumns):
 
 
 class LocalRows(Attend):
-    """The row and the convolutional mask: each row of the grid attends to the text, to itself and to rows above it."""
+    """The row and convolutional masks: each row of the grid attends to the text, itself and some rows above."""
 
-    def __init__(self, kind: Kind, layout: Layout, device: torch.device) -> None:
+    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device) -> None:
         self.layout = layout
         half = layout.kernel // 2
-        self.above = min(1 if kind == "row" else half + 1, layout.side - 1)  # + 1: it wraps around the row's start
+        self.above = min(1 if kind == "row" else half + 1, layout.side - 1)  # + 1: it wraps around the start of the row
         row = torch.arange(layout.side, device=device)
         query = row[:, None] * layout.side + row  # (R, R)
         first = (row - self.above) * layout.side
@@ -145,9 +145,12 @@ class LocalRows(Attend):
 
 
 def _text_then_image(
-    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, mask: Tensor, layout: Layout
+    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, mask: Tensor, layout: TokenLayout
 ) -> Tensor:
-    """Causal attention of the text, beside that of the image to all text and its groups' own keys: (B, H, S, D)."""
+    """Causal attention of the text, then attention of the image to all text and to its groups' own keys.
+
+    Returns (B, H, S, D).
+    """
     q_text, q_image = _split(q, layout)
     text = nn.functional.scaled_dot_product_attention(q_text, k_text, v_text, is_causal=True)  # (B, H, T, D)
     groups = q_image.unflatten(2, (layout.side, layout.side))  # (B, H, R, R, D)
@@ -158,13 +161,13 @@ def _text_then_image(
 def attend_in_two(
     q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention of groups of queries to keys that all groups share and to keys of their own, under one softmax.
+    """Attention of groups of queries to keys that all groups share and to keys of each group, in one softmax.
 
     Args:
         q: (B, H, G, Q, D), G groups of Q queries.
-        k_text, v_text: (B, H, T, D), all of them visible.
+        k_text, v_text: (B, H, T, D), visible to all queries.
         k_local, v_local: (B, H, G, K, D).
-        mask: broadcastable to (G, Q, K) bool, which local keys are visible; None: all.
+        mask: bool, broadcastable to (G, Q, K): which local keys are visible; None: all.
 
     Returns:
         (B, H, G, Q, D).
@@ -181,14 +184,14 @@ def attend_in_two(
     return from_text + on_local @ v_local
 
 
-def make_attend(implementation: Implementation, kind: Kind, layout: Layout, device: torch.device) -> Attend:
-    """The attention of one kind of mask on one device.
+def make_attend(implementation: Implementation, kind: Kind, layout: TokenLayout, device: torch.device) -> Attend:
+    """The attention for one kind of mask on one device.
 
     Args:
-        implementation: auto: flex on a GPU; elsewhere local from a grid of 16 on, masked below.
-        kind: of the mask.
-        layout: of the sequence.
-        device: where queries, keys and values will be.
+        implementation: auto: flex on a GPU, otherwise local for grids of side 16 or more, else masked.
+        kind: kind of the mask.
+        layout: positions of the sequence.
+        device: device of queries, keys and values.
 
     Raises:
         ValueError: flex without a GPU.
@@ -196,8 +199,8 @@ def make_attend(implementation: Implementation, kind: Kind, layout: Layout, devi
     if implementation == "flex" and device.type != "cuda":
         raise ValueError(f"autoregressive: attention: flex needs a GPU; use auto, local or masked on a {device.type}")
     if implementation == "auto":
-        # Of the masked time, forward and backward on one core: 0.17 to 0.56 at a side of 32, 0.46 to 0.92 at 16, twice
-        # to 2.5 times at 8, where there is little to save.
+        # Time of local relative to masked, forward and backward on one core: 0.17 to 0.56 at a side of 32, 0.46 to
+        # 0.92 at 16, and 2 to 2.5 at 8, where there is little to save.
         on_cpu = "local" if layout.side >= 16 else "masked"
         implementation = "flex" if device.type == "cuda" else on_cpu
     makers = {"flex": flex_attend, "local": local_attend, "masked": MaskedAttend}
@@ -209,5 +212,5 @@ def transpose_grid(x: Tensor, side: int) -> Tensor:
     return x.unflatten(1, (side, side)).transpose(1, 2).flatten(1, 2)
 
 
-def _split(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
     return x.split([layout.text, layout.image], dim=2)

@@ -1,4 +1,4 @@
-"""Text and image tokens as one stream, predicted token by token: DALL-E's second stage as a training task."""
+"""DALL-E's second stage as a training task: text and image tokens as one sequence, predicted token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recipes.models.autoregressive.loss import token_losses
-from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops
 from recipes.models.task import Task
@@ -25,7 +25,7 @@ FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
 
 
 class Autoregressive(Task):
-    """A transformer over text tokens, then image tokens (Ramesh et al. 2021, section 2.2), on precomputed tokens."""
+    """A transformer over text tokens followed by image tokens (Ramesh et al. 2021, section 2.2), all precomputed."""
 
     entry_points = ("sample",)
     exports_average_beside = True
@@ -47,24 +47,25 @@ class Autoregressive(Task):
         """Build it with new weights.
 
         Args:
-            layers: attention layers, each followed by an MLP.
-            width: of the residual stream, a multiple of the heads.
-            heads: attention heads.
-            text_positions: text tokens of a sequence, padding included.
-            text_vocabulary: entries of the BPE vocabulary.
-            side: of the grid of image tokens.
-            codes: image tokens that there are.
-            kernel: side of the neighbourhood that the last layer's convolutional attention sees, odd.
-            image_weight: share of the image tokens' mean loss in the whole; the rest is that of the text tokens.
-            attention: flex: block-sparse kernels, for a GPU; local: matrix products over what a layer can see, for a
-                CPU; masked: over all keys; auto: flex on a GPU, else local from a side of 16 on, masked below.
+            layers: number of attention layers, each followed by an MLP.
+            width: width of the residual stream, a multiple of the number of heads.
+            heads: number of attention heads.
+            text_positions: text tokens per sequence, including padding.
+            text_vocabulary: size of the byte-pair vocabulary.
+            side: side of the grid of image tokens.
+            codes: size of the image codebook.
+            kernel: side of the neighbourhood of the last layer's convolutional attention, an odd number.
+            image_weight: weight of the image tokens' mean loss, from 0 to 1; the text tokens' mean loss has the rest.
+            attention: flex: block-sparse kernels, for a GPU; local: matrix products over the visible keys only, for a
+                CPU; masked: all keys, with a mask; auto: flex on a GPU, otherwise local for a side of 16 or more,
+                else masked.
 
         Raises:
-            ValueError: sizes that do not divide, a weight that is no share.
+            ValueError: a width that is not a multiple of the heads, or a weight outside of 0 to 1.
         """
         super().__init__()
         if not 0 <= image_weight <= 1:
-            raise ValueError(f"autoregressive: image_weight is a share from 0 to 1, got {image_weight}")
+            raise ValueError(f"autoregressive: image_weight must be from 0 to 1, got {image_weight}")
         self.sizes: dict[str, Any] = {
             "layers": layers,
             "width": width,
@@ -80,32 +81,32 @@ class Autoregressive(Task):
         self.eval_names = ["loss", "text_loss", "image_loss"]
 
     def requirements(self) -> dict[str, int]:
-        """What the data must hold."""
+        """The sizes that the data and its vocabulary must have."""
         names = ("text_positions", "text_vocabulary", "codes", "side")
         return {name: self.sizes[name] for name in names}
 
     def blocks(self) -> list[nn.Module]:
-        """The residual blocks, attention and MLP in turn: sharded, checkpointed and scaled one by one."""
+        """The residual blocks, attention and MLP in turn."""
         return list(self.network.blocks)
 
     def forward_flops(self) -> float:
-        """FLOPs of the forward pass of a sample, of attention those that its masks show.
+        """FLOPs of the forward pass of one sample, counting the visible pairs of attention only.
 
-        PyTorch's counter cannot follow FlexAttention.
+        PyTorch's counter does not know FlexAttention.
         """
         return forward_flops(self.network)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The training loss: 1/8 of the text tokens' mean and 7/8 of the image tokens', each over its own count.
+        """The training loss: by default 1/8 of the text tokens' mean loss plus 7/8 of the image tokens'.
 
-        The counts are those of the (micro)batch. The first text token is not predicted, as there is nothing before it;
-        the last text position, a token or padding, predicts the first image token.
+        Means are taken over the tokens of the (micro)batch. The first text token is not predicted, because nothing
+        precedes it; the last text position, a token or padding, predicts the first image token.
 
         Args:
-            batch: `text` (B, T) int64 in [0, V), -1 (at the end) where there is no token; `image` (B, N) int64.
+            batch: `text` (B, T) int64 in [0, V), -1 for padding at the end; `image` (B, N) int64.
 
         Returns:
-            `total`, and `text` and `image`, in nats a token: scalars.
+            `total`, `text` and `image`, in nats per token: scalars.
         """
         text, image, there = self._losses(batch)
         text_mean = text.sum() / there.sum().clamp(min=1)
@@ -118,18 +119,18 @@ class Autoregressive(Task):
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`text_loss`, `image_loss`, in nats a token, and `loss`, their weighted sum: (B,) each."""
+        """`text_loss` and `image_loss` in nats per token, and `loss`, their weighted sum: (B,) each."""
         text, image, there = self._losses(batch)
         text_mean = text.sum(1) / there.sum(1).clamp(min=1)
         image_mean = image.mean(1)
         return {"loss": self._weighted(text_mean, image_mean), "text_loss": text_mean, "image_loss": image_mean}
 
     def sample(self, text: Tensor, uniform: Tensor, choice: Choice, given: Tensor | None = None) -> Tensor:
-        """Image tokens for captions, also while the model is sharded: see `sample_tokens`."""
+        """Image tokens for captions, also while the model is sharded. See `sample_tokens`."""
         return sample_tokens(self.network, text, uniform, choice, given)
 
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of text (B, T - 1) and image (B, N) tokens, and where there is text to predict, (B, T - 1) bool."""
+        """Losses of text (B, T - 1) and image (B, N) tokens, and a mask of the text tokens, (B, T - 1) bool."""
         text, image = batch["text"], batch["image"]
         hidden = self.network(text, image)[:, :-1]  # (B, S - 1, d): nothing follows the last token
         targets = torch.cat([text, image + self.network.text_vocabulary], dim=1)[:, 1:]  # (B, S - 1)
@@ -145,7 +146,7 @@ class Autoregressive(Task):
         self._save(folder / FOLDER)
 
     def export_average(self, folder: Path) -> None:
-        """Write transformer_ema/ beside transformer/; to be called while the averaged weights are in place."""
+        """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
         self._save(folder / FOLDER_AVERAGE)
 
     def _save(self, folder: Path) -> None:
@@ -158,11 +159,7 @@ class Autoregressive(Task):
         return {"family": "autoregressive", "network": FOLDER}
 
     def load_export(self, folder: Path) -> None:
-        """Take the weights of an exported folder, strictly.
-
-        Raises:
-            ValueError: the folder has other tensors than this model.
-        """
+        """See `Task.load_export`."""
         load_safetensors(self.network, folder / FOLDER / WEIGHTS)
 
 
@@ -178,9 +175,9 @@ def transformer_of(
     kernel: int,
     attention: Literal["auto", "flex", "local", "masked"] = "auto",
 ) -> TokenTransformer:
-    """The network of the sizes that `Autoregressive` takes and config.json holds."""
+    """A new network of the sizes that `Autoregressive` takes and config.json holds."""
     return TokenTransformer(
-        layout=Layout(text_positions, side, kernel),
+        layout=TokenLayout(text_positions, side, kernel),
         layers=layers,
         width=width,
         heads=heads,
@@ -191,11 +188,11 @@ def transformer_of(
 
 
 def load_transformer(folder: Path) -> TokenTransformer:
-    """The network of a folder that `Autoregressive.export` wrote; reads JSON and safetensors only.
+    """The network in a folder that `Autoregressive.export` wrote. Only JSON and safetensors are read.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: tensors and sizes do not fit.
+        ValueError: the tensors do not have the sizes of config.json.
     """
     sizes = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     network = transformer_of(**sizes)

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from recipes.models.autoregressive.cache import Caches
-from recipes.models.autoregressive.masks import Layout, layer_kinds, visible_pairs
+from recipes.models.autoregressive.masks import TokenLayout, layer_kinds, visible_pairs
 from recipes.models.autoregressive.sparse_attention import Attend, Implementation, make_attend
 
-INITIAL = 0.125  # of weights: deviation times the root of the fan-in (Child et al. 2019, section 6)
+INITIAL = 0.125  # standard deviation of initial weights, times sqrt(fan-in) (Child et al. 2019, section 6)
 
 
-class Attention(nn.Module):
-    """Layer norm, then attention; the mask, or the cache, comes with the call."""
+class CausalAttention(nn.Module):
+    """Layer norm, then self-attention. The mask, or the cache, is an argument of the call."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
-        self.qkv.stacked = 3  # matrices one above the other, of queries, keys and values
+        self.qkv.stacked = 3  # three stacked matrices, for queries, keys and values
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
@@ -52,9 +52,9 @@ class MLP(nn.Module):
 
 
 class Residual(nn.Module):
-    """x + branch(x): the unit of sharding, of activation checkpointing and of gradient scaling.
+    """x + branch(x): the unit of sharding, activation checkpointing and gradient scaling.
 
-    Under autocast the branch has 16 bits and the sum, like x, 32.
+    Under autocast the branch is computed in 16 bits, while x and the sum are float32.
     """
 
     def __init__(self, branch: nn.Module) -> None:
@@ -67,12 +67,12 @@ class Residual(nn.Module):
 
 
 class TokenTransformer(nn.Module):
-    """(text tokens, image tokens) -> a vector for each position, from which the next token is predicted."""
+    """(text tokens, image tokens) -> one vector per position, from which the next token is predicted."""
 
     def __init__(
         self,
         *,
-        layout: Layout,
+        layout: TokenLayout,
         layers: int,
         width: int,
         heads: int,
@@ -80,27 +80,30 @@ class TokenTransformer(nn.Module):
         codes: int,
         implementation: Implementation = "auto",
     ) -> None:
-        """New weights, as Child et al. (2019, section 6) draw them for the kind of transformer that DALL-E says it is.
+        """Build it with new weights, initialised as in Child et al. (2019, section 6), the architecture DALL-E names.
 
-        Weights deviate by 0.125 / sqrt(fan-in), token embeddings by 0.125 / sqrt(d), position embeddings by that over
-        the root of their number at a position; the output layers of residual branches are divided by sqrt(2 layers).
-        Biases and the unembedding are 0, so that training begins with the same probability for all V + K tokens.
+        Standard deviations: weights 0.125 / sqrt(fan-in); token embeddings 0.125 / sqrt(d); position embeddings the
+        same, divided by the root of their number per position. Output layers of residual branches are divided by
+        sqrt(2 layers). Biases and the unembedding are 0: training starts with equal probabilities of all V + K tokens.
 
         Args:
             layout: text positions and image grid.
-            layers: attention layers, each with an MLP.
-            width: of the residual stream.
-            heads: attention heads.
-            text_vocabulary: V.
-            codes: K.
-            implementation: of attention.
+            layers: number of attention layers, each followed by an MLP.
+            width: width of the residual stream, d.
+            heads: number of attention heads, H.
+            text_vocabulary: size of the text vocabulary, V.
+            codes: number of image codes, K.
+            implementation: implementation of attention, see `make_attend`.
 
         Raises:
-            ValueError: the width is no multiple of the heads.
+            ValueError: no layers, or a width that is not a multiple of the heads.
         """
         super().__init__()
         if layers < 1 or width % heads:
-            raise ValueError(f"transformer: {layers} layers, width {width} with {heads} heads: they do not divide")
+            raise ValueError(
+                f"transformer: {layers} layers, width {width}, {heads} heads: give at least 1 layer, and a width that "
+                "is a multiple of the number of heads"
+            )
         self.layout = layout
         self.kinds = layer_kinds(layers)
         self.text_vocabulary = text_vocabulary
@@ -114,16 +117,16 @@ class TokenTransformer(nn.Module):
         self.image_columns = nn.Embedding(layout.side, width)
         # Attention and MLP of layer i are blocks 2i and 2i + 1.
         self.blocks = nn.ModuleList(
-            Residual(branch) for _ in range(layers) for branch in (Attention(width, heads), MLP(width))
+            Residual(branch) for _ in range(layers) for branch in (CausalAttention(width, heads), MLP(width))
         )
         self.norm = nn.LayerNorm(width)
-        self.unembedding = nn.Linear(width, text_vocabulary + codes, bias=False)  # one softmax over text, then image
+        self.unembedding = nn.Linear(width, text_vocabulary + codes, bias=False)  # one softmax over text and image
         self._attends: dict[torch.device, list[Attend]] = {}
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw new initial weights."""
         width = self.norm.normalized_shape[0]
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -135,26 +138,28 @@ class TokenTransformer(nn.Module):
         for positions in (self.image_rows, self.image_columns):
             positions.weight.div_(math.sqrt(2))
         for block in self.blocks:
-            last = block.branch.out if isinstance(block.branch, Attention) else block.branch.down
+            last = block.branch.out if isinstance(block.branch, CausalAttention) else block.branch.down
             last.weight.div_(math.sqrt(len(self.blocks)))
         nn.init.zeros_(self.unembedding.weight)
 
     def forward(self, text: Tensor | None, image: Tensor, caches: Caches | None = None) -> Tensor:
-        """The vector at each position that predicts the token after it.
+        """One vector per position, from which the token after it is predicted.
 
         Args:
-            text: (B, T) int64 in [0, V), -1 where there is no token; None: the caches hold it.
-            image: (B, n) int64 in [0, K). Without caches n = N; with them the tokens that come next, one of them
-                unless the caches are new.
-            caches: what the layers saw before, which the call adds to.
+            text: (B, T) int64 in [0, V), -1 for padding; None: the caches hold it.
+            image: (B, n) int64 in [0, K). Without caches, n = N. With new caches, the image tokens that are given; with
+                begun caches, the next token.
+            caches: keys and values of earlier tokens, which the call extends.
 
         Returns:
-            (B, S, d), (B, T + n, d) for new caches, (B, 1, d) for one token more; 32-bit.
+            float32, (B, S, d); (B, T + n, d) with new caches; (B, 1, d) with begun caches.
         """
         x = self.embed_image(image, 0 if caches is None else caches.image)  # (B, n, d)
         if text is not None:
             x = torch.cat([self.embed_text(text), x], dim=1)  # (B, T + n, d)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # 16-bit tables, too, begin a 32-bit identity path
+        x = x.to(
+            torch.promote_types(x.dtype, torch.float32)
+        )  # the identity path is float32, also with 16-bit embeddings
         attends = self._attends_on(x.device) if caches is None else caches.layers
         for number, attend in enumerate(attends):
             x = self.blocks[2 * number](x, attend)
@@ -164,19 +169,19 @@ class TokenTransformer(nn.Module):
         return self.norm(x)
 
     def embed_text(self, text: Tensor) -> Tensor:
-        """(B, T) -> (B, T, d): token and position; without a token the padding that is learned for the position."""
+        """(B, T) -> (B, T, d): token plus position. Padding has a learned embedding per position."""
         tokens = self.text_tokens(text.clamp(min=0))
         tokens = torch.where((text < 0)[..., None], self.text_padding.weight, tokens)
         return tokens + self.text_positions.weight
 
     def embed_image(self, image: Tensor, first: int = 0) -> Tensor:
-        """(B, n) -> (B, n, d): token, row and column, of the grid positions from `first` on."""
+        """(B, n) -> (B, n, d): token plus row plus column, for the grid positions from `first` on."""
         position = torch.arange(first, first + image.shape[1], device=image.device)
         rows, columns = position // self.layout.side, position % self.layout.side
         return self.image_tokens(image) + (self.image_rows(rows) + self.image_columns(columns))
 
     def image_logits(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., K), 32-bit: the part of the softmax that an image token can be."""
+        """(..., d) -> (..., K), float32: logits of the image codes alone."""
         weight = self.unembedding.weight[self.text_vocabulary :]
         with torch.autocast(x.device.type, enabled=False):
             return nn.functional.linear(x, weight.to(x.dtype))
@@ -185,12 +190,12 @@ class TokenTransformer(nn.Module):
         """Empty caches.
 
         Args:
-            repeat: sequences that will go on from each of those that the caches are begun with.
+            repeat: number of sequences that continue each sequence of the first call.
         """
         return Caches(self.kinds, self.layout, repeat)
 
     def _attends_on(self, device: torch.device) -> list[Attend]:
-        """The attention of each layer; layers of one kind share theirs. Made once a device, outside of the blocks."""
+        """The attention of each layer, made once per device; layers of the same kind share it."""
         if device not in self._attends:
             made = {kind: make_attend(self.implementation, kind, self.layout, device) for kind in set(self.kinds)}
             self._attends[device] = [made[kind] for kind in self.kinds]
@@ -198,11 +203,11 @@ class TokenTransformer(nn.Module):
 
 
 def forward_flops(network: TokenTransformer, sparse: bool = True) -> float:
-    """FLOPs of the forward pass of a sample, a multiply-add counted as 2; the backward pass has twice as many.
+    """FLOPs of the forward pass of one sample, counting a multiply-add as 2. The backward pass has twice as many.
 
     Args:
-        network: the matrices of its blocks and its unembedding are counted, tables are not.
-        sparse: count the pairs of a query and a key that each layer's mask shows; else all S * S.
+        network: counted are the matrices of its blocks and its unembedding, not its embeddings.
+        sparse: count only the (query, key) pairs that each layer's mask shows; otherwise all S * S pairs.
     """
     layout, width = network.layout, network.norm.normalized_shape[0]
     matrices = sum(module.weight.numel() for module in network.modules() if isinstance(module, nn.Linear))

@@ -1,4 +1,4 @@
-"""A text encoder trained beside a picture encoder by contrast (CLIP), with open_clip's modules."""
+"""Contrastive training of a text encoder and an image encoder (CLIP), with open_clip's modules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from recipes.models.weights import load_safetensors
 
 
 class ContrastiveText(Task):
-    """CLIP (Radford et al. 2021, section 2.3): each caption picks its picture out of the batch, and the reverse."""
+    """CLIP (Radford et al. 2021, section 2.3): captions are matched to their images within a batch, and the reverse."""
 
-    compares_samples = True  # with each other: the size of a microbatch is part of the loss
+    compares_samples = True
 
     def __init__(
         self,
@@ -38,16 +38,16 @@ class ContrastiveText(Task):
         """Build both towers with new weights.
 
         Args:
-            width: width of the text transformer, which becomes the U-Net's text_width.
+            width: width of the text transformer, which becomes the text_width of a denoiser.
             layers: blocks of the text transformer.
             heads: attention heads of the text transformer.
-            context_length: tokens of a caption, the start and end marks included.
+            context_length: tokens per caption, including the start and end marks.
             vocabulary: size of the vocabulary; 49,408 is that of open_clip's byte-pair tokenizer.
-            picture_size: side of the pictures in pixels.
+            picture_size: side of the images in pixels.
             patch_size: side of a patch in pixels.
-            picture_width: width of the picture transformer, a multiple of its head width 32.
-            picture_layers: blocks of the picture transformer.
-            embedding: width of the space that both are compared in.
+            picture_width: width of the image transformer, a multiple of its head width 32.
+            picture_layers: blocks of the image transformer.
+            embedding: width of the joint embedding space.
         """
         super().__init__()
         self.config: dict[str, Any] = {
@@ -71,9 +71,10 @@ class ContrastiveText(Task):
         self.eval_names = ["loss", "accuracy"]
 
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
-        pictures = self.network.encode_image(to_signed(batch["image"]), normalize=True)  # (B, E)
+        """Logits (B, B): images as rows, captions as columns."""
+        images = self.network.encode_image(to_signed(batch["image"]), normalize=True)  # (B, E)
         captions = self.network.encode_text(batch["tokens"], normalize=True)  # (B, E)
-        return self.network.logit_scale.exp().clamp(max=100) * pictures.float() @ captions.float().T  # (B, B)
+        return self.network.logit_scale.exp().clamp(max=100) * images.float() @ captions.float().T  # (B, B)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The symmetric contrastive loss over the pairs of this (micro)batch.
@@ -89,7 +90,7 @@ class ContrastiveText(Task):
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`loss` in nats and `accuracy` (share of pictures whose own caption is nearest in the batch): (B,) each."""
+        """`loss` in nats, and `accuracy` (1 if the image's own caption is the nearest of the batch): (B,) each."""
         similarities = self._similarities(batch)
         own = torch.arange(len(similarities), device=similarities.device)
         return {"loss": _contrast(similarities), "accuracy": (similarities.argmax(1) == own).float()}
@@ -102,16 +103,12 @@ class ContrastiveText(Task):
         save_model(self.network, str(folder / "open_clip_model.safetensors"))
 
     def load_export(self, folder: Path) -> None:
-        """Take the weights of an exported folder, strictly.
-
-        Raises:
-            ValueError: the folder has other tensors than this model.
-        """
+        """See `Task.load_export`."""
         load_safetensors(self.network, folder / "open_clip_model.safetensors")
 
 
 def _contrast(similarities: Tensor) -> Tensor:
     own = torch.arange(len(similarities), device=similarities.device)
-    picture_to_caption = nn.functional.cross_entropy(similarities, own, reduction="none")
-    caption_to_picture = nn.functional.cross_entropy(similarities.T, own, reduction="none")
-    return (picture_to_caption + caption_to_picture) / 2  # (B,)
+    image_to_caption = nn.functional.cross_entropy(similarities, own, reduction="none")
+    caption_to_image = nn.functional.cross_entropy(similarities.T, own, reduction="none")
+    return (image_to_caption + caption_to_image) / 2  # (B,)

@@ -1,9 +1,9 @@
-"""The discrete autoencoder of DALL-E: pictures to a grid of codes, and back. Network and files, no training.
+"""The discrete autoencoder of DALL-E: images to a grid of codes and back. The network and its files, no training.
 
 Ramesh et al. 2021 ("Zero-Shot Text-to-Image Generation"), section 2.1 and appendix A, with the parameter names of the
-public release, so that its checkpoints load as they are.
+public release, so that its checkpoints load unchanged.
 
-Legend: B pictures, R side in pixels, G = R / 8 side of the grid of codes, K codes.
+Letters: B images, R side in pixels, G = R / 8 side of the grid of codes, K codes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from recipes.models.weights import load_tensors, read_tensors
 
-EPSILON = 0.1  # pixels are kept this far away from 0 and 1, where the logit is infinite
+EPSILON = 0.1  # distance of mapped pixels from 0 and 1, where the logit is infinite
 GROUPS = 4
 DOWNSAMPLE = 2 ** (GROUPS - 1)
 KIND = "dvae"
-Parts = dict[str, tuple[Path, dict[str, Tensor]]]  # encoder and decoder: the file, and its tensors
+PartTensors = dict[str, tuple[Path, dict[str, Tensor]]]  # encoder and decoder: the file, and its tensors
 
 
 class DVAE(nn.Module):
@@ -36,67 +36,68 @@ class DVAE(nn.Module):
 
         Args:
             codes: K, the size of the codebook.
-            hidden: width of the first encoder group; it doubles in each group. The decoder's widths are the reverse.
-            blocks: residual blocks a group.
-            initial: width that the decoder starts from.
+            hidden: width of the first encoder group. It doubles in each group; the decoder has the reverse.
+            blocks: residual blocks per group.
+            initial: width of the decoder's first layer.
 
         Raises:
-            ValueError: a size that makes no network.
+            ValueError: a size out of range.
         """
         super().__init__()
         if codes < 2 or blocks < 1 or initial < 1 or hidden < 4 or hidden % 4:
             raise ValueError(
                 f"dvae: codes {codes}, hidden {hidden}, blocks {blocks}, initial {initial}: give at least 2 codes, "
-                "1 block and 1 initial channel, and a hidden width that is a multiple of 4 (the bottleneck's share)"
+                "1 block and 1 initial channel, and a hidden width that is a multiple of 4"
             )
         self.sizes = {"codes": codes, "hidden": hidden, "blocks": blocks, "initial": initial}
         self.codes = codes
-        self.encoder = Encoder(codes, hidden, blocks)
-        self.decoder = Decoder(codes, hidden, blocks, initial)
+        self.encoder = CodeEncoder(codes, hidden, blocks)
+        self.decoder = CodeDecoder(codes, hidden, blocks, initial)
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """(B, 3, R, R) in [0, 1] to the unnormalised log-probability of every code, (B, K, G, G) 32-bit.
+        """The logits of all codes, (B, K, G, G) float32, of images (B, 3, R, R) in [0, 1].
 
         Raises:
-            ValueError: a side that is no multiple of 8.
+            ValueError: a side that is not a multiple of 8.
         """
         if pixels.shape[-1] % DOWNSAMPLE or pixels.shape[-2] % DOWNSAMPLE:
             raise ValueError(
-                f"dvae: pictures of {pixels.shape[-2]} x {pixels.shape[-1]} pixels: give sides that are multiples of "
+                f"dvae: images of {pixels.shape[-2]} x {pixels.shape[-1]} pixels: give sides that are multiples of "
                 f"{DOWNSAMPLE}"
             )
         return self.encoder(map_pixels(pixels))
 
     def tokens(self, pixels: Tensor) -> Tensor:
-        """(B, 3, R, R) in [0, 1] to the likeliest code of each place, (B, G, G) int64."""
+        """The most likely code at each grid position, (B, G, G) int64, of images (B, 3, R, R) in [0, 1]."""
         return self.logits(pixels).argmax(dim=1)
 
     def statistics(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """The decoder's distribution of pixels.
 
         Args:
-            codes: (B, K, G, G), each place one-hot or a point of the simplex, or (B, G, G) int64 numbers of codes.
+            codes: (B, K, G, G), one-hot or a point of the simplex at each grid position; or (B, G, G) int64, indices
+                of codes.
 
         Returns:
-            mu and ln b of the logit-Laplace distribution of mapped pixels, (B, 3, R, R) 32-bit each.
+            mu and ln b of the logit-Laplace distribution of mapped pixels, (B, 3, R, R) float32 each.
         """
         mean, log_scale = self.decoder(codes).float().chunk(2, dim=1)
         return mean, log_scale
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """(B, G, G) int64 numbers of codes to the pictures to look at, (B, 3, R, R) 32-bit in [0, 1]."""
+        """Images (B, 3, R, R) float32 in [0, 1] of codes (B, G, G) int64."""
         return unmap_pixels(torch.sigmoid(self.statistics(tokens)[0]))
 
     def blocks(self) -> list[nn.Module]:
-        """The residual blocks of encoder and decoder, from pixels to pixels."""
+        """The residual blocks of encoder and decoder, in the order of the forward pass."""
         return [module for module in self.modules() if isinstance(module, Block)]
 
 
 class Conv(nn.Module):
-    """A convolution that keeps the grid's size. Weights start as N(0, 1 / fan_in), biases as 0.
+    """A convolution with "same" padding. Initial weights are N(0, 1 / fan_in), biases 0.
 
     Attributes:
-        full_precision: computed in 32-bit, whatever the autocast around it says; FSDP leaves its weights so too.
+        full_precision: compute in float32 even under autocast. FSDP, too, keeps the weights in float32.
     """
 
     def __init__(self, inputs: int, outputs: int, size: int, full_precision: bool = False) -> None:
@@ -119,9 +120,9 @@ def _no_autocast(device: str) -> AbstractContextManager:
 
 
 class Block(nn.Module):
-    """x + f(x) / L^2 with a bottleneck of a quarter of the width; L is the number of blocks of the whole network.
+    """x + f(x) / L^2 with a bottleneck of a quarter of the width; L is the number of blocks of the encoder or decoder.
 
-    The identity has a 1x1 convolution where the width changes.
+    The identity path has a 1x1 convolution if the width changes.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class Block(nn.Module):
     ) -> None:
         """
         Args:
-            inputs: channels that come in.
-            outputs: channels that go out.
+            inputs: input channels.
+            outputs: output channels.
             sizes: kernel sizes of the four convolutions.
             layers: L.
-            upsample: double the grid, as if before the block. ReLU and convolutions of size 1 give the same on either
-                side of copying pixels; done first, they see a quarter of them.
+            upsample: double the grid, as if before the block. ReLU and convolutions of size 1 commute with copying
+                pixels; before it, they have a quarter of the work.
         """
         super().__init__()
         assert not upsample or sizes[0] == 1
@@ -154,8 +155,8 @@ class Block(nn.Module):
         return torch.add(self.upsample(self.id_path(x)), self.res_path(x), alpha=self.gain)
 
 
-class Encoder(nn.Module):
-    """Mapped pixels (B, 3, R, R) to logits (B, K, G, G) 32-bit."""
+class CodeEncoder(nn.Module):
+    """Mapped pixels (B, 3, R, R) to logits (B, K, G, G) float32."""
 
     def __init__(self, codes: int, hidden: int, blocks: int) -> None:
         super().__init__()
@@ -172,8 +173,8 @@ class Encoder(nn.Module):
         return self.blocks(x.to(self.blocks.input.w.dtype))
 
 
-class Decoder(nn.Module):
-    """Codes to mu and ln b of the pixels, (B, 6, R, R)."""
+class CodeDecoder(nn.Module):
+    """Codes to mu and ln b of the pixels, (B, 6, R, R). See `CodeConv.forward` for the codes."""
 
     def __init__(self, codes: int, hidden: int, blocks: int, initial: int) -> None:
         super().__init__()
@@ -191,22 +192,22 @@ class Decoder(nn.Module):
 
 
 class CodeConv(Conv):
-    """The decoder's first convolution, which takes points of the simplex, or the numbers of codes."""
+    """The decoder's first convolution, which takes points of the simplex or indices of codes."""
 
     def forward(self, codes: Tensor) -> Tensor:
         """(B, K, G, G) floating-point or (B, G, G) int64 to (B, I, G, G)."""
         if codes.is_floating_point():
             mixed = super().forward(codes)
-        else:  # a 1x1 convolution of one-hot vectors picks columns: 33 MB a picture of the published size are not made
+        else:  # a 1x1 convolution of one-hot vectors, which would take 33 MB per image at the published size
             mixed = (F.embedding(codes, self.w[:, :, 0, 0].T.float()) + self.b.float()).permute(0, 3, 1, 2)
-        # 32-bit weights, alone or under autocast, take it as it is; a network that was cast to 16-bit does not.
+        # No change with float32 weights, with or without autocast. A network that was cast to 16 bits needs the cast.
         return mixed.to(self.w.dtype)
 
 
 def _groups(
     inputs: int, widths: list[int], blocks: int, sizes: tuple[int, int, int, int], upsample: bool = False
 ) -> OrderedDict[str, nn.Module]:
-    """group_1 to group_4: `blocks` residual blocks each; between the groups the grid is halved, or doubled."""
+    """group_1 to group_4 of `blocks` residual blocks each. Between groups the grid is halved or doubled."""
     groups: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(widths):
         group: OrderedDict[str, nn.Module] = OrderedDict()
@@ -221,7 +222,7 @@ def _groups(
 
 
 def map_pixels(pixels: Tensor) -> Tensor:
-    """[0, 1] to [eps, 1 - eps], 32-bit: what encoder and likelihood see."""
+    """Pixels from [0, 1] to [eps, 1 - eps], float32, the range that encoder and likelihood take."""
     return (1 - 2 * EPSILON) * pixels.float() + EPSILON
 
 
@@ -240,18 +241,18 @@ def save_dvae(network: DVAE, folder: Path) -> None:
 
 
 def load_dvae(folder: Path) -> DVAE:
-    """Open what `save_dvae` wrote, or a folder in the public release's layout.
+    """Open a folder that `save_dvae` wrote, or one in the public release's layout.
 
-    The latter is encoder.safetensors and decoder.safetensors, or encoder.pt and decoder.pt: state dicts with names such
-    as `blocks.group_1.block_1.res_path.conv_1.w`. The published encoder.pkl and decoder.pkl are pickled programs, which
-    are not opened here: docs/dalle.md says how to take the tensors out of them.
+    The latter has encoder.safetensors and decoder.safetensors, or encoder.pt and decoder.pt: state dicts with names
+    such as `blocks.group_1.block_1.res_path.conv_1.w`. The published encoder.pkl and decoder.pkl are pickled programs,
+    which are not opened here. docs/dalle.md says how to take the tensors out of them.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the files hold other tensors than such a network.
+        ValueError: the tensors are not those of a dVAE.
     """
     parts = _read(folder)
-    with torch.device("meta"):  # no time, memory or random numbers for weights that are replaced
+    with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
         network = DVAE(**_sizes(folder, parts))
     network.to_empty(device="cpu")
     _fill(network, parts)
@@ -259,16 +260,16 @@ def load_dvae(folder: Path) -> DVAE:
 
 
 def load_dvae_into(network: DVAE, folder: Path) -> None:
-    """Take the weights of such a folder into a network of the same sizes. Raises as `load_dvae`."""
+    """Load the weights of such a folder into a network of the same sizes. Raises as `load_dvae`."""
     _fill(network, _read(folder))
 
 
-def _fill(network: DVAE, parts: Parts) -> None:
+def _fill(network: DVAE, parts: PartTensors) -> None:
     for part, (file, tensors) in parts.items():
         load_tensors(getattr(network, part), tensors, file)
 
 
-def _read(folder: Path) -> Parts:
+def _read(folder: Path) -> PartTensors:
     return {part: _read_part(folder, part) for part in ("encoder", "decoder")}
 
 
@@ -281,8 +282,8 @@ def _read_part(folder: Path, part: str) -> tuple[Path, dict[str, Tensor]]:
     raise FileNotFoundError(f"{folder}: no {part}.safetensors and no {part}.pt of a dVAE{hint}")
 
 
-def _sizes(folder: Path, parts: Parts) -> dict[str, int]:
-    """Sizes by config.json where there is one, else by the shapes of the tensors."""
+def _sizes(folder: Path, parts: PartTensors) -> dict[str, int]:
+    """The sizes in config.json if there is one, otherwise those of the tensors."""
     if (folder / "config.json").is_file():
         return _config(folder / "config.json")
     encoder, decoder = parts["encoder"][1], parts["decoder"][1]
@@ -292,7 +293,7 @@ def _sizes(folder: Path, parts: Parts) -> dict[str, int]:
     except (KeyError, ValueError):
         raise ValueError(f"{folder}: the tensors are not those of a dVAE: no blocks.input.w in both files") from None
     if colours != 3:
-        raise ValueError(f"{folder}: encoder and decoder are swapped, or of pictures with {colours} colours")
+        raise ValueError(f"{folder}: encoder and decoder are swapped, or the images have {colours} channels")
     blocks = sum(name.startswith("blocks.group_1.") and name.endswith(".res_path.conv_1.w") for name in encoder)
     return {"codes": codes, "hidden": hidden, "blocks": blocks, "initial": initial}
 

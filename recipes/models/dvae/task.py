@@ -16,11 +16,9 @@ from recipes.models.task import Task
 class DiscreteAutoencoder(Task):
     """DALL-E's dVAE (Ramesh et al. 2021, section 2.1): logit-Laplace likelihood, Gumbel-softmax, KL to uniform codes.
 
-    The loss is (negative log-likelihood + beta * KL) / (3 R^2), both summed over a picture of R x R pixels, so that
-    beta / 192 weighs the KL of a place of the grid beside the likelihood of a pixel's colour.
-
-    Attributes:
-        scheduled: names of the values that a schedule may set in the course of a run, scalar buffers.
+    The loss is (negative log-likelihood + beta * KL) / (3 R^2), both summed over an image of R x R pixels. The mean KL
+    per grid position therefore has the weight beta / 192 relative to the mean negative log-likelihood per subpixel (one
+    colour channel of one pixel).
     """
 
     scheduled = ("beta", "temperature")
@@ -41,17 +39,17 @@ class DiscreteAutoencoder(Task):
 
         Args:
             codes: size of the codebook.
-            hidden: width of the encoder's first group, which doubles in each of the four; the decoder's are the
+            hidden: width of the encoder's first group. It doubles in each of the four groups; the decoder has the
                 reverse.
-            blocks: residual blocks a group.
-            initial: width that the decoder starts from.
-            beta: weight of the KL divergence, where no scheduled_value callback sets it.
-            temperature: of the relaxation, where no scheduled_value callback sets it.
-            least_scale: added to the scale b of the likelihood, in units of pixels' logits; 0 as published. Drawings
-                have flat areas whose b goes to 0 for ever, and whose gradient (1 / b) then drowns all others.
+            blocks: residual blocks per group.
+            initial: width of the decoder's first layer.
+            beta: weight of the KL divergence, unless a scheduled_value callback sets it.
+            temperature: temperature of the relaxation, unless a scheduled_value callback sets it.
+            least_scale: added to the scale b of the likelihood, in units of the pixels' logits; 0 as published.
+                Drawings have flat areas, whose b goes to 0 and whose gradient (1 / b) then dominates all others.
 
         Raises:
-            ValueError: a size that makes no network, a number out of range.
+            ValueError: a size or a number out of range.
         """
         super().__init__()
         if beta < 0 or temperature <= 0 or least_scale < 0:
@@ -60,7 +58,7 @@ class DiscreteAutoencoder(Task):
                 "temperature above 0"
             )
         self.network = DVAE(codes=codes, hidden=hidden, blocks=blocks, initial=initial)
-        # Functions of the batch's number, which a schedule sets again after a resume: no part of a checkpoint.
+        # Not in checkpoints: functions of the number of batches, which a schedule sets again after a resume.
         self.register_buffer("beta", torch.tensor(float(beta)), persistent=False)
         self.register_buffer("temperature", torch.tensor(float(temperature)), persistent=False)
         self.least_scale = least_scale
@@ -68,17 +66,17 @@ class DiscreteAutoencoder(Task):
         self.eval_names = ["loss", "nll", "kl", "psnr"]
 
     def blocks(self) -> list[nn.Module]:
-        """What FSDP gathers, and activation checkpointing computes again, one by one."""
+        """The residual blocks of encoder and decoder."""
         return self.network.blocks()
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The training loss, with codes relaxed by noise of the device's generator.
+        """The training loss, with codes relaxed by Gumbel noise from the device's global generator.
 
         Args:
             batch: `image` (B, 3, R, R) uint8.
 
         Returns:
-            `total`, `nll` (nats a colour of a pixel), `kl` (nats a place of the grid): scalars.
+            `total`, `nll` (nats per subpixel), `kl` (nats per grid position): scalars.
         """
         pixels = batch["image"].float() / 255  # (B, 3, R, R)
         logits = self.network.logits(pixels)  # (B, K, G, G)
@@ -88,11 +86,11 @@ class DiscreteAutoencoder(Task):
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parts of the evidence lower bound with the likeliest codes: no noise, the same at every beta.
+        """The terms of the evidence lower bound with the most likely codes: without noise, and independent of beta.
 
         Returns:
-            (B,) each: `nll` (nats a colour of a pixel), `kl` (nats a place of the grid), `loss` (their sum at beta 1,
-            nats a colour of a pixel), `psnr` (dB, of range 1). Besides, for callbacks, `codes` (B, G, G) int64.
+            (B,) each: `nll` (nats per subpixel), `kl` (nats per grid position), `loss` (their sum at beta 1, nats per
+            subpixel), `psnr` (dB, for pixels in [0, 1]). For callbacks also `codes` (B, G, G) int64.
         """
         pixels = batch["image"].float() / 255  # (B, 3, R, R)
         logits = self.network.logits(pixels)  # (B, K, G, G)
@@ -105,29 +103,25 @@ class DiscreteAutoencoder(Task):
         return {"loss": nll + kl * _places(logits, pixels), "nll": nll, "kl": kl, "psnr": psnr, "codes": codes}
 
     def _likelihood(self, pixels: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Negative log-likelihood in nats, and mu, of each colour of each pixel: (B, 3, R, R) each."""
+        """Negative log-likelihood in nats, and mu, per subpixel: (B, 3, R, R) each."""
         mean, log_scale = self.network.statistics(codes)
         if self.least_scale > 0:
             log_scale = torch.logaddexp(log_scale, torch.full_like(log_scale, math.log(self.least_scale)))
         return -logit_laplace(map_pixels(pixels), mean, log_scale), mean
 
     def reconstruct(self, images: Tensor) -> Tensor:
-        """(B, 3, R, R) in [-1, 1] through the likeliest codes and back."""
+        """Images (B, 3, R, R) in [-1, 1], encoded to the most likely codes and decoded again."""
         return self.network.decode(self.network.tokens((images + 1) / 2)) * 2 - 1
 
     def export(self, folder: Path) -> None:
-        """Write config.json and two safetensors, in the public release's layout, as `dvae.load_dvae` opens them."""
+        """Write config.json and two safetensors in the public release's layout, which `load_dvae` opens."""
         save_dvae(self.network, folder)
 
     def load_export(self, folder: Path) -> None:
-        """Take the weights of an exported folder, or of the public release's layout, strictly.
-
-        Raises:
-            ValueError: the folder has other tensors than this model.
-        """
+        """See `Task.load_export`. A folder in the public release's layout is loaded too."""
         load_dvae_into(self.network, folder)
 
 
 def _places(logits: Tensor, pixels: Tensor) -> float:
-    """Places of the grid for each colour of a pixel: 1 / 192."""
+    """Grid positions per subpixel: 1 / 192."""
     return logits[0, 0].numel() / pixels[0].numel()

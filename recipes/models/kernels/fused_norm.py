@@ -1,4 +1,4 @@
-"""The module that computes GroupNorm, and SiLU where it follows, by one kernel; and whether that is faster here."""
+"""A module that computes GroupNorm, and a following SiLU, by one kernel, and whether that is faster."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.nn import functional as F
 from recipes.models.kernels.group_norm_silu import DTYPES, INTERPRETED, group_norm_silu
 
 WARM_UP, REPEATS = 3, 11
-MARGIN = 0.95  # the kernel must save this much, or the choice would follow the noise
+MARGIN = 0.95  # the kernel must take less than this share of the time, or noise would decide
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """A GroupNorm that another one becomes by `fuse`: same parameters, one kernel, followed by SiLU if asked for.
+    """What `fuse` turns a GroupNorm into: the same parameters, one kernel, and optionally SiLU.
 
-    The kernel computes in 32 bits and writes what autocast would cast to: more precise than a low-precision norm.
+    The kernel computes in float32 and writes the dtype of autocast, which is more precise than a low-precision norm.
 
     Attributes:
-        plain: the class that the norm had, next in the order of inheritance: it computes what the kernel does not take.
+        plain: the class that the norm had. It computes the inputs that the kernel does not take.
         silu: whether SiLU follows.
-        measured: whether the kernel must be the faster one for a shape (`is_faster`) to be used.
+        measured: whether the kernel is used only for shapes for which it is faster (`is_faster`).
     """
 
     plain: type[nn.GroupNorm]
@@ -48,17 +48,17 @@ class FusedGroupNorm(nn.GroupNorm):
     def _takes(self, x: Tensor) -> bool:
         if x.dim() != 4 or x.dtype not in DTYPES or not (x.is_cuda or INTERPRETED) or x.is_meta:
             return False
-        # A contiguous network would pay for a copy at each norm.
+        # A network in contiguous memory format would need a copy at each norm.
         return not self.measured or x.is_contiguous(memory_format=torch.channels_last)
 
 
 def fuse(norm: nn.GroupNorm, silu: bool, measured: bool) -> None:
-    """Make a norm a FusedGroupNorm in place: the same object, so parameters, hooks and names stay.
+    """Turn a norm into a FusedGroupNorm in place. The object, its parameters, hooks and names stay the same.
 
     Args:
-        norm: with weight and bias.
-        silu: whether to apply SiLU too; the caller removes the one that followed.
-        measured: use the kernel only for shapes where it is faster; else always.
+        norm: a GroupNorm with weight and bias.
+        silu: whether to apply SiLU too. The caller removes the SiLU that followed.
+        measured: use the kernel only for shapes for which it is faster; otherwise always.
     """
     assert norm.affine and not isinstance(norm, FusedGroupNorm)
     norm.__class__ = _fused_class(type(norm))
@@ -72,7 +72,7 @@ def _fused_class(plain: type[nn.GroupNorm]) -> type[FusedGroupNorm]:
 
 @dataclass(frozen=True)
 class Case:
-    """What decides a norm's time: its class, (N, C, H, W), groups, dtypes in and out, autocast, and SiLU after it."""
+    """What a norm's time depends on: class, shape (N, C, H, W), groups, dtypes of input and output, autocast, SiLU."""
 
     plain: type[nn.GroupNorm]
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of forward and backward pass, by the kernel and by PyTorch."""
+    """Milliseconds per forward and backward pass, by the kernel and by PyTorch."""
 
     fused: float
     plain: float
@@ -100,15 +100,15 @@ TIMES: dict[Case, Times] = {}  # measured in this process
 
 @torch.compiler.assume_constant_result
 def is_faster(*values: Any) -> bool:
-    """Whether the kernel is faster for a case, given as its values: measured when it first comes up, then remembered.
+    """Whether the kernel is faster for a case, given by its fields. Each case is measured once per process.
 
-    It is compared with PyTorch's eager kernels, also where the network is compiled: the compiler calls this as it
-    traces, with values alone.
+    The kernel is compared with PyTorch's eager kernels, even if the network is compiled: the compiler calls this
+    function while it traces, with plain values only.
     """
     case = Case(*values)
     if case not in TIMES:
-        # A thread of its own has neither the caller's autocast, nor its gradient mode, nor activation checkpointing's
-        # hooks, which would count what this saves.
+        # A new thread has neither the caller's autocast and gradient mode, nor the hooks of activation checkpointing,
+        # which would count the tensors saved here.
         results: list[Times | BaseException] = []
         device = torch.cuda.current_device()
         thread = threading.Thread(target=_measure_into, args=(results, case, device))
@@ -124,17 +124,17 @@ def _measure_into(results: list[Times | BaseException], case: Case, device: int)
     try:
         torch.cuda.set_device(device)
         results.append(measure(case, torch.device("cuda", device)))
-    except BaseException as error:  # an error of a thread would only be printed
+    except BaseException as error:  # an error in a thread would only be printed
         results.append(error)
 
 
 def measure(case: Case, device: torch.device) -> Times:
-    """Time a case with the kernel and without, from a channels_last input to a channels_last gradient.
+    """Time a case with and without the kernel, from a channels_last input to a channels_last gradient.
 
-    Changes of layout and dtype that PyTorch's norm leaves to its neighbours are counted: the convolution after it
-    takes channels_last in the lower precision, the one before it takes its gradient so.
+    The conversions of layout and dtype that PyTorch's norm makes necessary are included: the next convolution takes
+    channels_last input in the lower precision, and the previous one takes its gradient likewise.
     """
-    generator = torch.Generator(device).manual_seed(0)  # its own: a resumed run must draw the noise that the first drew
+    generator = torch.Generator(device).manual_seed(0)  # its own, so that the global generator is left alone
     x = torch.randn(case.shape, device=device, dtype=case.dtype, generator=generator)
     dy = torch.randn(case.shape, device=device, dtype=case.out, generator=generator)
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
@@ -161,7 +161,7 @@ def _step(norm: nn.Module, x: Tensor, dy: Tensor, case: Case, silu: bool) -> Cal
 
 
 def _interleaved(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median milliseconds of each step, run in turns, so that a change of clocks meets all of them."""
+    """Median milliseconds of each step. Steps take turns, so that a change of clock rates affects all of them."""
     for step in steps.values():
         for _ in range(WARM_UP):
             step()

@@ -1,15 +1,15 @@
-"""Triton kernels of GroupNorm and SiLU in one, for channels_last pictures, forward and backward.
+"""Triton kernels of GroupNorm and SiLU in one for channels_last tensors, forward and backward.
 
-PyTorch's CUDA GroupNorm takes contiguous memory only, so in a channels_last network each norm costs two copies
-besides itself, and SiLU one more pass; under autocast all of them move 32-bit numbers. Here the forward pass reads
-its input twice (the second time mostly from the L2 cache) and writes the result once, in the format that the
-next layer takes; the backward pass reads input and gradient twice and writes once. Sums are 32-bit and in a fixed
-order, so a result depends on nothing but its inputs and the device's size.
+PyTorch's CUDA GroupNorm takes contiguous memory only. In a channels_last network each norm therefore needs two copies,
+and SiLU one more pass, all of them in float32 under autocast. Here the forward pass reads its input twice (the second
+time mostly from the L2 cache) and writes the result once, in the dtype that the next layer takes. The backward pass
+reads input and gradient twice and writes once. Sums are float32 and have a fixed order, so that a result depends only
+on its inputs and on the number of multiprocessors of the device.
 
-Each program takes some whole groups of one sample: neighbouring channels, so that a row is a run of up to 256 bytes.
-It goes over its rows once for the sums and once to apply them. Where that makes too few programs for the device
-(small batches), `splits` programs share a sample's rows: one launch then writes each program's sums for each
-channel, and a second one joins and applies them.
+Each program processes some whole groups of one sample, whose channels are adjacent: the values of one row are a run of
+up to 256 bytes. The program reads its rows once for the sums and once to apply them. If that gives too few programs
+for the device (small batches), `splits` programs share the rows of a sample: one launch writes the sums per program
+and channel, and a second launch combines and applies them.
 
 Letters: N batch, C channels, H W grid, R = H W rows, G groups. Gradients: Wu and He 2018, equation 2, with
 SiLU'(z) = s(z) (1 + z (1 - s(z))), s the logistic function.
@@ -26,23 +26,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # elements a program holds at once
-WIDTH = 128  # channels of a program, at most, unless one group has more
-SPLITS = 16  # programs that share a sample's rows, at most: each one reads all of their sums
-PROGRAMS = 4  # wanted for each multiprocessor
+TILE = 4096  # elements per tile, which a program holds at once
+WIDTH = 128  # maximum number of channels per program, unless one group has more
+SPLITS = 16  # maximum number of programs per sample and channels: each reads the sums of all of them
+PROGRAMS = 4  # programs per multiprocessor to aim for
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How the work is divided.
+class KernelPlan:
+    """How the work is divided among programs.
 
     Attributes:
-        groups: whole groups of a program.
-        width: channels of a tile, the power of two that holds them.
-        step: rows of a tile, a power of two.
-        splits: programs that share a sample's rows.
-        rows: rows of each of these, a multiple of step; the last one may have fewer.
-        warps: of a program.
+        groups: whole groups per program.
+        width: channels per tile, rounded up to a power of two.
+        step: rows per tile, a power of two.
+        splits: number of programs that share the rows of a sample.
+        rows: rows per program, a multiple of `step`; the last program may have fewer.
+        warps: warps per program.
     """
 
     groups: int
@@ -64,8 +64,8 @@ def make_plan(
     tile: int = TILE,
     width: int = WIDTH,
     programs: int = PROGRAMS,
-) -> Plan:
-    """A plan from the shapes alone: nothing is tuned at run time, so that runs repeat.
+) -> KernelPlan:
+    """A plan from the shapes alone. Nothing is tuned at run time, so that runs are reproducible.
 
     Args:
         samples: N.
@@ -73,10 +73,10 @@ def make_plan(
         channels: C.
         groups: G, a divisor of C.
         processors: multiprocessors of the device.
-        splits: programs that share a sample's rows, at most; None: enough to fill the device.
-        tile: elements a program holds at once.
-        width: channels of a program, at most, unless one group has more.
-        programs: wanted for each multiprocessor.
+        splits: maximum number of programs that share the rows of a sample; None: enough to fill the device.
+        tile: elements per tile.
+        width: maximum number of channels per program, unless one group has more.
+        programs: programs per multiprocessor to aim for.
     """
     group = channels // groups
     most = max(1, min(groups, 16, width // group))
@@ -85,29 +85,29 @@ def make_plan(
     step = max(1, min(tile // width, triton.next_power_of_2(rows)))
     if splits is None:
         wanted = triton.cdiv(programs * processors, samples * triton.cdiv(groups, whole))
-        splits = max(1, min(wanted, rows // (4 * step)))  # a second launch pays from some tiles a program on
+        splits = max(1, min(wanted, rows // (4 * step)))  # a second launch needs some tiles per program to pay off
     part = triton.cdiv(triton.cdiv(rows, min(splits, SPLITS)), step) * step
-    return Plan(whole, width, step, triton.cdiv(rows, part), part, min(8, max(1, width * step // 512)))
+    return KernelPlan(whole, width, step, triton.cdiv(rows, part), part, min(8, max(1, width * step // 512)))
 
 
 @triton.jit
 def _members(GROUP: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """[GROUPS, WIDTH]: which channel of a tile is in which group."""
+    """[GROUPS, WIDTH] bool: whether a channel of the tile belongs to a group."""
     return (tl.arange(0, WIDTH) // GROUP)[None, :] == tl.arange(0, GROUPS)[:, None]
 
 
 @triton.jit
 def _over_groups(values, members):
-    """[WIDTH] -> [WIDTH]: at each channel the sum over its group."""
+    """[WIDTH] -> [WIDTH]: for each channel, the sum over its group."""
     sums = tl.sum(tl.where(members, values[None, :], 0.0), axis=1)
     return tl.sum(tl.where(members, sums[:, None], 0.0), axis=0)
 
 
 @triton.jit
 def _place(GROUP: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """This program's sample, split, channels and which of these count."""
+    """This program's sample, split and channels, and a mask of the channels that exist."""
     blocks: tl.constexpr = (C + PART * GROUP - 1) // (PART * GROUP)
-    program = tl.program_id(0)  # neighbours take neighbouring channels, and share cache lines
+    program = tl.program_id(0)  # adjacent programs take adjacent channels and share cache lines
     local = tl.arange(0, WIDTH)
     channel = (program % blocks) * (PART * GROUP) + local
     used = (local < PART * GROUP) & (channel < C)
@@ -122,7 +122,7 @@ def _forward(
     STEP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr,
     SUMS: tl.constexpr, APPLY: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """SUMS: means and squared deviations of each channel; APPLY: joins them over groups and splits, and normalises."""
+    """SUMS: means and squared deviations per channel. APPLY: combine them over groups and splits, and normalise."""
     sample, split, channel, used = _place(GROUP, PART, C, WIDTH, SPLITS)
     members = _members(GROUP, WIDTH, PART_P2)
     x += sample * total_rows * C
@@ -130,7 +130,7 @@ def _forward(
     last = tl.minimum(first + rows, total_rows)
 
     if SUMS:
-        # Sums of differences from the first row: no cancellation where the mean is far from 0.
+        # Sums of differences from the first row, to avoid cancellation if the mean is far from 0.
         shift = tl.load(x + first * C + channel, mask=used, other=0.0).to(tl.float32)
         linear = tl.zeros((STEP, WIDTH), tl.float32)
         squares = tl.zeros((STEP, WIDTH), tl.float32)
@@ -190,7 +190,7 @@ def _forward(
 
 @triton.jit
 def _normal_and_gradient(x, dy, at, inside, mean, rstd, weight, bias, SILU: tl.constexpr):
-    """The normalised input, and the gradient before SiLU (0 outside)."""
+    """The normalised input, and the gradient with respect to the input of SiLU (0 outside the mask)."""
     normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]) * rstd[None, :]
     gradient = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     if SILU:
@@ -207,7 +207,7 @@ def _backward(
     STEP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr,
     SUMS: tl.constexpr, APPLY: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """SUMS: sums over rows of the gradient, and of it times the normalised input; APPLY: the input's gradient."""
+    """SUMS: sums over rows of the gradient, and of gradient times normalised input. APPLY: gradient of the input."""
     sample, split, channel, used = _place(GROUP, PART, C, WIDTH, SPLITS)
     members = _members(GROUP, WIDTH, PART_P2)
     x += sample * total_rows * C
@@ -256,8 +256,8 @@ def _backward(
             tl.store(dx + at, (group_rstd[None, :] * change).to(dx.dtype.element_ty), mask=inside)
 
 
-def _launch(kernel, plan: Plan, x: Tensor, groups: int, silu: bool, *arguments) -> None:
-    """Run a kernel in one launch, or in two where programs share a sample's rows."""
+def _launch(kernel, plan: KernelPlan, x: Tensor, groups: int, silu: bool, *arguments) -> None:
+    """Run a kernel in one launch, or in two if programs share the rows of a sample."""
     samples, channels = x.shape[:2]
     group = channels // groups
     constants = {
@@ -279,20 +279,20 @@ def _launch(kernel, plan: Plan, x: Tensor, groups: int, silu: bool, *arguments) 
             kernel[grid](*arguments, SUMS=sums, APPLY=apply, **constants)
 
 
-def plan_for(x: Tensor, groups: int) -> Plan:
+def plan_for(x: Tensor, groups: int) -> KernelPlan:
     """The plan for x (N, C, H, W) on its device."""
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     return make_plan(x.shape[0], x.shape[2] * x.shape[3], x.shape[1], groups, processors)
 
 
 def forward_with(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+    plan: KernelPlan, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """y (N, C, H, W) channels_last of a dtype, and (2, N, G) float32: means, and reciprocals of the deviations."""
+    """y (N, C, H, W) channels_last, and (2, N, G) float32: means and reciprocal standard deviations."""
     samples, channels, height, width = x.shape
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.channels_last)
     stats = x.new_empty((2, samples, groups), dtype=torch.float32)
-    shared = plan.splits > 1  # one program alone keeps its sums in registers
+    shared = plan.splits > 1  # a single program keeps its sums in registers
     parts = x.new_empty((2, samples, plan.splits, channels) if shared else (2, 1), dtype=torch.float32)
     arguments = (x, weight, bias, y, *stats, *parts, height * width, plan.rows, eps)
     _launch(_forward, plan, x, groups, silu, *arguments)
@@ -300,9 +300,9 @@ def forward_with(
 
 
 def backward_with(
-    plan: Plan, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, groups: int, silu: bool
+    plan: KernelPlan, dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, groups: int, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx like x, and (2, C) float32: the gradients of bias and weight."""
+    """dx, shaped like x, and (2, C) float32: the gradients of bias and weight."""
     samples, channels, height, width = x.shape
     dx = torch.empty_like(x, memory_format=torch.channels_last)
     parts = x.new_empty((2, samples, plan.splits, channels), dtype=torch.float32)

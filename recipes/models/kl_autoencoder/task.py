@@ -30,15 +30,15 @@ class KLAutoencoder(Task):
         """Build it with new weights.
 
         Args:
-            channels: feature maps of each level; the grid halves between levels, so n levels shrink a side by 2^(n-1).
-            blocks: residual blocks a level.
+            channels: width of each level. The grid halves between levels: n levels divide the side by 2^(n-1).
+            blocks: residual blocks per level.
             latent_channels: channels of the latents.
             norm_groups: groups of every GroupNorm.
-            middle_attention: self-attention at the smallest grid.
-            kl_weight: weight of the KL divergence a latent value, beside the absolute error a pixel value.
+            middle_attention: whether there is self-attention at the smallest grid.
+            kl_weight: weight of the KL divergence per latent value, relative to the absolute error per pixel value.
 
         Raises:
-            ValueError: a width is no multiple of norm_groups.
+            ValueError: a width is not a multiple of norm_groups.
         """
         super().__init__()
         if any(width % norm_groups for width in channels):
@@ -55,23 +55,23 @@ class KLAutoencoder(Task):
         )
         self.kl_weight = kl_weight
         self.eval_names = ["loss", "l1", "psnr"]
-        # First and second moment of the latents, for the scaling factor that the export names, and batches they saw.
+        # First and second moment of the latents, for the scaling factor in the export, and how many batches they saw.
         self.register_buffer("latent_moments", torch.tensor([0.0, 1.0]))
         self.register_buffer("latent_batches", torch.tensor(0.0))
 
     def blocks(self) -> list[nn.Module]:
-        """The levels of encoder and decoder, and what lies between them."""
+        """One block per level of encoder and decoder, and their middle blocks."""
         encoder, decoder = self.network.encoder, self.network.decoder
         return [*encoder.down_blocks, encoder.mid_block, decoder.mid_block, *decoder.up_blocks]
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The training loss, the latent drawn from the posterior.
+        """The training loss, with latents drawn from the posterior.
 
         Args:
             batch: `image` (B, 3, H, W) uint8.
 
         Returns:
-            `total`, `l1` (a pixel value, of the range 2 from -1 to 1) and `kl` (nats a latent value): scalars.
+            `total`, `l1` (per pixel value, for pixels in [-1, 1]) and `kl` (nats per latent value): scalars.
         """
         images = to_signed(batch["image"])
         posterior = self.network.encode(images).latent_dist
@@ -84,7 +84,7 @@ class KLAutoencoder(Task):
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Reconstruction from the posterior's mean: `l1`, `psnr` in dB (of range 1), `loss` (the l1): (B,) each."""
+        """Reconstruction from the posterior's mean: `l1`, `psnr` (dB), and `loss`, which is the l1: (B,) each."""
         images = to_signed(batch["image"])
         error = self.reconstruct(images) - images
         l1 = error.abs().mean(dim=(1, 2, 3))
@@ -92,19 +92,19 @@ class KLAutoencoder(Task):
         return {"loss": l1, "l1": l1, "psnr": psnr}
 
     def reconstruct(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) in [-1, 1] through the posterior's mean and back."""
+        """Images (B, 3, H, W) in [-1, 1], encoded to the posterior's mean and decoded again."""
         return self.network.decode(self.network.encode(images).latent_dist.mode()).sample.float().clamp(-1, 1)
 
     def _track(self, latents: Tensor) -> None:
         moments = torch.stack([latents.mean(), latents.square().mean()])
         self.latent_batches += 1
-        # A plain mean until it covers 100 batches, so that a short run is not biased by where it starts.
+        # A plain mean over the first 100 batches, so that a short run is not biased by the initial values.
         self.latent_moments.lerp_(moments, torch.clamp(1 / self.latent_batches, min=0.01))
 
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors for diffusers' `AutoencoderKL.from_pretrained`.
 
-        The scaling factor makes the latents of the last batches (an average over about 100) of unit deviation.
+        The scaling factor gives the latents of the last batches (an average over about 100) a standard deviation of 1.
         """
         mean, square = self.latent_moments.tolist()
         scale = (square - mean**2) ** -0.5
@@ -112,14 +112,10 @@ class KLAutoencoder(Task):
         self.network.save_pretrained(str(folder), safe_serialization=True)
 
     def load_export(self, folder: Path) -> None:
-        """Take the weights of an exported folder, strictly.
-
-        Raises:
-            ValueError: the folder has other tensors than this model.
-        """
+        """See `Task.load_export`."""
         load_safetensors(self.network, folder / "diffusion_pytorch_model.safetensors")
 
 
 def to_signed(images: Tensor) -> Tensor:
-    """uint8 (..., H, W) to 32-bit in [-1, 1]."""
+    """Images uint8 (..., H, W) to float32 in [-1, 1]."""
     return images.float() / 127.5 - 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data.image_grid import to_uint8
 from data.manifest import NULL_TEXT, Manifest
-from recipes.models.family import Parts
+from recipes.models.family import ExportParts
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
 from recipes.models.latent_diffusion.task import SCHEDULER
@@ -99,7 +99,7 @@ class DiffusionPipeline:
         return np.concatenate(images)
 
 
-def load(parts: Parts) -> DiffusionPipeline:
+def load(parts: ExportParts) -> DiffusionPipeline:
     """The pipeline of an export. See `recipes.generation.exports.load_pipeline`."""
     # Exports from before export.json named them have a U-Net and DDPM's scheduler.
     denoiser = parts.component_class("denoiser", parts.record.get("denoiser", "unet"))

@@ -1,4 +1,4 @@
-"""Levers in Composer's Trainer, as tests of whole runs put them there and find them again."""
+"""Levers in Composer's Trainer, as tests of whole runs put them there."""
 
 from composer.utils import FSDP2Config
 
@@ -22,9 +22,3 @@ def fsdp_options(task, checkpoints="full"):
     """What `Trainer(...)` takes beside the lever of a task that is sharded, for checkpoints of a kind."""
     task._fsdp_wrap = False  # Composer wraps nothing more
     return {"parallelism_config": {"fsdp": FSDP2Config(reshard_after_forward=False, state_dict_type=checkpoints)}}
-
-
-def lever_in(trainer, kind):
-    """The one lever of a kind that a Trainer runs."""
-    (found,) = [lever for lever in trainer.state.algorithms[0].levers if isinstance(lever, kind)]
-    return found

@@ -24,7 +24,7 @@ from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from tests.recipes.algorithms.composer_levers import lever_in
+from tests.recipes.engines.composer.inside import lever_of
 from tests.recipes.training.fake_run import FakeRun
 
 NAMES = list(COMPONENTS["algorithm"])
@@ -134,7 +134,7 @@ def check_all_levers(small_recipe, folder: Path, *changes: str) -> None:
         assert trainer.state.timestamp.batch == (6 if load else 0)
         trainer.fit()
         trainer.close()
-        average = lever_in(trainer, ScheduledEMA).average
+        average = lever_of(trainer, ScheduledEMA).average
         trained[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
         trained[name] |= {f"average of {n}": t for n, t in average.whole().items()}
     assert trained["whole"].keys() == trained["resumed"].keys()

@@ -5,12 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from precompute.config import EncodeConfig, VocabularyConfig
-from recipes.config import recipe as config_module
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, Training, load_config, to_yaml
+from recipes.config.recipe import Recipe, Training, load_config, read_values, to_yaml
 from recipes.config.schema import Checker, subsections
 from recipes.config.values import Component, ConfigError
 
@@ -135,7 +133,7 @@ def errors_of(cls, values):
 def places(path):
     """(class, values, places of keys) of a shipped YAML."""
     cls = class_of(path)
-    values = OmegaConf.to_container(OmegaConf.create(config_module._read(path)), resolve=True)
+    values = read_values(path, [])
     found = list(schema_keys(load_config(path, [], cls, []), values))
     assert len(found) >= 5
     return cls, values, found

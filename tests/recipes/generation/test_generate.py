@@ -50,7 +50,7 @@ def test_a_grid(tmp_path, export, capsys):
     grid = make(tmp_path, export, "--columns", "3")
     assert grid.shape == (128 + 19 + 12, 3 * (128 + 6) + 6, 3)
     said = capsys.readouterr()
-    assert said.out == f"{tmp_path}/grid.png\n" and "3/3 pictures" in said.err
+    assert said.out == f"{tmp_path}/grid.png\n" and "3/3 images" in said.err
     # The run's folder is as good as its export, and captions may come from a file.
     assert (make(tmp_path, export.parent, "--columns", "3") == grid).all()
     (tmp_path / "captions.txt").write_text("\n".join(["", *CAPTIONS, " "]))

@@ -15,7 +15,7 @@ from recipes.models.kl_autoencoder.task import KLAutoencoder
 from recipes.models.latent_diffusion.ddpm import DDPM
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
-from tests.recipes.algorithms.composer_levers import lever_in
+from tests.recipes.engines.composer.inside import lever_of
 
 
 def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
@@ -72,6 +72,6 @@ def test_the_512_recipe_exports_and_samples_its_average(tmp_path, small_recipe, 
     ema, raw = (load_pipeline(folder, "cpu", "fp32", kind).denoiser for kind in (None, "raw"))
     own = made.state.model.task.denoiser
     assert all(torch.equal(a, b) for a, b in zip(raw.parameters(), own.parameters(), strict=True))
-    with lever_in(made, ScheduledEMA).applied():
+    with lever_of(made, ScheduledEMA).applied():
         assert all(torch.equal(a, b) for a, b in zip(ema.parameters(), own.parameters(), strict=True))
     assert not torch.equal(ema.network.conv_in.weight, raw.network.conv_in.weight)

@@ -284,7 +284,7 @@ def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
     memory = FakeMemory(5_000 * MB, held=1_000 * MB, fixed=500 * MB, each=500 * MB)
     _, search, _ = run(memory, load_path=str(folder / "ba5.pt"))
     assert memory.sizes[:3] == [1, 1, 2] and search.size < 12
-    assert "searched anew, the checkpoint's is for other memory" in capsys.readouterr().out
+    assert "searching again, as the checkpoint's result is for other memory" in capsys.readouterr().out
     memory = FakeMemory(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
     run(memory, load_path=str(folder / "ba3.pt"), duration="9ba")  # the search had not ended
     assert memory.sizes[:3] == [1, 1, 2]
@@ -296,7 +296,7 @@ def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
 def test_a_recipe_on_a_cpu_takes_the_whole_batch(small_recipe, fit, tmp_path, capsys):
     trainer = fit(small_recipe(tmp_path, "training.microbatch=auto", "training.duration=1ba"))
     assert trainer.state.device_train_microbatch_size == 8
-    assert "microbatch: all 8 samples per device; auto measures a GPU's memory" in capsys.readouterr().out
+    assert "microbatch: all 8 samples of a device; auto measures a GPU's memory" in capsys.readouterr().out
 
 
 def test_a_recipe_on_a_gpu_searches(small_recipe, monkeypatch):

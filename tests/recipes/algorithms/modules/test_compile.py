@@ -14,7 +14,8 @@ from recipes.algorithms.modules.activation_checkpointing import ActivationCheckp
 from recipes.algorithms.modules.compile import Compile, CompiledForward, compile_forwards, why_no_compiler
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
-from tests.recipes.algorithms.composer_levers import algorithms_of, lever_in
+from tests.recipes.algorithms.composer_levers import algorithms_of
+from tests.recipes.engines.composer.inside import lever_of
 from tests.recipes.training.fake_run import FakeRun
 
 
@@ -191,13 +192,13 @@ def test_errors(monkeypatch):
     monkeypatch.setattr(compile_module, "has_triton", lambda: False)
     assert "Triton" in why_no_compiler(on_gpu=True)
     monkeypatch.setattr(compile_module, "why_no_compiler", lambda on_gpu: "no C++ compiler")
-    with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler; or remove the algorithm"):
+    with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler; or remove the lever"):
         train(Compile(None))
 
 
 def test_graphs_of_shards_are_refused(monkeypatch):
     monkeypatch.setattr(compile_module, "is_sharded", lambda task: True)
-    with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must stay"):
+    with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must keep"):
         train(Compile(None, mode="reduce-overhead", backend="aot_eager"))
 
 
@@ -227,7 +228,7 @@ def test_a_recipe_compiles_its_unet(small_recipe, fit, tmp_path):
     changes = ["training.duration=1ba", "checkpoints.save=false", "training.global_batch=2"]
     changes += ["model.denoiser." + key for key in ("channels=[32,64]", "attention=[true,false]", "heads=[1,2]")]
     trainer = fit(small_recipe(tmp_path, *changes, "algorithms.compile={name: compile, backend: aot_eager}"))
-    forwards = lever_in(trainer, Compile).forwards
+    forwards = lever_of(trainer, Compile).forwards
     assert len(forwards) == 5 and all(f.called for f in forwards)
     assert all(isinstance(block.forward, CompiledForward) for block in trainer.state.model.task.blocks())
 

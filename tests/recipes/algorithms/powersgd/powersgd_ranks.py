@@ -18,6 +18,7 @@ from recipes.algorithms.averaging.average import own
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.fsdp import Sharding
+from recipes.algorithms.sharding.shard import divide_by_ranks_on_cpu
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch, unscale
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.engines.composer.adapters import as_algorithms
@@ -25,7 +26,6 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun
 from recipes.training.levers import Levers
 from tests.callbacks.exponent_ranks import check_exponents
-from tests.recipes.algorithms.averaging.ema_ranks import right_mean_on_cpu
 from tests.recipes.algorithms.residual import Residual, network
 from tests.recipes.algorithms.sixteen_bit.adam16_ranks import check_shards
 
@@ -212,7 +212,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     check_shards()
-    right_mean_on_cpu()
+    divide_by_ranks_on_cpu()
     check_scaled_shards()
     check_scaled_runs()
     check_runs(Path(sys.argv[1]))

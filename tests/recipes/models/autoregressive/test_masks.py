@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.models.autoregressive.masks import (
-    Layout,
+    TokenLayout,
     dense_mask,
     layer_kinds,
     near,
@@ -17,7 +17,7 @@ from recipes.models.autoregressive.masks import (
 from recipes.models.autoregressive.sparse_attention import transpose_grid
 
 KINDS = ["row", "column", "convolution"]
-layouts = st.builds(Layout, st.integers(1, 5), st.integers(1, 9), st.sampled_from([1, 3, 5, 11]))
+layouts = st.builds(TokenLayout, st.integers(1, 5), st.integers(1, 9), st.sampled_from([1, 3, 5, 11]))
 
 
 def seen(kind, layout, i):
@@ -68,7 +68,7 @@ def test_the_column_mask_by_columns_is_the_same_relation(layout):
 
 
 def test_the_published_grid():
-    layout = Layout(256, 32)
+    layout = TokenLayout(256, 32)
     last = layout.length - 1
     counts = {kind: int(dense_mask(visible(kind, layout), layout.length)[last].sum()) - 256 for kind in KINDS}
     # The token above is the last one that a row sees; a column has 32; a neighbourhood of 11 by 5 and a half a row.
@@ -79,7 +79,7 @@ def test_the_published_grid():
 
 def test_a_narrow_grid_has_the_whole_neighbourhood():
     """Rows of a neighbourhood that overlap must not hide each other."""
-    layout = Layout(1, 2, 5)
+    layout = TokenLayout(1, 2, 5)
     assert near("convolution", layout, torch.arange(10)).tolist() == [True] * 7 + [False] * 3
 
 
@@ -94,4 +94,4 @@ def test_kinds_of_layers():
 @pytest.mark.parametrize(("sizes", "message"), [((0, 4), "0 text"), ((4, 0), "side 0"), ((4, 4, 4), "odd")])
 def test_layouts_that_cannot_be(sizes, message):
     with pytest.raises(ValueError, match=message):
-        Layout(*sizes)
+        TokenLayout(*sizes)

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.models.autoregressive.masks import Layout
+from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, choose, sample_tokens, uniforms
 from recipes.models.autoregressive.transformer import TokenTransformer
 
-LAYOUT = Layout(4, 5, 3)
+LAYOUT = TokenLayout(4, 5, 3)
 ALL = LAYOUT.image
 
 

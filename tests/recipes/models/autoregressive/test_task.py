@@ -114,9 +114,9 @@ def test_what_data_must_hold():
 
 def test_blocks_are_attention_and_mlp_in_turn():
     blocks = small().blocks()
-    assert [type(block.branch).__name__ for block in blocks] == ["Attention", "MLP"] * 4
+    assert [type(block.branch).__name__ for block in blocks] == ["CausalAttention", "MLP"] * 4
 
 
-def test_weights_that_are_no_share():
+def test_a_weight_out_of_range():
     with pytest.raises(ValueError, match="image_weight"):
         small(image_weight=1.5)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.models.autoregressive.masks import Layout, dense_mask, visible, visible_pairs
+from recipes.models.autoregressive.masks import TokenLayout, dense_mask, visible, visible_pairs
 from recipes.models.autoregressive.sparse_attention import MaskedAttend, flex_attend, local_attend
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.autoregressive.transformer import Residual, TokenTransformer, forward_flops
 
 CPU = torch.device("cpu")
-LAYOUT = Layout(5, 4, 3)
+LAYOUT = TokenLayout(5, 4, 3)
 KINDS = ["row", "column", "convolution"]
 
 
@@ -46,7 +46,7 @@ def compare(attend, layout, kind, device=CPU, heads=2, width=8, tolerance=2e-6, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", [LAYOUT, Layout(3, 2, 5), Layout(2, 7, 3), Layout(1, 1, 11)])
+@pytest.mark.parametrize("layout", [LAYOUT, TokenLayout(3, 2, 5), TokenLayout(2, 7, 3), TokenLayout(1, 1, 11)])
 @pytest.mark.parametrize("make", [MaskedAttend, local_attend])
 def test_attention_equals_a_naive_one(make, layout, kind):
     compare(make(kind, layout, CPU), layout, kind)
@@ -68,7 +68,7 @@ def test_flex_attention_is_for_a_gpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_flex_attention_equals_a_naive_one(kind):
-    layout, device = Layout(256, 32), torch.device("cuda", 0)
+    layout, device = TokenLayout(256, 32), torch.device("cuda", 0)
     # Its kernels multiply 32-bit inputs in TF32 unless told otherwise: ten bits.
     compare(flex_attend(kind, layout, device), layout, kind, device, width=64, tolerance=5e-3)
 
@@ -166,7 +166,7 @@ def test_rows_and_columns_are_broadcast_over_the_grid():
 def test_initial_weights():
     torch.manual_seed(0)
     network = TokenTransformer(
-        layout=Layout(4, 4), layers=8, width=256, heads=4, text_vocabulary=500, codes=300
+        layout=TokenLayout(4, 4), layers=8, width=256, heads=4, text_vocabulary=500, codes=300
     )  # fmt: skip
     root = math.sqrt(256)
     mlp = network.blocks[1].branch
@@ -234,7 +234,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives(layers, given):
 
 @torch.no_grad()
 def test_a_cache_keeps_only_what_can_be_seen():
-    layout = Layout(6, 16, 5)
+    layout = TokenLayout(6, 16, 5)
     torch.manual_seed(0)
     network = TokenTransformer(layout=layout, layers=3, width=8, heads=2, text_vocabulary=4, codes=4)
     caches = network.new_caches()
@@ -258,5 +258,5 @@ def test_flops():
 
 @pytest.mark.parametrize("changes", [{"heads": 3}, {"layers": 0}])
 def test_sizes_that_do_not_divide(changes):
-    with pytest.raises(ValueError, match="do not divide"):
+    with pytest.raises(ValueError, match="multiple of the number of heads"):
         small(**{"layers": 2, **changes})

@@ -238,7 +238,7 @@ def test_tensors_must_fit_exactly(tmp_path):
         load_dvae(tmp_path)
     for part, other in (("encoder", "decoder"), ("decoder", "encoder")):
         save_file(parts[part], tmp_path / f"{other}.safetensors")
-    with pytest.raises(ValueError, match="encoder and decoder are swapped, or of pictures with 24 colours"):
+    with pytest.raises(ValueError, match="encoder and decoder are swapped, or the images have 24 channels"):
         load_dvae(tmp_path)
 
 
@@ -266,5 +266,5 @@ def test_sizes_that_make_no_network(wrong):
 
 
 def test_sides_are_multiples_of_8():
-    with pytest.raises(ValueError, match="pictures of 20 x 20 pixels: give sides that are multiples of 8"):
+    with pytest.raises(ValueError, match="images of 20 x 20 pixels: give sides that are multiples of 8"):
         small().logits(pictures(side=20))
