@@ -6,17 +6,10 @@ from typing import Any
 
 from composer import ComposerModel
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
+from recipes.engines.metrics import MeanOf
 from recipes.models.task import Task
-
-
-class MeanOf(MeanMetric):
-    """The mean of one of the results that `evaluate` returns."""
-
-    def __init__(self, figure: str) -> None:
-        super().__init__()
-        self.figure = figure
 
 
 class ComposerTask(ComposerModel):

@@ -1,0 +1,175 @@
+"""Checkpoints of one engine as the other one's. It imports neither engine.
+
+Both hold the same things under other names; `recipes.engines.lightning.checkpoint_format` lists them. Composer's hold
+NumPy's arrays and Python's durations besides tensors. They are read with the few types that such a file needs, and
+nothing else in it is ever called.
+"""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.torch_version import TorchVersion
+
+from data.files import atomic_write
+from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, name_of, point_to, read_file
+
+PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
+COUNTS = ("batch", "sample", "epoch", "batch_in_epoch", "sample_in_epoch")
+DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+OF_COMPOSER = ("CheckpointSaver", "Generators")  # callbacks that belong to the engine and not to the recipe
+ALLOWED = [
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    np.empty(0).__reduce__()[0],  # what rebuilds arrays; its module has another name in each version of NumPy
+    timedelta,
+    TorchVersion,
+]
+
+
+def convert(path: Path, engine: str) -> Path:
+    """Write a full checkpoint as one of the other engine, beside it; the newest checkpoint is now this one.
+
+    Args:
+        path: of a checkpoint, or a link to one.
+        engine: "composer" or "lightning", the engine that is to read it.
+
+    Returns:
+        The path of the converted checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: not a full checkpoint of the other engine.
+    """
+    path = path.resolve()
+    if path.is_dir():
+        raise ValueError(
+            f"{path}: a folder; sharded checkpoints are not converted. Go on from it under its own engine until the "
+            "next checkpoint, with training.fsdp.checkpoints: full"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such checkpoint")
+    if engine == "lightning":
+        converted = from_composer(read_composer(path))
+        name, latest = name_of(converted["counts"]["epoch"], converted["counts"]["batch"], sharded=False), LATEST
+    else:
+        checkpoint = read_file(path)
+        converted = to_composer(checkpoint)
+        name, latest = "ep{epoch}-ba{batch}-rank0.pt".format(**checkpoint["counts"]), "latest-rank0.pt"
+    new = path.parent / name
+    with atomic_write(new) as partial:
+        torch.save(converted, partial)
+    point_to(path.parent / latest, new)
+    return new
+
+
+def read_composer(path: Path) -> dict[str, Any]:
+    """A full checkpoint of Composer, as Composer nests it.
+
+    Raises:
+        ValueError: not one, or one that holds other types than this repository's runs write.
+    """
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path}: not a full checkpoint that Composer wrote for this repository: {reason}") from error
+    if not isinstance(state, dict) or "timestamp" not in state.get("state", {}):
+        raise ValueError(f"{path}: not a checkpoint of Composer; it has no timestamp")
+    return state
+
+
+def from_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A full checkpoint of Composer as one of the engine `lightning`.
+
+    Args:
+        checkpoint: as `read_composer` gives it.
+    """
+    state = checkpoint["state"]
+    ((optimizer_name, optimizer),) = state["optimizers"].items()
+    timestamp = state["timestamp"]["Timestamp"]
+    callbacks = {name: part for name, part in state["callbacks"].items() if name not in OF_COMPOSER}
+    generators = state["callbacks"].get("Generators", {}).get("generators") or checkpoint["rng"]
+    return {
+        "format": FORMAT,
+        "counts": {name: int(timestamp[name]) for name in COUNTS},
+        "weights": {_without(name): tensor for name, tensor in state["model"].items()},
+        "optimizer_name": optimizer_name,
+        "optimizer": _rename(optimizer, _without),
+        "scaler": next(iter(state.get("scaler", {}).values()), {}),
+        "data": state["dataset_state"]["train"],
+        "levers": {name: _without_repr(part) for name, part in state["algorithms"] if name != "RunLevers"},
+        "callbacks": callbacks,
+        "generators": [_numpy_to_tensor(part) for part in generators],
+    }
+
+
+def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A full checkpoint of the engine `lightning` as one of Composer."""
+    counts = checkpoint["counts"]
+    groups = checkpoint["optimizer"]["param_groups"]
+    generators = [_tensor_to_numpy(part) for part in checkpoint["generators"]]
+    timestamp = {
+        **{name: 0 for name in ("iteration", "token", "token_in_iteration", "token_in_epoch")},
+        **counts,
+        "epoch_in_iteration": counts["epoch"],
+        **{name: timedelta() for name in DURATIONS},
+    }
+    schedule = {
+        "base_lrs": [group["initial_lr"] for group in groups],
+        "last_epoch": counts["batch"],
+        "_step_count": counts["batch"] + 1,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [group["lr"] for group in groups],
+        "lr_lambdas": [None for _ in groups],
+    }
+    state = {
+        "model": {PREFIX + name: tensor for name, tensor in checkpoint["weights"].items()},
+        "optimizers": {checkpoint["optimizer_name"]: _rename(checkpoint["optimizer"], lambda name: PREFIX + name)},
+        "schedulers": {"LambdaLR": schedule},
+        "algorithms": [
+            ("RunLevers", {"repr": "RunLevers"}),
+            *((name, {"repr": name, **part}) for name, part in checkpoint["levers"].items()),
+        ],
+        "callbacks": {**checkpoint["callbacks"], "Generators": {"generators": generators}},
+        "timestamp": {"Timestamp": timestamp},
+        "dataset_state": {"train": checkpoint["data"], "eval": {}},
+    }
+    if checkpoint["scaler"]:
+        state["scaler"] = dict.fromkeys(("GradScaler", "ClosureGradScaler"), checkpoint["scaler"])
+    return {"state": state, "rng": generators}
+
+
+def _rename(optimizer: dict[str, Any], new_name: Any) -> dict[str, Any]:
+    """An optimizer's state with other names of parameters."""
+    return {
+        "state": {new_name(name): part for name, part in optimizer["state"].items()},
+        "param_groups": [
+            {**group, "params": [new_name(name) for name in group["params"]]} for group in optimizer["param_groups"]
+        ],
+    }
+
+
+def _without(name: str) -> str:
+    return name.removeprefix(PREFIX)
+
+
+def _without_repr(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "repr"}
+
+
+def _numpy_to_tensor(generators: dict[str, Any]) -> dict[str, Any]:
+    algorithm, keys, *rest = generators["numpy"]
+    return {**generators, "numpy": (algorithm, torch.from_numpy(keys.astype(np.int64)), *rest)}
+
+
+def _tensor_to_numpy(generators: dict[str, Any]) -> dict[str, Any]:
+    algorithm, keys, *rest = generators["numpy"]
+    return {**generators, "numpy": (algorithm, keys.numpy().astype(np.uint32), *rest)}

@@ -1,0 +1,70 @@
+"""What a checkpoint of the engine `lightning` holds. It needs neither Lightning nor Composer, and unpickles no code.
+
+A full checkpoint `ep<epoch>-ba<batch>.ckpt` holds, as `torch.save` writes it:
+
+    format          version of this list
+    counts          batch, sample, epoch, batch_in_epoch, sample_in_epoch
+    weights         tensors by name, as the task's `state_dict` names them
+    optimizer_name  class of the optimizer
+    optimizer       its `state` by names of parameters, and its `param_groups`
+    scaler          state of the gradient scaler, under amp_fp16
+    data            position in the data
+    levers          states by class
+    callbacks       states by class
+    generators      states of random number generators, by rank
+
+A sharded checkpoint is a folder `ep<epoch>-ba<batch>`: `weights` and `optimizer` as torch.distributed.checkpoint writes
+them, and a file `rest.pt` with everything else. `latest` is a link to the newest one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+LATEST = "latest"
+REST = "rest.pt"
+
+
+def name_of(epoch: int, batch: int, sharded: bool) -> str:
+    """The name of a checkpoint's file or folder."""
+    return f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}.ckpt"
+
+
+def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
+    """The file of a full checkpoint, or `rest.pt` of a sharded one.
+
+    Args:
+        path: of the file.
+        lazily: leave tensors on disk until they are used.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a checkpoint of this engine.
+    """
+    wrong = ValueError(
+        f"{path}: not a checkpoint of the engine lightning; one of Composer's is converted by `python "
+        f"recipes/convert_checkpoint.py {path} --to lightning`"
+    )
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such checkpoint")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise wrong from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise wrong
+    return state
+
+
+def point_to(link: Path, path: Path) -> None:
+    """Make a link to a file or folder beside it, in place of the one that it was."""
+    partial = link.with_name(f".{link.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(path.name)
+    partial.replace(link)

@@ -1,0 +1,225 @@
+"""Checkpoints of a Lightning run: when they are due, where they lie, and how a run goes on from one.
+
+A full checkpoint is one file. A sharded one is a folder, in which each rank writes its part of the weights and the
+optimizer's state, and the first rank everything else; see `recipes.engines.lightning.checkpoint_format`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from data.files import atomic_write
+from data.log import log
+from recipes.config.recipe import Recipe
+from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, point_to, read_file
+from recipes.engines.lightning.data import RunBatches
+from recipes.engines.lightning.generators import generator_states
+from recipes.engines.lightning.run import Counts, LightningRun
+from recipes.engines.parts import Parts
+from recipes.training.clock import Interval
+from recipes.training.ranks import from_first_rank, is_first_rank, world_size
+
+
+class Checkpoints:
+    """Saves a run's checkpoints, and loads the one that it goes on from.
+
+    Attributes:
+        path: of the checkpoint that the run goes on from; None: it begins.
+        generators: states of all ranks' generators in that checkpoint, after `load`; None: there is none.
+    """
+
+    def __init__(self, recipe: Recipe, parts: Parts, run: LightningRun, batches: RunBatches) -> None:
+        """Find the checkpoint to go on from, and set the run's counts to it.
+
+        Args:
+            recipe: says what is saved and loaded.
+            parts: whose states are saved.
+            run: whose counts are saved.
+            batches: whose position is saved.
+
+        Raises:
+            ValueError: the checkpoint is not one of this engine.
+        """
+        self._config = recipe.checkpoints
+        self._folder = Path(recipe.output) / "checkpoints"
+        self._sharded = recipe.training.fsdp is not None and recipe.training.fsdp.checkpoints == "sharded"
+        self._parts = parts
+        self._run = run
+        self._batches = batches
+        self._due = Interval(recipe.checkpoints.every)
+        self._saved: list[Path] = []
+        self.generators: list[dict[str, Any]] | None = None
+        self.path = from_first_rank(self._find())
+        if self.path is not None:
+            run.counts = Counts(**read_file(self._rest_of(self.path), lazily=True)["counts"])
+            self._saved = from_first_rank(self._older())
+
+    # --- loading -------------------------------------------------------------------------------
+
+    def _find(self) -> Path | None:
+        """The checkpoint to go on from, or None."""
+        if self._config.autoresume:
+            latest = self._folder / LATEST
+            if latest.exists():
+                return latest.resolve()
+            of_composer = self._folder / "latest-rank0.pt"
+            if of_composer.exists():
+                raise ValueError(
+                    f"checkpoints.autoresume: {of_composer} was written by Composer; convert it with `python "
+                    f"recipes/convert_checkpoint.py {of_composer} --to lightning`, or set training.engine: composer"
+                )
+        if self._config.load_path is None:
+            return None
+        if "://" in self._config.load_path:
+            raise ValueError(
+                f"checkpoints.load_path: {self._config.load_path}: the engine lightning loads checkpoints from disks; "
+                "copy the checkpoint to one first"
+            )
+        return Path(self._config.load_path).resolve()
+
+    def _older(self) -> list[Path]:
+        """Checkpoints of this run up to the one that it goes on from, oldest first."""
+        found = {}
+        for path in self._folder.glob("ep*-ba*"):
+            match = re.fullmatch(r"ep\d+-ba(\d+)(\.ckpt)?", path.name)
+            if match and int(match[1]) <= self._run.counts.batch:
+                found[path] = int(match[1])
+        return sorted(found, key=found.get)
+
+    @staticmethod
+    def _rest_of(path: Path) -> Path:
+        return path / REST if path.is_dir() else path
+
+    def load(self) -> None:
+        """Take over the checkpoint, where there is one. Every rank must call it, with the optimizer built.
+
+        Raises:
+            ValueError: the checkpoint is of another model or optimizer.
+        """
+        if self.path is None:
+            return
+        state = read_file(self._rest_of(self.path))
+        if self.path.is_dir():
+            state |= self._read_parts(self.path)
+        self._load_weights(state)
+        for name, part in state["levers"].items():
+            for lever in self._parts.levers:
+                if type(lever).__name__ == name:
+                    lever.load_state_dict(part)
+        for name, part in state["callbacks"].items():
+            for callback in self._parts.callbacks.values():
+                if type(callback).__name__ == name:
+                    callback.load_state_dict(part)
+        if self._run.scaler is not None and state["scaler"]:
+            self._run.scaler.load_state_dict(state["scaler"])
+        self._batches.load_state_dict(state["data"])
+        self.generators = state["generators"]
+        log.info(f"checkpoints: goes on from {self.path} at batch {self._run.counts.batch}")
+
+    def _load_weights(self, state: dict[str, Any]) -> None:
+        run = self._run
+        optimizer = type(run.optimizer).__name__
+        if state["optimizer_name"] != optimizer:
+            raise ValueError(
+                f"{self.path}: holds the state of {state['optimizer_name']}, the recipe's optimizer is {optimizer}; "
+                "take only the weights, by checkpoints.load_weights"
+            )
+        options = StateDictOptions(full_state_dict=not self.path.is_dir())
+        set_model_state_dict(run.task, state["weights"], options=options)
+        set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
+        run.optimizer_loaded()
+
+    def _read_parts(self, path: Path) -> dict[str, Any]:
+        """This rank's part of a sharded checkpoint, from any number of ranks."""
+        parts = self._tensors(full=False)
+        dcp.load(parts, checkpoint_id=path)
+        return parts
+
+    # --- saving --------------------------------------------------------------------------------
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint where the interval asks for one. Every rank must call it."""
+        if self._config.save and self._due(self._run.clock):
+            self.save()
+
+    def save(self) -> None:
+        """Save a checkpoint now. Every rank must call it."""
+        counts = self._run.counts
+        path = self._folder / name_of(counts.epoch, counts.batch, self._sharded)
+        rest = self._state()
+        if self._sharded:
+            self._save_folder(path, rest)
+        else:
+            rest |= self._tensors(full=True)
+            if is_first_rank():
+                with atomic_write(path) as partial:
+                    torch.save(rest, partial)
+        if is_first_rank():
+            point_to(self._folder / LATEST, path)
+            self._forget_old(path)
+        self._wait()
+
+    def _save_folder(self, path: Path, rest: dict[str, Any]) -> None:
+        """Write under a temporary name that all ranks know, then rename."""
+        partial = path.with_name(f".{path.name}.partial")
+        if is_first_rank():
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self._wait()
+        dcp.save(self._tensors(full=False), checkpoint_id=partial)
+        if is_first_rank():
+            torch.save(rest, partial / REST)
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+
+    def _tensors(self, full: bool) -> dict[str, Any]:
+        """Weights and the optimizer's state by the names of parameters; whole ones on the first rank only."""
+        run = self._run
+        sharded = self._parts.sharding is not None
+        options = StateDictOptions(full_state_dict=full and sharded, cpu_offload=full and sharded)
+        return {
+            "weights": get_model_state_dict(run.task, options=options),
+            "optimizer": get_optimizer_state_dict(run.task, run.optimizer, options=options),
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """Everything else."""
+        run = self._run
+        return {
+            "format": FORMAT,
+            "counts": vars(run.counts).copy(),
+            "optimizer_name": type(run.optimizer).__name__,
+            "scaler": {} if run.scaler is None else run.scaler.state_dict(),
+            "data": self._batches.state_dict(),
+            "levers": {type(lever).__name__: lever.state_dict() for lever in self._parts.levers},
+            "callbacks": {type(c).__name__: c.state_dict() for c in self._parts.callbacks.values()},
+            "generators": generator_states(),
+        }
+
+    def _forget_old(self, newest: Path) -> None:
+        """Delete all but the newest checkpoints."""
+        self._saved = [path for path in self._saved if path != newest] + [newest]
+        if self._config.keep == -1:
+            return
+        for path in self._saved[: -self._config.keep]:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        self._saved = self._saved[-self._config.keep :]
+
+    @staticmethod
+    def _wait() -> None:
+        if world_size() > 1:
+            dist.barrier()

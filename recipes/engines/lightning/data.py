@@ -1,0 +1,135 @@
+"""A run's loaders as Lightning iterates over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.loading import Loading
+from recipes.engines.lightning.run import LightningRun
+from recipes.training.ranks import smallest
+
+Batch = dict[str, Tensor]
+
+
+class RunBatches:
+    """The batches that are left of a run, over as many epochs as it takes: one long epoch for Lightning.
+
+    Lightning would otherwise end epochs by rules of its own, and lose a batch or an epoch when a run is resumed. It
+    fetches nothing ahead, because there is a length. The iterator is a generator because Lightning makes one more
+    than it uses, and none may touch the data before it is used.
+    """
+
+    def __init__(
+        self,
+        loading: Loading,
+        run: LightningRun,
+        *,
+        before_data: Callable[[], None],
+        end_epoch: Callable[[], None],
+        global_batch: int,
+    ) -> None:
+        """
+        Args:
+            loading: training batches.
+            run: says where it is.
+            before_data: called before each batch is taken from the loader.
+            end_epoch: called if an epoch ended that the length of the loader did not announce.
+            global_batch: number of samples per step, over all ranks.
+        """
+        self._loading = loading
+        self._run = run
+        self._before_data = before_data
+        self._end_epoch = end_epoch
+        self._global_batch = global_batch
+
+    def __len__(self) -> int:
+        """The largest number of batches that may be left; the run ends when its clock says so."""
+        value, unit = self._run.clock.length
+        per_epoch = self._run.epoch_batches
+        if unit == "ba":
+            most = value
+        elif unit == "ep":
+            most = value * per_epoch if per_epoch else 2**31
+        elif per_epoch and self._loading.samples:
+            most = math.ceil(value / self._loading.samples) * per_epoch
+        else:
+            most = math.ceil(value / self._global_batch)
+        return max(1, int(most) - self._run.counts.batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        run, empty = self._run, 0
+        while not run.clock.ended:
+            if not run.epoch_is_complete:  # it is where the run resumes from the very end of an epoch
+                empty += 1
+                for batch in self._rest_of_epoch():
+                    empty = 0
+                    yield batch
+            if empty > 1:  # once it may be: a loader that resumes at the end of an epoch may begin by ending it
+                raise ValueError("data: an epoch has no batches; give more samples, or a smaller training.global_batch")
+            if run.counts.batch_in_epoch and not run.clock.ended:
+                self._end_epoch()
+
+    def _rest_of_epoch(self) -> Iterator[Batch]:
+        """The batches from here to the end of the present epoch."""
+        total = self._run.epoch_batches
+        left = None if total is None else total - self._run.counts.batch_in_epoch
+        batches = islice(self._loading.loader, left)
+        while True:
+            self._before_data()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The position behind the last batch that was trained on. Every rank must call it."""
+        loader, samples = self._loading.loader, self._run.counts.sample_in_epoch
+        if hasattr(loader, "load_state_dict"):
+            return loader.state_dict()
+        dataset = loader.dataset
+        return dataset.state_dict(samples, True) if hasattr(dataset, "load_state_dict") else None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Set the position. Every rank must call it, before the first batch is taken.
+
+        Raises:
+            ValueError: the data cannot go on from a position.
+        """
+        loader = self._loading.loader
+        target = loader if hasattr(loader, "load_state_dict") else loader.dataset
+        if state is None or not hasattr(target, "load_state_dict"):
+            raise ValueError("checkpoints: the data has no position to go on from; it needs state_dict on its loader")
+        target.load_state_dict(state)
+
+
+class EvalBatches:
+    """The batches of a validation set: as many on every rank as the rank with the fewest has."""
+
+    def __init__(self, loading: Loading, device: torch.device) -> None:
+        """
+        Args:
+            loading: validation batches.
+            device: where ranks exchange numbers.
+        """
+        self._loading = loading
+        self._batches = smallest(len(loading.loader), device)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from islice(self._loading.loader, self._batches)
+
+
+def epoch_batches(loading: Loading) -> int | None:
+    """Number of batches per epoch, on each rank; None if the data has no known end."""
+    try:
+        return len(loading.loader)
+    except TypeError:  # an iterable without a length
+        return None

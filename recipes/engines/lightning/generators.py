@@ -1,0 +1,58 @@
+"""Random number generators: seeds, and their states in checkpoints."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data.log import log
+from recipes.training.ranks import rank, world_size
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python, NumPy and PyTorch on all devices."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def generator_states() -> list[dict[str, Any]]:
+    """The states of this process's generators on every rank, by rank. Every rank must call it.
+
+    They hold tensors and plain values only, so that a checkpoint needs no unpickling of other types.
+    """
+    algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": (algorithm, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached_gaussian),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if world_size() == 1:
+        return [state]
+    states: list[dict[str, Any]] = [{}] * world_size()
+    dist.all_gather_object(states, state)
+    return states
+
+
+def restore_generators(states: list[dict[str, Any]]) -> None:
+    """Set this rank's generators to what `generator_states` gave.
+
+    A rank that the checkpoint has no state of keeps its own.
+    """
+    if len(states) != world_size():
+        log.warning(f"generators: the checkpoint has those of {len(states)} ranks, this run has {world_size()} ranks")
+    if rank() >= len(states):
+        return
+    state = states[rank()]
+    algorithm, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

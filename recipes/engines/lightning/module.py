@@ -1,0 +1,165 @@
+"""The one file that makes a training task a Lightning module: one step of training, and one of validation."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from data.loading import Batch, Loading
+from recipes.engines.lightning.data import EvalBatches, RunBatches
+from recipes.engines.lightning.generators import seed_all
+from recipes.engines.lightning.moments import BetweenBatches, Moments, mean_over_ranks
+from recipes.engines.lightning.run import LightningRun, samples_of, split
+from recipes.engines.parts import Parts
+from recipes.training.ranks import all_reduce, rank, world_size
+
+
+class TaskModule(pl.LightningModule):
+    """Trains a task by manual optimization: gradients accumulate as Composer's do, and levers finish them.
+
+    A microbatch's loss is multiplied by its share of the batch, its number of samples divided by the mean batch of all
+    ranks. Lightning's automatic accumulation would weigh all microbatches alike.
+    """
+
+    automatic_optimization = False
+
+    def __init__(
+        self,
+        parts: Parts,
+        run: LightningRun,
+        moments: Moments,
+        between: BetweenBatches,
+        batches: RunBatches,
+        *,
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            parts: of the run.
+            run: what levers and callbacks see.
+            moments: of levers and callbacks.
+            between: what happens between batches.
+            batches: training data.
+            seed: of the run; each rank adds its own number.
+        """
+        super().__init__()
+        self.automatic_optimization = False
+        self.task = parts.task
+        self._parts = parts
+        self._run = run
+        self._moments = moments
+        self._between = between
+        self._batches = batches
+        self._seed = seed
+        self._configured = False
+
+    # --- what is trained -----------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Levers change, shard and compile the task, on its device, before the optimizer is built."""
+        if self._configured:  # Lightning may call it more than once
+            return
+        self._configured = True
+        self.task.to(self._run.device)
+        seed_all(self._seed + rank())
+        self._parts.levers.prepare(self._run)
+        self._parts.levers.compile(self._run)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """The recipe's optimizer, and its schedule; `training_step` steps both."""
+        trained = [parameter for parameter in self.task.parameters() if parameter.requires_grad]
+        optimizer = self._parts.new_optimizer(trained)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self._parts.schedule(self._run.clock))
+        self._run.set_optimizer(optimizer, schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # --- data ----------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> RunBatches:
+        """See `RunBatches`."""
+        return self._batches
+
+    def val_dataloader(self) -> list[EvalBatches]:
+        """One loader per validation set."""
+        return [EvalBatches(loading, self._run.device) for loading in self._parts.evals.values()]
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """The batch as it is: microbatches are moved one by one."""
+        return batch
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """One optimizer step."""
+        run = self._run
+        microbatches = run.divide()
+        self._moments.at("before_passes")
+        run.optimizer.zero_grad(set_to_none=True)
+        samples = torch.tensor(samples_of(batch), device=run.device)
+        all_reduce(samples)
+        total_samples = int(samples.item())
+        mean_batch = total_samples / world_size()  # of a rank
+        losses = {"total": torch.zeros(1, device=run.device)}
+        for number, microbatch in enumerate(microbatches):
+            last = number + 1 == len(microbatches)
+            run.begin_pass(self._on_device(microbatch, self._parts.data))
+            # DistributedDataParallel averages gradients in the last backward pass of a batch only.
+            with nullcontext() if run.ddp is None or last else run.ddp.no_sync():
+                for name, loss in self._microbatch(samples_of(microbatch) / mean_batch).items():
+                    losses[name] = losses.get(name, torch.zeros(1, device=run.device)) + loss
+        run.batch = batch
+        if run.scaler is not None:
+            run.scaler.unscale_(run.optimizer)
+        self._moments.gradients_finished()
+        self._step()
+        self._log_losses(losses)
+        # Before the clock moves on, as in Composer: each batch has the learning rate of the clock before its own.
+        self.lr_schedulers().step()
+        run.step_done(total_samples)
+
+    def _microbatch(self, share: float) -> dict[str, Tensor]:
+        """Forward and backward pass of the microbatch at hand; returns its losses times its share of the batch."""
+        run = self._run
+        self._moments.at("before_forward")
+        with run.autocast():
+            losses = run.module(run.batch)
+        self._moments.at("after_forward")
+        self._moments.at("before_backward")
+        total = losses["total"]
+        shares = {name: loss.detach().clone().mean() * share for name, loss in losses.items()}
+        if run.scaler is not None:
+            total = run.scaler.scale(total)
+        self.manual_backward(total * share)
+        self._moments.at("after_backward")
+        return shares
+
+    def _step(self) -> None:
+        scaler = self._run.scaler
+        if scaler is None:
+            self.optimizers().step()
+        else:
+            scaler.step(self._run.optimizer)
+            scaler.update()
+
+    def _log_losses(self, losses: dict[str, Tensor]) -> None:
+        means = mean_over_ranks(losses, world_size())
+        self._run.loss = means["total"]
+        size = self._run.microbatch or samples_of(self._run.batch)
+        figures = {f"loss/train/{name}": value for name, value in means.items()}
+        self._run.log(figures | {"trainer/device_train_microbatch_size": size})
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Evaluate a batch of a validation set."""
+        loading = list(self._parts.evals.values())[dataloader_idx]
+        for microbatch in split(batch, self._run.microbatch):
+            self._between.evaluate(self._on_device(microbatch, loading))
+
+    def _on_device(self, batch: Batch, loading: Loading) -> Batch:
+        device = self._run.device
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        return moved if loading.on_device is None else loading.on_device(moved)
+

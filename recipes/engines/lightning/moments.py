@@ -1,0 +1,192 @@
+"""One Lightning callback that calls levers and callbacks of this repository, and does what comes between batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from recipes.engines.lightning.run import LightningRun
+from recipes.engines.metrics import MeanOf
+from recipes.engines.parts import Parts
+from recipes.training.clock import Interval
+
+
+class Moments:
+    """Calls levers, then callbacks, at each moment of `recipes.training.hooks.Hooks`."""
+
+    def __init__(self, parts: Parts, run: LightningRun) -> None:
+        """
+        Args:
+            parts: levers and callbacks.
+            run: is shown to them.
+        """
+        self._parts = parts
+        self._run = run
+
+    def at(self, moment: str) -> None:
+        """A moment that levers and callbacks have."""
+        self._parts.levers.at(moment, self._run)
+        for callback in self._parts.callbacks.values():
+            getattr(callback, moment)(self._run)
+
+    def gradients_finished(self) -> None:
+        """All microbatches of a batch are done; the optimizer steps next."""
+        self._parts.levers.finish_gradients(self._run)
+        for callback in self._parts.callbacks.values():
+            callback.gradients_ready(self._run)
+
+
+class BetweenBatches(pl.Callback):
+    """Begins and ends batches, epochs, validation and the run, in the order that Composer has."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        run: LightningRun,
+        moments: Moments,
+        *,
+        eval_every: str | None,
+        load: Callable[[], None],
+        first_batch: Callable[[], None],
+        save: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            parts: of the run.
+            run: where counts are kept.
+            moments: of levers and callbacks.
+            eval_every: interval of validation; None: only the end of the run.
+            load: loads the checkpoint, where there is one; the model is in place and the optimizer built.
+            first_batch: called when the first batch has arrived.
+            save: saves a checkpoint if one is due.
+        """
+        self._parts = parts
+        self._run = run
+        self._moments = moments
+        self._eval_due = Interval(eval_every)
+        self._load = load
+        self._first_batch: Callable[[], None] | None = first_batch
+        self._save = save
+        self._labels = list(parts.evals)
+        self._metrics: dict[str, MeanOf] = {}
+        self._trainer: pl.Trainer | None = None
+
+    # --- the run -------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
+        self._load()
+        self._moments.at("loaded")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._moments.at("begin")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not at on_fit_end, when the model has left its device.
+        self._log_time()
+        self._moments.at("end")
+
+    # --- batches -------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        if self._first_batch is not None:
+            self._first_batch()
+            self._first_batch = None
+        self._run.begin_batch(batch)
+        self._moments.at("batch_start")
+        self._log_time()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._moments.at("step_end")
+        self._validate_if_due()
+        self._save()
+        if self._run.epoch_is_complete:
+            self.end_epoch()
+        if self._run.clock.ended:
+            trainer.should_stop = True
+
+    def end_epoch(self) -> None:
+        """Count the present epoch, which is complete."""
+        self._run.epoch_done()
+        self._moments.at("epoch_end")
+        self._validate_if_due()
+        self._save()
+
+    def _log_time(self) -> None:
+        counts = self._run.counts
+        self._run.log(
+            {
+                "time/epoch": counts.epoch,
+                "time/batch": counts.batch,
+                "time/sample": counts.sample,
+                "time/batch_in_epoch": counts.batch_in_epoch,
+                "time/sample_in_epoch": counts.sample_in_epoch,
+            }
+        )
+
+    # --- validation ----------------------------------------------------------------------------
+
+    def _validate_if_due(self) -> None:
+        """Run Lightning's validation loop at the recipe's interval, which Lightning's own settings cannot express."""
+        if not self._eval_due(self._run.clock) or not self._labels:
+            return
+        trainer = self._trainer
+        # As Lightning's training loop does around this loop.
+        first = trainer._logger_connector._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+        trainer._logger_connector._first_loop_iter = first
+
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: dict[str, Tensor],
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if batch_idx == 0:
+            if dataloader_idx > 0:
+                self._end_set()
+            self._run.eval_label = self._labels[dataloader_idx]
+            self._moments.at("eval_start")
+            self._metrics = {name: MeanOf(name).to(self._run.device) for name in self._run.task.eval_names}
+
+    def evaluate(self, microbatch: dict[str, Tensor]) -> None:
+        """Evaluate a microbatch of a validation set, which is on the device and transformed."""
+        run = self._run
+        run.batch = microbatch
+        self._moments.at("eval_before_forward")
+        with run.autocast():
+            run.outputs = run.task.evaluate(microbatch)
+        self._moments.at("eval_after_forward")
+        with run.autocast():
+            for name, metric in self._metrics.items():
+                metric.update(run.outputs[name])
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_set()
+
+    def _end_set(self) -> None:
+        run = self._run
+        figures = {name: metric.compute() for name, metric in self._metrics.items()}
+        run.log({f"metrics/{run.eval_label}/{name}": value for name, value in figures.items()})
+        run.eval_figures = {name: float(value) for name, value in figures.items()}
+        self._moments.at("eval_end")
+
+
+def mean_over_ranks(losses: dict[str, Tensor], world_size: int) -> dict[str, float]:
+    """Sums of ranks' losses, (1,) each, divided by their number."""
+    stacked = torch.cat(list(losses.values()))
+    if world_size > 1:
+        torch.distributed.all_reduce(stacked)
+    return {name: value / world_size for name, value in zip(losses, stacked.tolist(), strict=True)}

@@ -1,0 +1,218 @@
+"""A Lightning run as levers and callbacks see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from recipes.engines.lightning.loggers import RunLoggers
+from recipes.training.clock import Clock
+from recipes.training.run import Precision, Run
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much of a run is done.
+
+    Attributes:
+        batch: optimizer steps.
+        sample: samples trained on, over all ranks.
+        epoch: complete passes over the data.
+        batch_in_epoch: optimizer steps of the present epoch.
+        sample_in_epoch: samples of the present epoch, over all ranks.
+    """
+
+    batch: int = 0
+    sample: int = 0
+    epoch: int = 0
+    batch_in_epoch: int = 0
+    sample_in_epoch: int = 0
+
+    def after_batch(self, samples: int) -> Counts:
+        """The counts after one more step on this many samples."""
+        return Counts(
+            batch=self.batch + 1,
+            sample=self.sample + samples,
+            epoch=self.epoch,
+            batch_in_epoch=self.batch_in_epoch + 1,
+            sample_in_epoch=self.sample_in_epoch + samples,
+        )
+
+    def after_epoch(self) -> Counts:
+        """The counts once the present epoch is complete."""
+        return replace(self, epoch=self.epoch + 1, batch_in_epoch=0, sample_in_epoch=0)
+
+
+class LightningRun(Run):
+    """What the engine keeps up to date for levers and callbacks.
+
+    Attributes:
+        counts: how much is done.
+        epoch_batches: optimizer steps per epoch; None if the data has no known end.
+        microbatch: largest number of samples that a device takes at once; None: all of its batch.
+        ddp: DistributedDataParallel around the task, where there are several whole copies of it.
+        scaler: of gradients, under amp_fp16.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        *,
+        device: torch.device,
+        precision: Precision,
+        duration: str,
+        epoch_batches: int | None,
+        microbatch: int | None,
+        loggers: RunLoggers,
+    ) -> None:
+        """
+        Args:
+            task: what is trained.
+            device: of this rank.
+            precision: of the forward and backward pass.
+            duration: length of the run.
+            epoch_batches: see the attributes.
+            microbatch: see the attributes.
+            loggers: where figures go.
+        """
+        self.task = task
+        self.device = device
+        self.precision = precision
+        self.batch: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.passes = 1
+        self.pass_number = 0
+        self.loss = None
+        self.eval_label = ""
+        self.eval_figures: dict[str, float] = {}
+        self.counts = Counts()
+        self.epoch_batches = epoch_batches
+        self.microbatch = microbatch
+        self.ddp: DistributedDataParallel | None = None
+        self.scaler = torch.amp.GradScaler("cuda") if precision == "amp_fp16" else None
+        self._before = (0, 0, 0)
+        self._duration = duration
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._schedule: LRScheduler | None = None
+        self._loggers = loggers
+
+    # --- what the engine does ------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> None:
+        """The optimizer and its schedule have been built."""
+        self._optimizer, self._schedule = optimizer, schedule
+
+    def optimizer_loaded(self) -> None:
+        """The optimizer has a checkpoint's state: peak learning rates are the checkpoint's too."""
+        self._schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
+
+    def begin_batch(self, batch: dict[str, Tensor]) -> None:
+        """A batch has arrived, on the host; it will be divided as `set_microbatch` says by now."""
+        self.batch = batch
+
+    def divide(self) -> list[dict[str, Tensor]]:
+        """The microbatches of the batch at hand, on the host."""
+        microbatches = split(self.batch, self.microbatch)
+        self.passes, self.pass_number = len(microbatches), -1
+        return microbatches
+
+    def begin_pass(self, microbatch: dict[str, Tensor]) -> None:
+        """A microbatch is on the device."""
+        self.batch = microbatch
+        self.pass_number += 1
+
+    def step_done(self, samples: int) -> None:
+        """The optimizer has stepped on this many samples, over all ranks."""
+        self._advance(self.counts.after_batch(samples))
+
+    def epoch_done(self) -> None:
+        """The present epoch is complete."""
+        self._advance(self.counts.after_epoch())
+
+    def _advance(self, counts: Counts) -> None:
+        self._before = (self.counts.batch, self.counts.sample, self.counts.epoch)
+        self.counts = counts
+
+    @property
+    def epoch_is_complete(self) -> bool:
+        """Whether all batches of the present epoch are done, before the epoch itself is counted."""
+        return self.epoch_batches is not None and self.counts.batch_in_epoch >= self.epoch_batches
+
+    # --- what levers and callbacks see ---------------------------------------------------------
+
+    @property
+    def clock(self) -> Clock:
+        """See `Run`."""
+        return Clock(
+            batch=self.counts.batch,
+            sample=self.counts.sample,
+            epoch=self.counts.epoch,
+            duration=self._duration,
+            epoch_batches=self.epoch_batches,
+            before=self._before,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """See `Run`."""
+        return self.task if self.ddp is None else self.ddp
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """See `Run`."""
+        assert self._optimizer is not None, "the optimizer is built after the levers have prepared the task"
+        return self._optimizer
+
+    def autocast(self) -> AbstractContextManager:
+        """See `Run`."""
+        if not self.on_gpu:
+            return nullcontext()
+        formats = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
+        low = formats[self.precision]
+        return torch.autocast("cuda", enabled=False) if low is None else torch.autocast("cuda", dtype=low)
+
+    def gradient_scale(self) -> float:
+        """See `Run`."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def new_parameters(self) -> AbstractContextManager:
+        """See `Run`. The optimizer is built afterwards."""
+        return nullcontext()
+
+    def set_microbatch(self, samples: int) -> None:
+        """See `Run`."""
+        self.microbatch = samples
+
+    def log(self, figures: Mapping[str, float]) -> None:
+        """See `Run`."""
+        self._loggers.log(figures, self.counts.batch)
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """See `Run`."""
+        self._loggers.log_settings(settings)
+
+    def log_images(self, name: str, images: np.ndarray) -> None:
+        """See `Run`."""
+        self._loggers.log_images(name, images, self.counts.batch)
+
+
+def split(batch: dict[str, Tensor], size: int | None) -> list[dict[str, Tensor]]:
+    """A batch in parts of at most `size` samples, the last one possibly smaller; None: in one part."""
+    samples = samples_of(batch)
+    size = size or samples
+    count = math.ceil(samples / size)
+    return [{name: tensor[i * size : (i + 1) * size] for name, tensor in batch.items()} for i in range(count)]
+
+
+def samples_of(batch: dict[str, Tensor]) -> int:
+    """Number of samples of a batch."""
+    return len(next(iter(batch.values())))

@@ -1,0 +1,50 @@
+"""Lightning's strategies for the ways in which a recipe divides its work: one device, copies of the model, shards."""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.engines.lightning.processes import TIMEOUT
+from recipes.engines.lightning.run import LightningRun
+from recipes.training.ranks import world_size
+
+
+class TaskDDP(DDPStrategy):
+    """DistributedDataParallel around the task alone.
+
+    Lightning wraps the whole module and runs `training_step`, with all of its microbatches, as one forward pass of it.
+    Gradients could then be averaged once per microbatch only, and on a GPU the whole batch would be moved at once.
+    """
+
+    def __init__(self, run: LightningRun) -> None:
+        """
+        Args:
+            run: is given the wrapped task.
+        """
+        super().__init__(timeout=TIMEOUT)
+        self._run = run
+
+    def configure_ddp(self) -> None:
+        self._run.ddp = DistributedDataParallel(self._run.task)
+
+
+class ShardedByLever(ModelParallelStrategy):
+    """FSDP2. The lever of `training.fsdp` shards the task, on a mesh of its own, when the module is configured."""
+
+    def __init__(self) -> None:
+        super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1, timeout=TIMEOUT)
+
+
+def strategy_of(run: LightningRun, sharded: bool) -> Strategy:
+    """The strategy of a run.
+
+    Args:
+        run: of this process.
+        sharded: whether the recipe has `training.fsdp`.
+    """
+    if sharded:
+        return ShardedByLever()
+    if world_size() > 1:
+        return TaskDDP(run)
+    return SingleDeviceStrategy(run.device)

@@ -1,0 +1,182 @@
+"""From a recipe to a run with Lightning's Trainer."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from data.files import write_text
+from data.log import log
+from recipes.config.recipe import Recipe, to_yaml
+from recipes.engines.lightning.checkpoints import Checkpoints
+from recipes.engines.lightning.data import RunBatches, epoch_batches
+from recipes.engines.lightning.generators import restore_generators, seed_all
+from recipes.engines.lightning.loggers import RunLoggers
+from recipes.engines.lightning.module import TaskModule
+from recipes.engines.lightning.moments import BetweenBatches, Moments
+from recipes.engines.lightning.processes import (
+    StartedProcesses,
+    local_rank,
+    local_world_size,
+    start_process_group,
+)
+from recipes.engines.lightning.run import LightningRun
+from recipes.engines.lightning.strategies import strategy_of
+from recipes.engines.parts import Parts, Place, build_parts
+from recipes.planning.opening import CONFIG, opening
+from recipes.training.ranks import is_first_rank, rank, world_size
+
+# What Lightning says to its users about choices that this engine has made.
+WARNINGS = (
+    ".*does not have many workers.*",
+    ".*Total length of `.*` across ranks is zero.*",
+    ".*You defined a `validation_step` but have no `val_dataloader`.*",
+    ".*Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",
+)
+
+
+@dataclass
+class LightningTraining:
+    """A run, ready for `fit`.
+
+    Attributes:
+        trainer: Lightning's.
+        module: what it trains.
+        run: what levers and callbacks see.
+        parts: of the run.
+        loggers: where figures go.
+    """
+
+    trainer: pl.Trainer
+    module: TaskModule
+    run: LightningRun
+    parts: Parts
+    loggers: RunLoggers
+
+    def fit(self) -> None:
+        """Train to the end of the run."""
+        self.trainer.fit(self.module)
+
+    def close(self) -> None:
+        """Close the loggers, and wait for the other ranks."""
+        self.loggers.close()
+        if world_size() > 1:
+            torch.distributed.barrier()
+
+
+def train(recipe: Recipe) -> None:
+    """Train a recipe to its end, from its newest checkpoint where it resumes.
+
+    Raises:
+        ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load.
+    """
+    training = build_trainer(recipe)
+    if training.run.clock.ended:
+        log.info(f"already trained to {recipe.training.duration}: {recipe.output}")
+    else:
+        training.fit()
+    training.close()
+
+
+def build_trainer(recipe: Recipe) -> LightningTraining:
+    """Everything that a run needs, ready for `fit()`. Raises as `train`."""
+    use_gpu = Place.of(recipe, 1).use_gpu
+    start_process_group(use_gpu)
+    seed_all(recipe.seed)  # the same initial weights on every rank
+    place = Place.of(recipe, local_world_size())
+    parts = build_parts(recipe, place)
+    if is_first_rank():
+        write_text(Path(recipe.output) / CONFIG, to_yaml(recipe))
+    log.info(opening(recipe, parts.task, parts.data, parts.evals, world=world_size(), precision=place.precision))
+    return new_training(recipe, place, parts)
+
+
+def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTraining:
+    """Lightning's Trainer of a run's parts."""
+    loggers = RunLoggers(parts.loggers.values())
+    run = LightningRun(
+        parts.task,
+        device=torch.device("cuda", local_rank()) if place.use_gpu else torch.device("cpu"),
+        precision=place.precision,
+        duration=recipe.training.duration,
+        epoch_batches=epoch_batches(parts.data),
+        microbatch=parts.microbatch,
+        loggers=loggers,
+    )
+    moments = Moments(parts, run)
+    batches = RunBatches(
+        parts.data,
+        run,
+        before_data=lambda: moments.at("before_data"),
+        end_epoch=lambda: between.end_epoch(),
+        global_batch=recipe.training.global_batch,
+    )
+    checkpoints = Checkpoints(recipe, parts, run, batches)
+    between = BetweenBatches(
+        parts,
+        run,
+        moments,
+        eval_every=recipe.training.eval_every,
+        load=lambda: load_and_seed(checkpoints, recipe.seed),
+        first_batch=lambda: restore_saved(checkpoints),
+        save=checkpoints.save_if_due,
+    )
+    module = TaskModule(parts, run, moments, between, batches, seed=recipe.seed)
+    return LightningTraining(new_trainer(recipe, place, run, between, bool(parts.evals)), module, run, parts, loggers)
+
+
+def load_and_seed(checkpoints: Checkpoints, seed: int) -> None:
+    """Load the checkpoint, and seed each rank on its own, whatever was drawn while the model was prepared."""
+    checkpoints.load()
+    seed_all(seed + rank())
+
+
+def restore_saved(checkpoints: Checkpoints) -> None:
+    """The generators go on where the checkpoint's run stopped, whatever was drawn until the first batch came."""
+    if checkpoints.generators is not None:
+        restore_generators(checkpoints.generators)
+
+
+def new_trainer(
+    recipe: Recipe, place: Place, run: LightningRun, between: BetweenBatches, validates: bool
+) -> pl.Trainer:
+    """Lightning's Trainer without what this engine does by itself: precision, checkpoints, loggers, signals."""
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    trainer = pl.Trainer(
+        accelerator="gpu" if place.use_gpu else "cpu",
+        devices=place.local_world_size,
+        num_nodes=world_size() // place.local_world_size,
+        strategy=strategy_of(run, sharded=recipe.training.fsdp is not None),
+        plugins=[StartedProcesses()],
+        precision="32-true",
+        callbacks=[between],
+        max_epochs=1,  # the whole run; see `RunBatches`
+        check_val_every_n_epoch=2,  # never: `BetweenBatches` starts validation
+        limit_val_batches=1.0 if validates else 0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=recipe.training.progress_bar,
+        use_distributed_sampler=False,
+        inference_mode=False,  # tensors of validation may be used in training
+    )
+    leave_signals_alone(trainer)
+    return trainer
+
+
+def leave_signals_alone(trainer: pl.Trainer) -> None:
+    """A signal ends a process, as it does without Lightning.
+
+    Lightning finishes the batch at SIGTERM and then leaves with status 0, which launchers take for success; it hangs if
+    only some ranks get the signal; and to agree on it, it makes all ranks wait for each other in each batch.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
