@@ -53,7 +53,7 @@ def test_one_process_has_nothing_to_average():
         device="cpu",
         progress_bar=False,
     )
-    with pytest.raises(ValueError, match="there is one process, which has none to average with"):
+    with pytest.raises(ValueError, match="there is only one process, so nothing is averaged"):
         trainer.fit()
 
 
