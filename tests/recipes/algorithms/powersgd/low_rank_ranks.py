@@ -17,7 +17,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def gradients(seed, rank=None, shapes=SHAPES):
-    """This rank's (or another's) gradients of a step."""
+    """The gradients of a rank (by default, this one) in a step."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return [torch.randn(shape, generator=generator) for shape in shapes]
@@ -29,7 +29,7 @@ def mean(seed, ranks=4, shapes=SHAPES):
 
 
 def step(compressor, state, given, group=None, others=(), shards=None, factor=None):
-    """One block averaged: the whole of what a driver does."""
+    """Average one block, as the lever does."""
     group = group or dist.group.WORLD
     machines = dist.get_world_size(group)
     block = compressor.compress(given, machines, state, group)

@@ -1,6 +1,6 @@
 """AdamW with 16-bit moments: PyTorch's AdamW where nothing is rounded, the formats where it is, exact on resuming.
 
-Shards of FSDP2 are tested on the ranks that test_powersgd.py starts.
+Shards of FSDP2 are tested on the ranks that powersgd/test_lever.py starts.
 """
 
 import io
