@@ -1,4 +1,4 @@
-"""A block's gradients as the matrices that low-rank averaging works on, whole or divided over a machine's devices."""
+"""The gradients of a block as matrices for low-rank averaging, whole or sharded over the devices of a machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from recipes.algorithms.powersgd.low_rank import from_matrix
 
 @dataclass(frozen=True)
 class Matrices:
-    """A parameter of a block, and what it is made of.
+    """A parameter of a block, as one or several matrices.
 
     Attributes:
-        name: of the parameter in its model.
-        parameter: whole, or a DTensor of one mesh dimension.
-        stacked: matrices that lie one above the other in it, each averaged by itself; 1 for most.
+        name: name of the parameter in its model.
+        parameter: an ordinary tensor, or a DTensor of one mesh dimension.
+        stacked: number of matrices that are concatenated along its first dimension, and averaged separately; usually 1.
     """
 
     name: str
@@ -30,20 +30,20 @@ class Matrices:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """Of this rank's part of each matrix."""
+        """The shape of this rank's shard of each matrix."""
         return [part.shape for part in self._parts(own(self.parameter))]
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of each matrix' gradient, in the gradient's memory."""
+        """This rank's shard of the gradient of each matrix, as views of the gradient."""
         return self._parts(gradient_of(self.parameter))
 
     def whole(self, matrices: Iterator[Tensor]) -> Tensor:
-        """What `LowRank` keeps of these matrices as one tensor of the parameter's shape, gathered over its shards.
+        """Errors of these matrices as one tensor of the parameter's shape, gathered over its shards.
 
         Every rank of the machine must call it.
 
         Args:
-            matrices: (rows, columns) each, as many as are stacked are taken.
+            matrices: (rows, columns) each, as `LowRank` keeps them; `stacked` of them are taken.
         """
         parts = [from_matrix(next(matrices), shape) for shape in self.shapes]
         local = torch.stack(parts).flatten(0, 1) if len(parts) > 1 else parts[0]
@@ -55,15 +55,15 @@ class Matrices:
         ).full_tensor()
 
     def parts_of(self, whole: Tensor) -> list[Tensor]:
-        """This rank's part of each matrix of a tensor of the parameter's shape, which every rank has.
+        """The inverse of `whole`: this rank's shard of each matrix of a tensor of the parameter's shape.
 
         Raises:
-            ValueError: another shape.
+            ValueError: the tensor has another shape.
         """
         if whole.shape != self.parameter.shape:
             raise ValueError(
-                f"powersgd: the checkpoint's errors of {self.name} have shape {tuple(whole.shape)}, the model "
-                f"{tuple(self.parameter.shape)}"
+                f"powersgd: the checkpoint's errors of {self.name} have shape {tuple(whole.shape)}, but the "
+                f"parameter has {tuple(self.parameter.shape)}"
             )
         if isinstance(self.parameter, DTensor):
             mesh, placements = self.parameter.device_mesh, self.parameter.placements
@@ -75,14 +75,14 @@ class Matrices:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a gradient; zeros where the batch did not use the parameter, as other ranks may have."""
+    """This rank's shard of a gradient; zeros if the batch did not use the parameter, which other ranks may have."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return own(parameter.grad)
 
 
 def blocks_of(task: nn.Module) -> list[list[Matrices]]:
-    """The trained matrices of each block that has any, in the blocks' order.
+    """The trained matrices of each block that has any, in the order of the blocks.
 
     Raises:
         ValueError: the task has no blocks, or no matrices in them.
@@ -97,11 +97,11 @@ def blocks_of(task: nn.Module) -> list[list[Matrices]]:
 
 
 def placements(task: nn.Module, shards: int) -> dict[int, Shard]:
-    """By id: how each parameter of a task is to be divided over the devices of a machine.
+    """The sharding of the matrices of blocks over the devices of a machine, by the parameter's id.
 
-    Low-rank factors of a piece have a side as long as each of its sides, so pieces should be as square as they can be.
-    Stacked matrices are divided across, so that each device has a part of each of them. All but the matrices of blocks
-    are divided by their first dimension, as FSDP does.
+    The two low-rank factors of a shard are as long as its two sides, so shards should be as square as possible. Stacked
+    matrices are sharded along the second dimension, so that each device has a part of each of them. Parameters that are
+    not in the result are sharded along the first dimension, as by FSDP.
     """
     stacked = _stacked(task)
     matrices = [p for block in block_matrices(task, "powersgd") for p in block]
@@ -109,7 +109,7 @@ def placements(task: nn.Module, shards: int) -> dict[int, Shard]:
 
 
 def cut_dimension(shape: Sequence[int], stacked: int, shards: int) -> int:
-    """0 or 1: the dimension along which a matrix, or several stacked ones, is divided. See `placements`."""
+    """The dimension along which a matrix, or several stacked ones, is sharded: 0 or 1. See `placements`."""
     if shards == 1 or shape[1] % shards:
         return 0
     if stacked > 1:
@@ -119,7 +119,7 @@ def cut_dimension(shape: Sequence[int], stacked: int, shards: int) -> int:
 
 
 def shard_shapes(shape: Sequence[int], stacked: int, shards: int) -> list[torch.Size]:
-    """Shapes of the matrices that the first device of a machine has of a parameter."""
+    """Shapes of the first device's shards of the matrices of a parameter."""
     cut = cut_dimension(shape, stacked, shards)
     local = [*shape]
     local[cut] = -(-local[cut] // shards)
@@ -129,7 +129,7 @@ def shard_shapes(shape: Sequence[int], stacked: int, shards: int) -> list[torch.
 
 
 def first_device_shapes(task: nn.Module, shards: int) -> tuple[list[list[torch.Size]], int]:
-    """Shapes of the first device's matrices, by block, and the number of the other parameters' values on it."""
+    """Shapes of the first device's shards of matrices, per block, and the number of values of its other parameters."""
     stacked = _stacked(task)
     blocks = [matrices for matrices in block_matrices(task, "powersgd") if matrices]
     inside = {id(p) for matrices in blocks for p in matrices}
@@ -146,11 +146,11 @@ def first_device_shapes(task: nn.Module, shards: int) -> tuple[list[list[torch.S
 
 
 def _stacked(task: nn.Module) -> dict[int, int]:
-    """By the weight's id, the matrices that a module says lie one above the other in it."""
+    """Number of stacked matrices by the id of the weight, for modules that say so in their attribute `stacked`."""
     return {id(module.weight): module.stacked for module in task.modules() if hasattr(module, "stacked")}
 
 
 def _whole_matrices(parameter: nn.Parameter, stacked: dict[int, int]) -> int:
-    """Matrices stacked in this rank's part: divided by its first dimension, it has no whole rows of each."""
+    """Number of matrices stacked in this rank's shard: 1 if sharded along dimension 0, which cuts through matrices."""
     divided = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
     return 1 if divided and parameter.placements[0].dim == 0 else stacked.get(id(parameter), 1)

@@ -1,4 +1,4 @@
-"""What PowerSGD takes of memory and sends between machines, as the dry run asks for it."""
+"""Memory of PowerSGD and its traffic between machines, for the dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
 def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """Memory of the errors that are added to the next gradient, and traffic between replicas; see `data.cost`.
 
-    The published figures are tables 1 and 2 of Ramesh et al. 2021.
+    For published numbers, see tables 1 and 2 of Ramesh et al. 2021.
     """
     formats = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
     values = sum(p.numel() for matrices in block_matrices(plan.task, "powersgd") for p in matrices)

@@ -1,4 +1,4 @@
-"""Low-rank averaging of gradients between machines (PowerSGD), after the backward pass or beside it."""
+"""The lever of low-rank gradient averaging between machines (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
 
 
 class PowerSGD(Lever):
-    """Averages the gradients of the blocks' matrices as products of two thin matrices (Ramesh et al. 2021, E.2).
+    """Averages gradients of the blocks' matrices as products of two low-rank factors (Ramesh et al. 2021, E.2).
 
-    Between the machines of a run, `training.fsdp.replicas` in number: each device compresses its own part of each
-    matrix, and averages it with the devices that have that part on other machines. Without sharding each process is a
-    machine: DistributedDataParallel's own averaging is turned off. Gains, biases, embeddings and unembeddings are
-    averaged in 32-bit.
+    Gradients are averaged between `training.fsdp.replicas` machines: each device compresses its own shard of each
+    matrix, and averages it with the devices that hold the same shard on other machines. Without sharding, each process
+    counts as a machine, and the averaging of DistributedDataParallel is turned off. Gains, biases, embeddings and
+    unembeddings are averaged in 32-bit.
     """
 
     def __init__(
@@ -52,22 +52,23 @@ class PowerSGD(Lever):
         clip: float | None = None,
         seed: int = 0,
     ) -> None:
-        """`scaling` scales the gradients of the task's blocks; `clips` says whether another lever clips.
+        """`scaling` is the lever that scales gradients of the task's blocks; `clips` is whether another lever clips.
 
         Args:
-            rank: columns of the thin matrices of all devices of a machine together, a multiple of their number (the
-                paper: 512 to 896 over 8 devices, about a quarter of the width).
-            overlap: average a block while the backward pass goes on, for sharded models; else after it. The numbers are
-                the same.
-            wire: format in which they are sent.
-            buffer: format of what has not been sent yet, which is added to the next gradient.
-            p_scale: what P is multiplied by on the wire; 1-6-9 holds magnitudes from 2^-68 to just below 16.
-            q_scale: the same for Q.
-            clip: largest norm of the averaged gradient, computed from Q; null: none. In place of training.grad_clip.
-            seed: of the fixed Gaussian Q.
+            rank: rank of the factors P and Q, summed over the devices of a machine and a multiple of their number; in
+                the paper 512 to 896 over 8 devices, about a quarter of the width.
+            overlap: average each block during the backward pass, for sharded models; otherwise after it. Results are
+                equal.
+            wire: number format in which P and Q are sent.
+            buffer: number format of the error that compression leaves, which is added to the next gradient.
+            p_scale: factor of P on the wire; 1-6-9 represents magnitudes from 2^-68 to just below 16.
+            q_scale: factor of Q on the wire.
+            clip: largest norm of the averaged gradient, computed from Q; null: no clipping. It replaces
+                training.grad_clip.
+            seed: seed of the fixed Gaussian matrices onto which gradients are projected.
 
         Raises:
-            ValueError: values out of range, a model without blocks.
+            ValueError: values out of range, or a model without blocks.
         """
         if rank < 1 or p_scale <= 0 or q_scale <= 0 or (clip is not None and clip <= 0):
             raise ValueError(
@@ -76,7 +77,7 @@ class PowerSGD(Lever):
             )
         if clip is not None and clips:
             raise ValueError("powersgd: clip and training.grad_clip would both clip; set one of them to null")
-        blocks_of(task)  # it has some
+        blocks_of(task)  # raises if there are none
         self.task = task
         self.rank = rank
         self.overlap = overlap
@@ -85,7 +86,7 @@ class PowerSGD(Lever):
         self.seed = seed
         self.mesh: DeviceMesh | None = None
         self.once = False
-        self.group: ProcessGroup | None = None  # the ranks that have this rank's part on each machine
+        self.group: ProcessGroup | None = None  # the ranks that hold the same shards, one per machine
         self.shards: ProcessGroup | None = None  # the ranks of this machine
         self.scaling = scaling
         self.blocks: list[list[Matrices]] = []
@@ -98,18 +99,19 @@ class PowerSGD(Lever):
     cost = staticmethod(powersgd_cost)
 
     def divide(self, mesh: DeviceMesh, *, once: bool = False) -> dict[int, Shard]:
-        """How each of the blocks' matrices is to be divided over a machine's devices, by the parameter's id.
+        """The sharding of the blocks' matrices over the devices of a machine, by the parameter's id.
 
         Args:
-            mesh: (machines, devices of each), by the names "replicate" and "shard".
-            once: gradients are averaged over a machine's devices once a batch, not after each microbatch.
+            mesh: (machines, devices per machine), with the dimension names "replicate" and "shard".
+            once: whether gradients are averaged over the devices of a machine once per batch, instead of after each
+                microbatch.
         """
         self.mesh = mesh
         self.once = once
         return placements(self.task, mesh.size(1))
 
     def begin(self, run: Run) -> None:
-        if not self.states:  # otherwise a second fit of the same trainer
+        if not self.states:  # the same trainer may fit a second time
             self._begin(run)
 
     def before_passes(self, run: Run) -> None:
@@ -127,13 +129,13 @@ class PowerSGD(Lever):
             self.group, devices = dist.group.WORLD, 1
             run.module.register_comm_hook(None, _leave_as_it_is)
         else:
-            # A mesh of machines of one device may give the group of the whole world. What overlaps needs its own: where
-            # two threads use one at once, their messages are mixed up.
+            # If machines have one device each, the mesh may return the group of the whole world. Overlapped work needs
+            # a separate group, because messages of two threads that use one group at the same time are mixed up.
             self.group, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.T.tolist())
             self.shards = self.mesh.get_group("shard")
             devices = self.mesh.size(1)
         self.machines = dist.get_world_size(self.group)
-        self.blocks = blocks_of(self.task)  # sharding has put others in the parameters' place
+        self.blocks = blocks_of(self.task)  # again, because sharding has replaced the parameters
         inside = {id(matrices.parameter) for block in self.blocks for matrices in block}
         self.others = [p for p in self.task.parameters() if p.requires_grad and id(p) not in inside]
         self.compressor = LowRank(self.rank // devices, seed=self.seed, **self.formats)
@@ -146,7 +148,7 @@ class PowerSGD(Lever):
                 self.compressor.load_errors(block_state, parts, self.machines)
             self.resumed_errors = None
         self.overlapped = self._overlapped() if self.overlap else None
-        self._report()
+        self._log_traffic()
 
     def _check(self, run: Run) -> None:
         if run.precision == "amp_fp16":
@@ -155,20 +157,20 @@ class PowerSGD(Lever):
             machines, devices = self.mesh.shape
             if machines == 1:
                 raise ValueError(
-                    "powersgd: training.fsdp.replicas gives one machine, which has none to average with; remove "
+                    "powersgd: training.fsdp.replicas gives one machine, so nothing is averaged; remove "
                     "powersgd (algorithms.powersgd=null), or set replicas to the number of machines"
                 )
             if self.rank % devices:
                 raise ValueError(f"powersgd: rank {self.rank} is not divisible by the {devices} devices of a machine")
             return
         if is_sharded(self.task):
-            raise ValueError("powersgd: the model is sharded without training.fsdp; low-rank averaging cannot follow")
+            raise ValueError("powersgd: the model is sharded, but not by training.fsdp; shard it by training.fsdp")
         if not isinstance(run.module, DistributedDataParallel):
-            raise ValueError("powersgd: there is one process, which has none to average with; remove powersgd")
+            raise ValueError("powersgd: there is only one process, so nothing is averaged; remove powersgd")
         if self.overlap:
             raise ValueError(
-                "powersgd: overlap needs training.fsdp, as DistributedDataParallel writes gradients at its end; set "
-                "training.fsdp.replicas to the number of processes for machines of one device, or overlap to false"
+                "powersgd: overlap needs training.fsdp, because DistributedDataParallel writes gradients at the end of "
+                "the backward pass; set training.fsdp.replicas to the number of processes, or overlap to false"
             )
 
     def _overlapped(self) -> Overlap[Compressed]:
@@ -180,26 +182,26 @@ class PowerSGD(Lever):
         before = None if scaling is None else lambda block: scaling.unscale_block(numbers[block])
         return Overlap(parameters, self._compress, before)
 
-    def _report(self) -> None:
+    def _log_traffic(self) -> None:
         shapes = [shape for block in self.blocks for matrices in block for shape in matrices.shapes]
         sent = self.compressor.bytes_sent(shapes, self.machines)
         plain = bytes_sent(sum(shape.numel() for shape in shapes), self.machines, FLOAT_32)
         log.info(
             f"powersgd: {len(shapes)} matrices in {len(self.blocks)} blocks, {self.machines} machines, {sent:,.0f} "
-            f"bytes sent per step and process in place of {plain:,.0f}"
+            f"bytes sent per step and process instead of {plain:,.0f}"
         )
 
     # --- a step --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _compress(self, number: int) -> Compressed:
-        """Steps 1 to 4 for a block."""
+        """Steps 1 to 4 of `low_rank` for one block."""
         gradients = [gradient for matrices in self.blocks[number] for gradient in matrices.gradients()]
         return self.compressor.compress(gradients, self.machines, self.states[number], self.group)
 
     @torch.no_grad()
     def _average(self, run: Run) -> dict[str, float]:
-        """Steps 1 to 8, for all blocks."""
+        """Steps 1 to 8 of `low_rank` for all blocks. Returns what is logged."""
         if self.overlapped is not None:
             compressed = self.overlapped.finish()
         else:
@@ -216,20 +218,20 @@ class PowerSGD(Lever):
             self.compressor.finish(block, sent, block_state, self.machines, factor)
         largest = torch.stack([block.largest for block in compressed]).amax(0)
         norm, p_largest, q_largest = torch.cat([agreed.norm[None], largest]).tolist()
-        if norm == float("inf"):  # on every process alike
+        if norm == float("inf"):  # equal on all ranks
             self.skipped += 1
             run.skip_update()
-        on_wire = {"powersgd/p_largest": p_largest, "powersgd/q_largest": q_largest}  # clamped at the format's largest
+        on_wire = {"powersgd/p_largest": p_largest, "powersgd/q_largest": q_largest}  # the format clamps them
         return {"powersgd/norm": norm, "powersgd/skipped": self.skipped, **on_wire}
 
     # --- checkpoints ---------------------------------------------------------------------------
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The sums of all machines' errors, by parameter, whole: they load on another number of machines and devices.
+        """The sum of all machines' errors per parameter, which loads on any number of machines and devices.
 
-        Engines write the first rank's state of a lever, into sharded checkpoints too: what is sharded is
-        gathered for it, into host memory.
+        Engines save the state of the first rank only, in sharded checkpoints, too. Therefore shards are gathered on
+        that rank, in host memory.
         """
         if not self.states:
             return {}
@@ -243,18 +245,18 @@ class PowerSGD(Lever):
         return {"errors": errors, "skipped": self.skipped, "rank": self.rank, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the sums over; each process gets its share when training starts.
+        """Restore the sums; each machine takes its share of them when training begins.
 
         Raises:
-            ValueError: Q would be another, or the matrices are of another model.
+            ValueError: the checkpoint has another rank or seed, or errors of other matrices.
         """
         if "errors" not in state:
             return
         for key in ("rank", "seed"):
             if state[key] != getattr(self, key):
                 raise ValueError(
-                    f"powersgd: the checkpoint was written with {key} {state[key]}, the recipe says "
-                    f"{getattr(self, key)}; another Q in the middle of a run hurts it"
+                    f"powersgd: the checkpoint was written with {key} {state[key]}, but the recipe has {key} "
+                    f"{getattr(self, key)}; do not change the {key} during a run"
                 )
         wanted = {matrices.name for block in blocks_of(self.task) for matrices in block}
         wrong = sorted(wanted ^ set(state["errors"]))
@@ -265,7 +267,7 @@ class PowerSGD(Lever):
 
 
 def _leave_as_it_is(_, bucket):  # untyped: DistributedDataParallel refuses annotations that are strings
-    """A hook for DistributedDataParallel that averages nothing."""
+    """A communication hook for DistributedDataParallel that averages nothing."""
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
     return done

@@ -1,12 +1,13 @@
-"""PowerSGD as Ramesh et al. 2021 ran it (appendix E.2): gradients averaged as products of two thin matrices.
+"""PowerSGD as in Ramesh et al. 2021, appendix E.2: gradients averaged as products of two low-rank factors.
 
-Steps carry the numbers of that description. All of it is a function of gradients, a state and process groups; whoever
-trains, drives it: `compress` a block when its gradients are there, `reduce_others` once, `agree` once, then `finish`.
+Steps are numbered as in that description. The code here depends only on gradients, a state and process groups. Its
+caller runs `compress` for each block whose gradients are complete, then `reduce_others` once, `agree` once, and
+`finish` for each block.
 
-    G  a matrix' gradient on this machine, (rows, columns), rows <= columns
-    E  G + what earlier steps left over, this machine's term of the sum
+    G  gradient of a matrix on this machine, (rows, columns) with rows <= columns
+    E  G + the error of earlier steps: the term of this machine in the sum
     Q  (columns, r) Gaussian, fixed        P  (rows, r) sum of E Q, then its orthonormal basis
-    Q' (columns, r) sum of E^T P           D  P Q'^T, what stands for the sum of E
+    Q' (columns, r) sum of E^T P           D  P Q'^T, the approximation of the sum of E
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9, Format
 
 @dataclass
 class BlockState:
-    """What a block keeps from step to step.
+    """The state of a block, kept from step to step.
 
     Attributes:
         projections: Q of each matrix, (columns, r) float32.
-        errors: what has not been sent of each matrix, (rows, columns), in the buffer's format.
+        errors: error of the compression of each matrix, (rows, columns), in the format of the buffer.
     """
 
     projections: list[Tensor]
@@ -42,12 +43,13 @@ class Compressed:
     """A block between `compress` and `finish`.
 
     Attributes:
-        gradients: as they were given; D is written into them.
-        terms: E of each matrix, in its gradient's memory where that can be seen as (rows, columns).
-        bases: orthonormal P, (rows, r).
-        factors: Q', (columns, r).
-        finite: (3,) bool: gradients, P and Q' of this machine, before anything was clamped.
-        largest: (2,) magnitudes of the sums P and Q' on the wire; at the format's largest value they were clamped.
+        gradients: the arguments of `compress`; D is written into them.
+        terms: E of each matrix, in the memory of its gradient if that can be viewed as (rows, columns).
+        bases: orthonormal P of each matrix, (rows, r).
+        factors: Q' of each matrix, (columns, r).
+        finite: (3,) bool, whether gradients, P and Q' of this machine were finite before they were clamped.
+        largest: (2,) largest magnitudes of the sums P and Q' on the wire; if equal to the largest value of the format,
+            they were clamped.
     """
 
     gradients: list[Tensor]
@@ -60,11 +62,11 @@ class Compressed:
 
 @dataclass
 class Agreement:
-    """What all machines and shards know alike after step 6.
+    """What all ranks have agreed on after step 6.
 
     Attributes:
-        norm: scalar, of the whole averaged gradient; infinite where any shard of any machine saw what is not finite.
-        sent: (blocks,) bool: P and Q' of the block were finite on all machines of this ordinal.
+        norm: scalar, the norm of the whole averaged gradient; infinite if any rank found values that are not finite.
+        sent: (blocks,) bool, whether P and Q' of the block were finite on all ranks of `agree`'s group.
     """
 
     norm: Tensor
@@ -74,8 +76,8 @@ class Agreement:
 class LowRank:
     """The compressor.
 
-    Gradients are this machine's terms of the averaged gradient times a scale: where each machine has the gradient of
-    its own mean loss, the scale is the number of machines.
+    Its input is this machine's term of the averaged gradient times a scale. If each machine has the gradient of its own
+    mean loss, the scale is the number of machines.
     """
 
     def __init__(
@@ -91,13 +93,13 @@ class LowRank:
     ) -> None:
         """
         Args:
-            rank: columns of P and Q; a matrix with fewer rows has as many as rows.
-            seed: of Q.
-            wire: format in which P and Q' travel.
+            rank: number of columns of P and Q, which is reduced to the number of rows for matrices with fewer rows.
+            seed: seed of Q.
+            wire: format in which P and Q' are sent.
             buffer: format of the errors.
-            p_scale: what P is multiplied by on the wire, to lie in the format's range.
+            p_scale: factor of P on the wire, which brings it into the range of the format.
             q_scale: the same for Q'.
-            identity: what is added to P's diagonal, so that no matrix lacks a basis.
+            identity: added to the diagonal of P, so that every matrix has a basis.
         """
         self.rank = rank
         self.seed = seed
@@ -108,12 +110,12 @@ class LowRank:
         self.identity = identity
 
     def new_state(self, shapes: Sequence[torch.Size], device: torch.device, number: int) -> BlockState:
-        """A block's state before the first step: Q drawn on the CPU, the same on every machine.
+        """The state of a block before the first step. Q is drawn on the CPU, and equal on all machines.
 
         Args:
-            shapes: of its gradients, two dimensions or more; all but the first are one.
-            device: of its gradients.
-            number: the block's, which makes its Q its own.
+            shapes: shapes of its gradients, with two or more dimensions; all but the first are flattened.
+            device: device of its gradients.
+            number: number of the block, from which its Q is seeded.
         """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         state = BlockState([], [])
@@ -126,19 +128,19 @@ class LowRank:
 
     @torch.no_grad()
     def compress(self, gradients: list[Tensor], scale: float, state: BlockState, group: ProcessGroup) -> Compressed:
-        """Steps 1 to 4. The gradients' memory is used; they are averaged once `finish` has run.
+        """Steps 1 to 4. The memory of the gradients is overwritten; `finish` writes the average into it.
 
         Args:
-            gradients: this rank's part of the block's gradients, float32.
-            scale: what divides them: the block's gradient scale, in which the number of machines is a factor.
-            state: of the block, left as it is.
-            group: this ordinal's ranks of all machines.
+            gradients: this rank's shards of the gradients of the block, float32.
+            scale: divisor of the gradients: the number of machines, times a gradient scale if there is one.
+            state: state of the block, not changed.
+            group: the ranks that hold the same shards, one per machine.
         """
         terms, finite = [], []
         for gradient, error in zip(gradients, state.errors, strict=True):  # 1
             matrix = as_matrix(gradient)
             finite.append(torch.isfinite(magnitude(matrix)))
-            matrix.masked_fill_(~finite[-1], 0.0)  # the error stays alone: this update will be skipped
+            matrix.masked_fill_(~finite[-1], 0.0)  # only the error is kept, because this update will be skipped
             terms.append(matrix.div_(scale).add_(self.buffer.decode(error)))
         products = [e @ q for e, q in zip(terms, state.projections, strict=True)]  # 2
         products, p_finite, p_largest = self._sum(products, group, self.p_scale)
@@ -151,7 +153,7 @@ class LowRank:
         return Compressed(gradients, terms, bases, factors, flags, torch.stack([p_largest, q_largest]))
 
     def _sum(self, matrices: list[Tensor], group: ProcessGroup, scale: float) -> tuple[list[Tensor], Tensor, Tensor]:
-        """A block's matrices in one message; whether this machine's were finite, and the largest sum on the wire."""
+        """Sums of matrices in one message, whether this machine's were finite, and the largest sum on the wire."""
         flat, finite = all_reduce_sum(torch.cat([m.flatten() for m in matrices]), group, self.wire, scale)
         parts = flat.split([m.numel() for m in matrices])
         return [part.view_as(m) for part, m in zip(parts, matrices, strict=True)], finite, magnitude(flat) * scale
@@ -160,14 +162,14 @@ class LowRank:
     def finish(
         self, block: Compressed, sent: Tensor, state: BlockState, machines: int, factor: Tensor | None = None
     ) -> None:
-        """Steps 7 and 8: D into the gradients, and what it lacks of E into the errors.
+        """Steps 7 and 8: write D into the gradients, and the difference between E and D into the errors.
 
         Args:
             block: from `compress`.
-            sent: bool scalar, the block's of `Agreement.sent`.
-            state: of the block; its errors are replaced.
-            machines: how many share the error of D.
-            factor: scalar that clips D, or None. The error is that of D before it is clipped.
+            sent: () bool, the element of `Agreement.sent` for the block.
+            state: state of the block; its errors are replaced.
+            machines: number of machines, over which D is divided in the errors.
+            factor: scalar by which D is multiplied for clipping, or None. Errors are those of D before clipping.
         """
         pairs = zip(block.terms, block.bases, block.factors, strict=True)
         for number, (term, p, q) in enumerate(pairs):
@@ -178,7 +180,7 @@ class LowRank:
             gradient.copy_(from_matrix(averaged, gradient.shape))
 
     def _error(self, term: Tensor, sent_part: Tensor, sent: Tensor) -> Tensor:
-        # Where P or Q' was not finite the whole term is left over, unless the buffer cannot hold it.
+        # If P or Q' was not finite, the whole term remains as error, unless the buffer cannot represent it.
         holds = (term.abs() <= self.buffer.largest).all()
         kept = torch.where(holds, term, 0.0)
         return self.buffer.encode(torch.where(sent, term - sent_part, kept))
@@ -187,7 +189,7 @@ class LowRank:
 
     @torch.no_grad()
     def summed_errors(self, state: BlockState, group: ProcessGroup) -> list[Tensor]:
-        """The sum of the machines' errors, (rows, columns) float32 each, the same on all: all that a checkpoint needs.
+        """The sum of the errors of all machines, each (rows, columns) float32 and equal on all ranks, for checkpoints.
 
         Every rank of the group must call it.
         """
@@ -198,23 +200,23 @@ class LowRank:
 
     @torch.no_grad()
     def load_errors(self, state: BlockState, sums: list[Tensor], machines: int) -> None:
-        """Each machine takes its share of the sum, however many there were when it was written.
+        """Restore errors from `summed_errors`: each of any number of machines takes an equal share.
 
         Raises:
-            ValueError: the sums have other shapes than the block's matrices.
+            ValueError: the sums do not have the shapes of the block's matrices.
         """
         for number, (error, total) in enumerate(zip(state.errors, sums, strict=True)):
             if error.shape != total.shape:
                 raise ValueError(
-                    f"powersgd: an error of shape {tuple(total.shape)} in the checkpoint is of another matrix than the "
-                    f"model's of {tuple(error.shape)}"
+                    f"powersgd: an error in the checkpoint has shape {tuple(total.shape)}, but the matrix "
+                    f"of the model has {tuple(error.shape)}"
                 )
             state.errors[number] = self.buffer.encode(total.to(error.device, torch.float32) / machines)
 
-    # --- what it costs -------------------------------------------------------------------------
+    # --- cost ----------------------------------------------------------------------------------
 
     def bytes_sent(self, shapes: Sequence[torch.Size], machines: int) -> float:
-        """Bytes a rank sends to other machines for these matrices in a step."""
+        """Bytes that a rank sends to other machines per step for matrices of these shapes."""
         count = 0
         for shape in shapes:
             rows, columns = _sides(shape)
@@ -228,8 +230,8 @@ def reduce_others(gradients: list[Tensor], scale: float, group: ProcessGroup) ->
 
     Args:
         gradients: float32, of any shapes.
-        scale: what divides them first.
-        group: this ordinal's ranks of all machines.
+        scale: divisor of the gradients before they are summed.
+        group: the ranks that hold the same shards, one per machine.
     """
     if not gradients:
         return
@@ -243,17 +245,17 @@ def reduce_others(gradients: list[Tensor], scale: float, group: ProcessGroup) ->
 def agree(
     blocks: list[Compressed], others: list[Tensor], group: ProcessGroup, shards: ProcessGroup | None = None
 ) -> Agreement:
-    """Step 6: the norm of the averaged gradient without decompressing it, and what was not finite anywhere.
+    """Step 6: the norm of the averaged gradient without decompressing it, and whether anything was not finite.
 
-    P has orthonormal columns, so the norm of D is that of Q'.
+    Because the columns of P are orthonormal, the norm of D is that of Q'.
 
     Args:
         blocks: all blocks of this rank.
         others: gradients that `reduce_others` has summed.
-        group: this ordinal's ranks of all machines.
-        shards: ranks of this machine that hold the other parts of the gradients; None: this rank has all.
+        group: the ranks that hold the same shards, one per machine.
+        shards: the ranks of this machine, which hold the other shards of the gradients; None: there are none.
     """
-    flags = ~torch.stack([block.finite for block in blocks])  # (blocks, 3), true where not finite
+    flags = ~torch.stack([block.finite for block in blocks])  # (blocks, 3), true if not finite
     flags = flags.float()
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
     parts = [q for block in blocks for q in block.factors] + others
@@ -261,15 +263,15 @@ def agree(
     squared = torch.where(flags.any(), torch.inf, squared)
     if shards is not None:
         dist.all_reduce(squared, group=shards)
-    # What is not finite among the others shows in the sum itself.
+    # Values of the other parameters that are not finite show in the sum itself.
     norm = torch.where(torch.isfinite(squared), squared.sqrt(), torch.inf)
-    if shards is not None:  # machines may have added their shards in another order, and must clip alike to the last bit
+    if shards is not None:  # machines may add in different orders, and must clip equally to the last bit
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
     return Agreement(norm, sent=flags[:, 1:].sum(1) == 0)
 
 
 def as_matrix(gradient: Tensor) -> Tensor:
-    """(rows, columns), in the gradient's memory where its order allows. The lesser side comes first (step 9)."""
+    """A gradient as (rows, columns), the shorter side first (step 9); a view of the gradient if its strides allow."""
     matrix = gradient.flatten(1)
     return matrix.T if _is_tall(gradient.shape) else matrix
 
@@ -280,7 +282,7 @@ def from_matrix(matrix: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a gradient as a matrix, the lesser first: orthogonalising is cheap then."""
+    """Rows and columns of a gradient as a matrix, the shorter side first, which makes orthogonalisation cheap."""
     rest = torch.Size(shape[1:]).numel()
     return min(shape[0], rest), max(shape[0], rest)
 

@@ -1,4 +1,4 @@
-"""Orthonormal columns by Householder reflections, for PowerSGD's P."""
+"""Orthonormal bases by Householder reflections, for PowerSGD's P."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def orthonormal(matrices: list[Tensor]) -> list[Tensor]:
-    """Bases of the matrices' column spaces: the Q of their QR decompositions, by Householder reflections.
+    """Orthonormal bases of the column spaces of matrices: the Q of QR decompositions by Householder reflections.
 
-    The columns come out orthonormal to the precision of 32-bit floats however dependent the matrix's columns are, where
-    Gram-Schmidt loses it with the condition number (Ramesh et al. 2021 saw PowerSGD break by it). `torch.geqrf` is
-    LAPACK's and cuSOLVER's Householder decomposition. Matrices of one shape go through it together.
+    Columns are orthonormal to the precision of 32-bit floats, even if the columns of the matrix are nearly dependent.
+    Gram-Schmidt loses orthogonality as the condition number grows, which broke PowerSGD for Ramesh et al. (2021).
+    `torch.geqrf` calls LAPACK or cuSOLVER. Matrices of the same shape are decomposed together.
 
     Args:
-        matrices: (m, r) float32 each, m >= r, finite.
+        matrices: (m, r) float32 each, with m >= r and finite values.
 
     Returns:
         (m, r) float32 each.
@@ -22,7 +22,7 @@ def orthonormal(matrices: list[Tensor]) -> list[Tensor]:
     places: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         assert matrix.shape[0] >= matrix.shape[1], f"{tuple(matrix.shape)}: more columns than rows"
-        if matrix.numel():  # a shard may have no rows
+        if matrix.numel():  # a shard may be empty
             places.setdefault(matrix.shape, []).append(number)
     found = list(matrices)
     for numbers in places.values():

@@ -1,4 +1,4 @@
-"""Work on each block's gradients beside the backward pass of the blocks before it."""
+"""Work on the gradients of each block, overlapped with the backward pass of the blocks before it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ Result = TypeVar("Result")
 
 
 class Overlap(Generic[Result]):
-    """Starts work on a block as soon as the last microbatch has finished its gradients.
+    """Starts work on a block as soon as its gradients are complete, in the last backward pass of a batch.
 
-    Blocks are worked on one at a time, in the order in which their gradients are finished: the reverse of the model's,
-    and the same on every rank, so that the work may communicate. On a GPU its kernels run on a stream of their own, and
-    the program does not wait; on a CPU a thread does the work.
+    Blocks are processed one at a time, in the order in which their gradients are completed. This is the reverse of the
+    order in the model, and the same on every rank, so that the work may communicate. On a GPU, its kernels run on a
+    separate stream and the host does not wait; on a CPU, a thread does the work.
 
-    For gradients that FSDP2 divides: it assigns them, and calls a parameter's hooks, when they are averaged over the
-    shards. DistributedDataParallel writes gradients once more at the end of the backward pass, over what is done here.
+    It is for gradients that FSDP2 shards, which assigns them and calls the hooks of a parameter once they are averaged
+    over the shards. DistributedDataParallel writes gradients again at the end of the backward pass, which would
+    overwrite the result of the work.
     """
 
     def __init__(
@@ -33,14 +34,14 @@ class Overlap(Generic[Result]):
         """
         Args:
             blocks: all trained parameters of each block.
-            work: what is done to a block, by its number.
-            before: what is done at once, in the backward pass itself, so that all that follows the pass finds it done;
-                not for blocks whose work starts in `finish`.
+            work: called with the number of a block.
+            before: called with the number of a block before its work starts, synchronously in the backward pass, so
+                that it is done when the pass ends. Not called for blocks whose work starts in `finish`.
         """
         self.blocks = blocks
         self.work = work
         self.before = before
-        self.missing: list[int] | None = None  # gradients to come for each block; None outside of batches
+        self.missing: list[int] | None = None  # number of missing gradients per block; None outside of batches
         self.results: list[Result | Future[Result] | None] = [None] * len(blocks)
         device = blocks[0][0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -53,15 +54,16 @@ class Overlap(Generic[Result]):
         """A batch begins.
 
         Args:
-            passes: backward passes of the batch, the last of which finishes the gradients.
+            passes: number of backward passes that call the hooks of a parameter; the last completes the gradients.
         """
         self.missing = [passes * len(parameters) for parameters in self.blocks]
         self.results = [None] * len(self.blocks)
 
     def finish(self) -> list[Result]:
-        """Results of all blocks, once the backward passes are done; work that never started is done now."""
+        """The results of all blocks, after the backward passes. Work that has not started is done now."""
         self.missing = None
-        for number in reversed(range(len(self.blocks))):  # a parameter that the batch did not use has no hook called
+        # Hooks of parameters that the batch did not use are not called.
+        for number in reversed(range(len(self.blocks))):
             if self.results[number] is None:
                 self._start(number)
         if self.stream is not None:
@@ -69,7 +71,7 @@ class Overlap(Generic[Result]):
         return [r.result() if isinstance(r, Future) else r for r in self.results]
 
     def _arrived(self, number: int, _: nn.Parameter) -> None:
-        if self.missing is None:  # a backward pass that trains nothing
+        if self.missing is None:  # a backward pass outside of training
             return
         self.missing[number] -= 1
         if self.missing[number] == 0:
@@ -82,8 +84,8 @@ class Overlap(Generic[Result]):
         if self.stream is None:
             self.results[number] = self.worker.submit(self.work, number)
             return
-        # The hook is called where the gradients are averaged: behind that stream's work they are there. Their memory is
-        # that stream's too, and is not given back before `finish` made all others wait.
+        # The hook is called on the stream that averages the gradients: they are complete once its work is done. Their
+        # memory belongs to that stream, too, and is not reused before `finish` has made other streams wait.
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             self.results[number] = self.work(number)

@@ -1,4 +1,4 @@
-"""Sums over a process group whose numbers travel in a 16-bit format."""
+"""Sums over a process group, with numbers sent in a 16-bit format."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from recipes.algorithms.sixteen_bit.formats import Float32, Format
 
 
 def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The sum over a group, bit for bit the same on every rank of it.
+    """The sum over a process group, equal bit by bit on all of its ranks.
 
-    Process groups know no 1-6-9 numbers, so the two halves of an all-reduce are made here: each rank gets everyone's
-    codes of its own part, adds their values in 32-bit in the order of ranks, and sends everyone the codes of the sum.
-    As many bytes travel as in a ring: 2 (W - 1) / W times two bytes a value. Each value is rounded twice.
+    Process groups cannot add 1-6-9 numbers, so both halves of an all-reduce are done here: each rank receives all
+    ranks' codes of its own part, adds their values in 32-bit in the order of ranks, and sends the codes of the sum to
+    all ranks. As in a ring, 2 (W - 1) / W times two bytes per value are sent. Each value is rounded twice.
 
-    What is not finite is replaced before it is sent, so that no rank's sum is: infinities by the format's largest value
-    with their sign, NaN by zero. Whether that happened here is returned beside the sum.
+    Values that are not finite are replaced before they are sent, so that the sum is finite: infinities by the largest
+    value of the format with their sign, NaN by zero.
 
     Args:
         values: (N,) float32.
         group: ranks whose values are added.
-        wire: format of what is sent; 32-bit: an ordinary all-reduce.
-        scale: what values are multiplied by to lie in the format's range; the sum is divided by it.
+        wire: format in which values are sent; 32-bit: an ordinary all-reduce.
+        scale: factor that brings values into the range of the format when they are sent; the sum is divided by it.
 
     Returns:
-        (N,) float32, and a bool scalar: whether this rank's values were all finite.
+        The sum (N,) float32, and () bool: whether all values of this rank were finite.
     """
     finite = torch.isfinite(magnitude(values))
     ranks = dist.get_world_size(group)
     if isinstance(wire, Float32):
-        largest = wire.largest / ranks  # the sum of as many is finite
+        largest = wire.largest / ranks  # so that the sum over ranks is finite
         total = torch.nan_to_num(values, nan=0.0).clamp(-largest, largest)
         dist.all_reduce(total, group=group)
         return total, finite
@@ -49,12 +49,12 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: flo
 
 
 def magnitude(values: Tensor) -> Tensor:
-    """The largest one, scalar; not finite where any value is not (a NaN is passed on), so that one pass says both."""
+    """The largest absolute value, a scalar. It is not finite if any value is not, so that one pass tells both."""
     return torch.linalg.vector_norm(values, math.inf) if values.numel() else values.new_zeros(())
 
 
 def bytes_sent(count: int, ranks: int, wire: Format) -> float:
-    """Bytes that a rank sends in an all-reduce of so many numbers."""
+    """Bytes that a rank sends in an all-reduce of `count` numbers."""
     return 2 * (ranks - 1) / ranks * count * wire.bits / 8
 
 

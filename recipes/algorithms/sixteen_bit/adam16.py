@@ -1,4 +1,4 @@
-"""AdamW whose moments take two bytes each (Ramesh et al. 2021, appendix D): 4 bytes a parameter instead of 8."""
+"""AdamW with 16-bit moments (Ramesh et al. 2021, appendix D): 4 bytes per parameter instead of 8."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10, Format, Format16
 
-# Bits of a group's moments -> formats of the running mean and of the running variance.
+# `moment_bits` of a parameter group -> formats of the running mean and of the running variance.
 FORMATS: dict[int, tuple[Format, Format]] = {16: (MEAN_1_6_9, VARIANCE_0_6_10), 32: (FLOAT_32, FLOAT_32)}
 MOMENTS = ("mean", "variance")
-# Elements that are updated at a time where nothing is compiled: some forty operations follow each other, and their
-# results stay in a processor's cache, or take little of a GPU's memory.
+# Number of elements that the uncompiled update handles at a time. It runs some forty operations one after the other;
+# their intermediate results then stay in the cache of a CPU and take little memory on a GPU.
 CHUNK = {"cpu": 2**15, "cuda": 2**26}
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # values, gradient, codes of the mean and of the variance
 
 
 class Adam16(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) with moments in 16 or 32 bits, a choice of each parameter group.
+    """AdamW (Loshchilov and Hutter 2019) with moments in 16 or 32 bits, as each parameter group chooses.
 
     A step is computed in 32-bit from the decoded moments, and the moments are rounded when they are stored. The running
-    variance is clipped before it is used and stored. Parameters may be plain or shards of FSDP2 (DTensor); their state
-    then has the same placements.
+    variance is clipped before it is used and stored. Parameters may be ordinary tensors or shards of FSDP2 (DTensor),
+    whose state has the same placements.
 
-    The codes are kept as bytes, in a last dimension of two: process groups send no 16-bit integers, and what
-    `torch.optim.Optimizer.load_state_dict` does to a state, casting it to the parameter's type, bytes survive.
+    Codes are stored as uint8 with a last dimension of 2, because process groups do not send 16-bit integers, and
+    because `torch.optim.Optimizer.load_state_dict` casts states to the parameter's dtype, which is exact for bytes.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class Adam16(torch.optim.Optimizer):
     ) -> None:
         """
         Args:
-            parameters: tensors, or groups of them, which may have their own `moment_bits`.
+            parameters: float32 tensors, or parameter groups, which may have their own `moment_bits`.
             lr: learning rate.
             betas: decays of the running mean and of the running variance.
-            eps: added to the root of the variance.
+            eps: added to the square root of the variance.
             weight_decay: decoupled decay, times the learning rate.
-            variance_clip: largest running variance; None: none.
-            moment_bits: 16 or 32, for groups that do not say.
-            compiled: on a GPU one Triton kernel updates all tensors of a group; on a CPU `torch.compile` makes one
-                of a tensor's update.
+            variance_clip: upper bound of the running variance; None: no bound.
+            moment_bits: 16 or 32, for groups without their own.
+            compiled: on a GPU, update all tensors of a group in one Triton kernel; on a CPU, compile the update of a
+                tensor with `torch.compile`.
 
         Raises:
-            ValueError: values out of range, decays that 16-bit moments cannot follow, parameters not in 32-bit.
+            ValueError: values out of range, decays too close to 1 for 16-bit moments, parameters that are not float32.
         """
         self.compiled = compiled
         settings = {
@@ -71,7 +71,7 @@ class Adam16(torch.optim.Optimizer):
         super().__init__(parameters, settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch, checked."""
+        """As in PyTorch. Raises a ValueError as the constructor does."""
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
 
@@ -93,7 +93,7 @@ class Adam16(torch.optim.Optimizer):
                 if not state:
                     state.update(_new_state(parameter, group["moment_bits"]))
                 state["step"] += 1
-                if _local(parameter).numel():  # a rank may have nothing of a small tensor
+                if _local(parameter).numel():  # the shard of a small tensor may be empty
                     key = (state["step"].item(), parameter.device)
                     together.setdefault(key, []).append(_parts(parameter, state))
             for (step, device), parts in together.items():
@@ -105,13 +105,11 @@ class Adam16(torch.optim.Optimizer):
         formats = FORMATS[group["moment_bits"]]
         betas, eps, clip = group["betas"], group["eps"], group["variance_clip"]
         if self.compiled and device.type == "cuda":
-            from recipes.algorithms.sixteen_bit.adam16_kernel import (
-                update_all,  # Triton is slow to import, and needs a GPU
-            )
+            from recipes.algorithms.sixteen_bit import adam16_kernel  # here, because Triton is slow to import
 
-            update_all(tensors, scalars, formats, betas, eps, clip)
+            adam16_kernel.update_all(tensors, scalars, formats, betas, eps, clip)
             return
-        # As tensors, so that compiled kernels stay as they are from step to step.
+        # As tensors, so that the compiled update is not compiled again when the values change.
         numbers = torch.tensor(scalars, dtype=torch.float32, device=device).unbind()
         for parts in tensors:
             if self.compiled:
@@ -121,7 +119,7 @@ class Adam16(torch.optim.Optimizer):
                 adamw_update(*pieces, *numbers, *formats, *betas, eps, clip)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called by `load_state_dict`, which has cast bytes to the parameter's type: exact, and undone here."""
+        """Called by `load_state_dict`, too, which has cast bytes to the parameter's dtype. This undoes the cast."""
         super().__setstate__(state)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -134,17 +132,18 @@ class Adam16(torch.optim.Optimizer):
                         raise ValueError(
                             f"adam16: the {name} of a parameter of shape {tuple(parameter.shape)} has shape "
                             f"{tuple(loaded[name].shape)} in the checkpoint, not {tuple(fresh[name].shape)}; the run "
-                            "that wrote it had other 16-bit parameters, or another optimizer"
+                            "that wrote it had other parameters with 16-bit moments, or another optimizer"
                         )
-                    _local(fresh[name]).copy_(_local(loaded[name]))  # in the parameter's own memory order
+                    _local(fresh[name]).copy_(_local(loaded[name]))  # in the memory order of the parameter
                     loaded[name] = fresh[name]
-                loaded["step"] = fresh["step"].copy_(loaded["step"])  # the saved tensors stay as they were
+                loaded["step"] = fresh["step"].copy_(loaded["step"])  # does not change the saved tensors
 
     def memory(self) -> dict[str, float]:
-        """Memory of the moments on this rank, before the first step too.
+        """Memory of the moments on this rank. It is known before the first step.
 
         Returns:
-            `parameters`, `parameters_16_bit`: numbers of them; `bytes`: of all moments; `bytes_per_parameter`.
+            `parameters`: number of parameters; `parameters_16_bit`: number of those with 16-bit moments; `bytes`: size
+            of all moments; `bytes_per_parameter`.
         """
         sizes = {bits: 0 for bits in FORMATS}
         for group in self.param_groups:
@@ -179,17 +178,17 @@ def adamw_update(
     Args:
         values: (N,) float32, the parameters.
         gradient: (N,) float32.
-        mean_codes: (N,) in `mean_format`'s type.
-        variance_codes: (N,) in `variance_format`'s type.
+        mean_codes: (N,) in the dtype of `mean_format`.
+        variance_codes: (N,) in the dtype of `variance_format`.
         decay: scalar, learning rate times weight decay.
-        step_size: scalar, learning rate over the mean's bias correction.
-        root_correction: scalar, root of the variance's bias correction.
-        mean_format: of the codes.
-        variance_format: of the codes.
+        step_size: scalar, learning rate divided by the bias correction of the mean.
+        root_correction: scalar, square root of the bias correction of the variance.
+        mean_format: format of the codes of the mean.
+        variance_format: format of the codes of the variance.
         beta1: decay of the mean.
         beta2: decay of the variance.
-        eps: added to the root.
-        variance_clip: largest variance, or None.
+        eps: added to the square root of the variance.
+        variance_clip: upper bound of the variance, or None.
     """
     mean = torch.lerp(mean_format.decode(mean_codes), gradient, 1 - beta1)
     variance = (variance_format.decode(variance_codes) * beta2).addcmul(gradient, gradient, value=1 - beta2)
@@ -203,12 +202,12 @@ def adamw_update(
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    # Compiled for the first size, then for any; bits, betas and formats are constants of the kernels.
+    # Compiled for the first size, then once for any size; bits, betas and formats are constants of the kernel.
     return torch.compile(adamw_update)
 
 
 def _parts(parameter: Tensor, state: dict[str, Tensor]) -> Parts:
-    """This rank's values, gradient and codes of both moments, (N,) each and in one order."""
+    """This rank's values, gradient and codes of both moments, each (N,) in the same memory order."""
     values, gradient = _local(parameter), _local(parameter.grad)
     if gradient.stride() != values.stride() or gradient.dtype != values.dtype:
         gradient = torch.empty_like(values).copy_(gradient)
@@ -217,14 +216,14 @@ def _parts(parameter: Tensor, state: dict[str, Tensor]) -> Parts:
 
 
 def _scalars(group: dict[str, Any], step: float) -> tuple[float, float, float]:
-    """What changes from step to step: decay, step size and root correction of `adamw_update`."""
+    """The arguments of `adamw_update` that change from step to step: decay, step size and root correction."""
     beta1, beta2 = group["betas"]
     lr = float(group["lr"])
     return lr * group["weight_decay"], lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
 
 
 def _new_state(parameter: Tensor, bits: int) -> dict[str, Tensor]:
-    """Zero moments, in the parameter's memory order and placement; all formats have the code 0 for zero."""
+    """Zero moments in the memory order and placement of the parameter. In all formats, the code of zero is 0."""
     step = torch.zeros((), dtype=torch.float32)
     if bits == 32:
         return {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}
@@ -232,9 +231,9 @@ def _new_state(parameter: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def _zero_bytes(parameter: Tensor) -> Tensor:
-    """(*shape, 2) uint8."""
+    """Zeros of shape (*shape, 2) and dtype uint8, in the memory order and placement of the parameter."""
     local = _local(parameter)
-    order = torch.empty_like(local, device="meta").stride()  # dense, even where the parameter is a view
+    order = torch.empty_like(local, device="meta").stride()  # dense, even if the parameter is a view
     strides = (*(2 * stride for stride in order), 1)
     found = torch.empty_strided((*local.shape, 2), strides, dtype=torch.uint8, device=local.device).zero_()
     if not isinstance(parameter, DTensor):
@@ -251,12 +250,12 @@ def _zero_bytes(parameter: Tensor) -> Tensor:
 
 
 def _codes(moment: Tensor) -> Tensor:
-    """The codes in a state tensor, in its own memory."""
+    """A view of a state tensor as codes."""
     return moment.view(torch.int16).squeeze(-1) if moment.dtype == torch.uint8 else moment
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """(N,) the elements of a dense tensor in memory order, in its own memory."""
+    """A view of shape (N,) of a dense tensor, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -276,11 +275,11 @@ def _check(group: dict[str, Any]) -> None:
     for number, (beta, fmt) in enumerate(zip(group["betas"], formats, strict=True)):
         if not 0 <= beta < 1:
             raise ValueError(f"adam16: betas.{number} must lie in [0, 1), got {beta}")
-        # A moment that shrinks by less than half of its last place is rounded back to what it was, for ever.
+        # If a moment decays by less than half of its last place, it is rounded back and never changes.
         if isinstance(fmt, Format16) and 1 - beta <= 2.0 ** -(fmt.significand + 1):
             raise ValueError(
-                f"adam16: betas.{number} = {beta} decays by less than {fmt.name} can show; "
-                f"take less than {1 - 2.0 ** -(fmt.significand + 1):.6f}"
+                f"adam16: betas.{number} = {beta} decays by less than {fmt.name} can represent; "
+                f"use less than {1 - 2.0 ** -(fmt.significand + 1):.6f}"
             )
     if group["moment_bits"] == 16 and clip is not None and clip > VARIANCE_0_6_10.largest:
         raise ValueError(f"adam16: variance_clip {clip} is above {VARIANCE_0_6_10.largest}, the largest 0-6-10 value")
@@ -288,7 +287,7 @@ def _check(group: dict[str, Any]) -> None:
         if parameter.dtype != torch.float32:
             raise ValueError(
                 f"adam16: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; keep parameters in "
-                "32-bit, with training.precision for the arithmetic"
+                "32-bit, and set the precision of computation by training.precision"
             )
         order = torch.empty_like(_local(parameter), device="meta").stride()
         if _local(parameter).stride() != order:

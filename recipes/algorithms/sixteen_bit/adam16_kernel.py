@@ -1,8 +1,8 @@
-"""A Triton kernel that updates all tensors of a group in one launch, moments in any of the formats.
+"""A Triton kernel that updates all tensors of a parameter group in one launch, with moments in any of the formats.
 
-A step of AdamW does little with much memory, and a model has hundreds of small tensors: launched one by one, they would
-cost more than the memory. Here a table holds every tensor's addresses, and each program takes a piece of one of them.
-The arithmetic is that of `adam16.adamw_update` and `formats.Format16`.
+A model has hundreds of small tensors, and launching one kernel for each would take longer than the memory traffic. Here
+a table holds the addresses of all tensors, and each program updates a piece of one of them. The arithmetic is that of
+`adam16.adamw_update` and `formats.Format16`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from recipes.algorithms.sixteen_bit.formats import Format, Format16
 from recipes.algorithms.sixteen_bit.formats_kernel import decode_tile, encode_tile
 
-PIECE = 8192  # elements of a program
-TILE = 1024  # elements it holds at once
+PIECE = 8192  # elements per program
+TILE = 1024  # elements that a program handles at a time
 
 
 @triton.jit
 def _update(
     addresses,  # (tensors, 4) int64: values, gradient, mean, variance
     sizes,  # (tensors,) int64
-    owners,  # (programs,) int32: the tensor that a program works on
-    starts,  # (programs,) int64: its first element
+    owners,  # (programs,) int32: index of the tensor that each program updates
+    starts,  # (programs,) int64: the first element of its piece
     decay,
     step_size,
     root_correction,
@@ -67,7 +67,7 @@ def _update(
         )
         mean = mean + (1 - beta1) * (gradient - mean)
         variance = variance * beta2 + (1 - beta2) * gradient * gradient
-        # As torch.clamp, it lets NaN through, where a minimum would hide it.
+        # Like torch.clamp, this keeps NaN, which a minimum would hide.
         variance = tl.where(variance > clip, clip, variance)
         root = tl.sqrt(variance) / root_correction + eps
         tl.store(values + at, value - (decay * value + step_size * (mean / root)), inside)
@@ -90,12 +90,12 @@ def update_all(
     """One step of AdamW on many tensors, in place, in one launch.
 
     Args:
-        tensors: values (N,), gradient (N,), codes of the mean (N,) and of the variance (N,), all dense, of one device.
+        tensors: values (N,), gradient (N,), codes of the mean (N,) and of the variance (N,), all dense on one device.
         scalars: decay, step size and root correction, as in `adamw_update`.
-        formats: of the two kinds of codes.
+        formats: formats of the codes of mean and variance.
         betas: decays of mean and variance.
-        eps: added to the root.
-        variance_clip: largest variance, or None.
+        eps: added to the square root of the variance.
+        variance_clip: upper bound of the variance, or None.
     """
     device = tensors[0][0].device
     sizes = tuple(values.numel() for values, *_ in tensors)
@@ -111,7 +111,7 @@ def update_all(
 
 @functools.lru_cache(maxsize=64)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Sizes of the tensors, and each program's tensor and first element."""
+    """The arguments `sizes`, `owners` and `starts` of the kernel."""
     counts = torch.tensor([-(-size // PIECE) for size in sizes])
     owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     first = torch.cumsum(counts, 0) - counts

@@ -1,10 +1,11 @@
-"""A gradient scale for each residual block, in 16-bit blocks on a 32-bit identity path (Ramesh et al. 2021, 2.4 and D).
+"""One gradient scale per residual block: 16-bit blocks on a 32-bit identity path (Ramesh et al. 2021, 2.4 and D).
 
-One scale for the whole model must keep the largest gradients of all layers below fp16's 65,504, and the smallest
-underflow. Here a block's backward pass begins by multiplying with its own scale, and ends by dividing by it.
+A single scale for the whole model must keep the largest gradients of all layers below fp16's maximum of 65,504, which
+makes the smallest ones underflow. Here, the backward pass of each block multiplies gradients by the scale of the block
+where they enter it, and divides them by it where they leave it.
 
-The published loss is divided by the number of replicas M too, and scales lie around M 2^13; here each replica's loss is
-its own mean, M times as large, so the same numbers reach the 16-bit arithmetic with scales around 2^13.
+The published loss is also divided by the number of replicas M, and scales are around M 2^13. Here the loss of each
+replica is its own mean, which is M times as large, so that scales around 2^13 give the same 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch.autograd import Function
 
 
 class Enter(Function):
-    """Identity path to block: 32 to 16 bits. Backward: to 32 bits, filtered, divided by the scale.
+    """From the identity path into a block: 32 to 16 bits. Backward: to 32 bits, filtered, divided by the scale.
 
-    The filter sets what is not finite to zero and counts it: without it, one overflow here would reach, and lower the
-    scales of, all earlier blocks.
+    The filter replaces values that are not finite by zero and counts them. Without it, an overflow in one block would
+    reach all earlier blocks and lower their scales, too.
     """
 
     @staticmethod
@@ -41,7 +42,7 @@ class Enter(Function):
 
 
 class Leave(Function):
-    """Block to identity path: 16 to 32 bits. Backward: multiplied by the scale in 32 bits, then to 16."""
+    """From a block to the identity path: 16 to 32 bits. Backward: multiplied by the scale in 32 bits, then to 16."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, scale: Tensor) -> Tensor:
@@ -57,21 +58,22 @@ class Leave(Function):
 
 
 class ScaledBranch(nn.Module):
-    """What `scale_branch` puts before a branch's class.
+    """The class that `scale_branch` adds as first base class of a branch.
 
     Attributes:
-        gradient_scale: () float32, the block's; constant between two updates.
-        gradients_filtered: () int64, gradients that were not finite where they left the block, since it was set to 0.
+        gradient_scale: () float32, the scale of the block; constant between two updates.
+        gradients_filtered: () int64, the number of gradients that were not finite where they left the block, since it
+            was last set to 0.
     """
 
     gradient_scale: Tensor
     gradients_filtered: Tensor
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
-        """(...) float32 -> (...) float32, computed in 16 bits.
+        """x (...) float32 -> (...) float32, computed in 16 bits.
 
         Raises:
-            ValueError: the identity path is not in 32-bit.
+            ValueError: x is not float32.
         """
         if x.dtype != torch.float32:
             raise ValueError(
@@ -83,19 +85,19 @@ class ScaledBranch(nn.Module):
 
 
 def scale_branch(branch: nn.Module, scale: Tensor, filtered: Tensor) -> None:
-    """Make the branch of a residual block, x + branch(x), one with a gradient scale, in place; names stay.
+    """Add a gradient scale to the branch of a residual block, x + branch(x), in place. Parameter names do not change.
 
-    Gradients of its parameters carry the scale until `unscale`.
+    The gradients of its parameters are multiplied by the scale until `unscale` divides them.
 
     Args:
-        branch: its forward takes the identity path's tensor first, and returns what is added to it.
-        scale: () float32, read at each pass.
-        filtered: () int64.
+        branch: its forward takes the tensor of the identity path first, and returns what is added to it.
+        scale: () float32, read in each pass.
+        filtered: () int64, to which the backward pass adds.
     """
     assert not isinstance(branch, ScaledBranch)
-    assert "forward" not in vars(branch), "a forward of the object's own would hide the class's"
+    assert "forward" not in vars(branch), "an instance attribute `forward` would hide that of the class"
     branch.__class__ = type(f"Scaled{type(branch).__name__}", (ScaledBranch, type(branch)), {})
-    # No buffers: they are in no checkpoint of the model.
+    # Not buffers, so that checkpoints of the model do not contain them.
     branch.gradient_scale, branch.gradients_filtered = scale, filtered
 
 
@@ -104,11 +106,11 @@ def unscale(gradients: list[Tensor], scale: Tensor) -> Tensor:
     """Divide a block's gradients by its scale, in place.
 
     Args:
-        gradients: float32, of one device.
+        gradients: float32, on one device.
         scale: () float32.
 
     Returns:
-        bool scalar: whether all are finite.
+        () bool: whether all are finite.
     """
     gradients = [g for g in gradients if g.numel()]
     if not gradients:
@@ -119,11 +121,16 @@ def unscale(gradients: list[Tensor], scale: Tensor) -> Tensor:
 
 @dataclass
 class Scales:
-    """The scales' rule, as a state and its transition.
+    """The published rule of the scales: a state and its transition (Ramesh et al. 2021, appendix D).
 
     Attributes:
         exponents: (blocks,) float64, binary logarithms of the scales.
-        since: (blocks,) int64, updates since a scale was last divided; the window itself before it ever was.
+        since: (blocks,) int64, updates since each scale was last divided, at most `window`.
+        growth: added to the exponent after an update without overflow in the block.
+        cut: subtracted from the exponent after an overflow.
+        window: number of updates after a division in which a scale is not divided again.
+        least: lower bound of the exponents.
+        most: upper bound of the exponents.
     """
 
     exponents: Tensor
@@ -136,25 +143,25 @@ class Scales:
 
     @classmethod
     def new(cls, blocks: int, start: float = 13.0) -> Scales:
-        """All at 2^start, and free to be divided at once."""
+        """Scales of 2^start for all blocks, which the first overflow may already divide."""
         return cls(
             torch.full((blocks,), start, dtype=torch.float64),
             torch.full((blocks,), cls.window, dtype=torch.int64),
         )
 
     def values(self) -> Tensor:
-        """(blocks,) float32."""
+        """The scales, (blocks,) float32."""
         return torch.exp2(self.exponents).float()
 
     def after(self, finite: Tensor) -> Scales:
-        """The scales after an update; one that is skipped is an update.
+        """The scales after an update, which may have been skipped.
 
-        A block whose gradients were finite has its scale multiplied by 2^(1/1000), whatever became of the others.
-        Else it is divided by sqrt(2), unless that was done less than 125 updates ago: the overflows that follow at once
-        are of one cause.
+        The scale of a block whose gradients were finite is multiplied by 2^(1/1000), also if other blocks overflowed.
+        Otherwise it is divided by sqrt(2), unless it was divided less than 125 updates ago, because overflows in quick
+        succession have the same cause.
 
         Args:
-            finite: (blocks,) bool.
+            finite: (blocks,) bool, whether the gradients of each block were finite.
         """
         divided = ~finite & (self.since >= self.window)
         exponents = self.exponents + self.growth * finite.double() - self.cut * divided.double()

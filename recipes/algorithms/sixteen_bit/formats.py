@@ -1,19 +1,22 @@
-"""Numbers of 16 bits with six bits of exponent (Ramesh et al. 2021, appendix D), packed in int16.
+"""16-bit floating-point formats with six exponent bits (Ramesh et al. 2021, appendix D), stored as int16.
 
-| format | bits (sign-exponent-significand) | bias | least subnormal | least normal | largest | made for |
+| format | bits (sign-exponent-significand) | bias | least subnormal | least normal | largest | used for |
 | --- | --- | --- | --- | --- | --- | --- |
 | `MEAN_1_6_9` | 1-6-9 | 60 | 2^-68 | 2^-59 | 16 - 2^-6 = 15.984375 | Adam's mean, PowerSGD's error, P and Q |
 | `VARIANCE_0_6_10` | 0-6-10 | 61 | 2^-70 | 2^-60 | 8 - 2^-8 = 7.99609375 | Adam's variance |
 
-No code is reserved: there is neither an infinity nor a NaN, and all 65,536 codes are numbers. The biases follow from
-the largest value that must be held: for 1-6-9 the published one, slightly below 16; for 0-6-10 the smallest power of
-two above 5, where the variance is clipped. Its least subnormal has the root 2^-35, far below Adam's eps of 1e-8.
+No code is reserved: there is neither infinity nor NaN, and all 65,536 codes are numbers. The biases follow from the
+largest value that must be representable: for 1-6-9 the published one, slightly below 16; for 0-6-10 the smallest power
+of two above 5, where the variance is clipped. The square root of its least subnormal is 2^-35, far below Adam's eps of
+1e-8.
 
-Values are rounded to the nearest, ties to the even code; what lies outside of a format's range becomes its largest
-value (with the sign, or 0 where there is none), infinities too. NaN becomes a zero: who must know of it looks before.
+Values are rounded to the nearest code, ties to the even one. Values outside the range of a format, and infinities,
+become its largest value with their sign; in a format without sign, negative values become 0. NaN becomes zero, so that
+callers who must detect NaN check before encoding.
 
-Everything is integer arithmetic and one exact addition of 32-bit floats: the same bits on a CPU and a GPU, compiled or
-not. A value that is a subnormal in 32-bit becomes 0 in every format.
+All arithmetic consists of integer operations and one addition of 32-bit floats, rounded as IEEE 754 says. Results are
+therefore equal bit by bit on CPUs and GPUs, compiled or not. A value that is subnormal in 32-bit becomes 0 in every
+format.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ FLOAT_BIAS, FLOAT_SIGNIFICAND = 127, 23
 
 @dataclass(frozen=True)
 class Format16:
-    """A 16-bit format of this module's kind.
+    """A 16-bit floating-point format without infinities and NaN.
 
     Attributes:
-        name: sign, exponent and significand bits.
+        name: numbers of sign, exponent and significand bits.
         signed: whether the first bit is a sign.
-        significand: bits of the significand, the leading one not counted.
-        bias: of the exponent; the exponents of normal numbers are 1 - bias to 2^e - 1 - bias, with e exponent bits.
+        significand: bits of the significand, without the implicit leading one.
+        bias: bias of the exponent: normal numbers have exponents from 1 - bias to 2^e - 1 - bias, for e exponent bits.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Format16:
     bits = 16
 
     def __post_init__(self) -> None:
-        # What the arithmetic below rests on: 32-bit floats hold every value, the subnormal trick's constant included.
+        # The arithmetic below needs every value, and the constant that rounds subnormals, as a normal 32-bit float.
         assert 1 - self.bias - self.significand > 1 - FLOAT_BIAS
         assert (self.largest_code >> self.significand) - self.bias <= FLOAT_BIAS
 
@@ -64,17 +67,17 @@ class Format16:
 
     @property
     def least_normal(self) -> float:
-        """The least value with a full significand."""
+        """The smallest normal value."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def least(self) -> float:
-        """The least value above zero: the distance of subnormals."""
+        """The smallest value above zero, which is the spacing of subnormals."""
         return 2.0 ** (1 - self.bias - self.significand)
 
     @property
     def constants(self) -> tuple[bool, int, int, float]:
-        """As the kernels take them."""
+        """The arguments of the kernels: signed, significand, bias and least."""
         return self.signed, self.significand, self.bias, self.least
 
     def encode(self, values: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ class Format16:
             values: (...) float32.
 
         Returns:
-            (...) int16; the codes of a format without a sign use all 16 bits, so that the upper half reads as negative.
+            (...) int16. Without a sign bit, codes use all 16 bits, so that the upper half of them is negative as int16.
         """
         if values.is_cuda:
             return kernels().encode(values, self.constants)
@@ -94,10 +97,10 @@ class Format16:
         magnitude = bits & 0x7FFFFFFF
         nothing = magnitude > INFINITY if self.signed else (magnitude > INFINITY) | (bits < 0)
         magnitude = torch.where(nothing, 0, magnitude.clamp(max=(self.largest_code << shift) + offset))
-        # Normal: half of the last place, less one where the kept part is even, is added, and the rest cut off.
+        # Normal: add half of the last place, or one less if the kept part is even, and truncate.
         half = (1 << (shift - 1)) - 1 + ((magnitude >> shift) & 1)
         normal = (magnitude - offset + half) >> shift
-        # Subnormal: a float whose last place is `least` is added, and the sum's rounding is the one that is wanted.
+        # Subnormal: add a float whose last place is `least`, so that the addition rounds as needed.
         ruler = self.least * 2.0**FLOAT_SIGNIFICAND
         ruler_bits = (1 - self.bias - self.significand + FLOAT_SIGNIFICAND + FLOAT_BIAS) << FLOAT_SIGNIFICAND
         subnormal = (magnitude.view(torch.float32) + ruler).view(torch.int32) - ruler_bits
@@ -124,12 +127,12 @@ class Format16:
         values = torch.where(magnitude < 1 << self.significand, subnormal, normal.view(torch.float32))
         if self.signed:
             bits = values.view(torch.int32)
-            bits |= codes.to(torch.int32) & -0x80000000  # which the code's sign was extended to
+            bits |= codes.to(torch.int32) & -0x80000000  # the sign of the code, which the conversion to int32 extended
         return values
 
 
 def kernels() -> ModuleType:
-    """The Triton kernels, imported on the first use of a GPU."""
+    """The Triton kernels, imported when a GPU is first used."""
     from recipes.algorithms.sixteen_bit import formats_kernel
 
     return formats_kernel
@@ -137,7 +140,7 @@ def kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class Float32:
-    """32-bit floats with the same methods, for what must not be rounded: codes are the values."""
+    """32-bit floats with the methods of `Format16`: the codes are the values, and nothing is rounded."""
 
     name: str = "32-bit"
 
@@ -146,7 +149,7 @@ class Float32:
     largest = torch.finfo(torch.float32).max
 
     def encode(self, values: Tensor) -> Tensor:
-        """The values themselves, infinities and NaN included."""
+        """The values themselves, including infinities and NaN."""
         return values
 
     def decode(self, codes: Tensor) -> Tensor:

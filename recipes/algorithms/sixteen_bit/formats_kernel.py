@@ -1,7 +1,7 @@
-"""16-bit floats on a GPU: each number is read once and written once.
+"""Triton kernels that encode and decode 16-bit formats on a GPU, reading and writing each number once.
 
-The arithmetic is that of `formats.Format16`, operation by operation; as PyTorch's own kernels it would go through the
-memory some twenty times.
+The arithmetic is that of `formats.Format16`, operation by operation. With one kernel of PyTorch per operation, the
+numbers would pass through memory some twenty times.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # elements of a program
+TILE = 1024  # elements per program
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def decode_tile(codes, SIGNED: tl.constexpr, SIGNIFICAND: tl.constexpr, BIAS: tl
         magnitude = codes.to(tl.int32) & MASK
         normal = ((magnitude << (23 - SIGNIFICAND)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
         values = tl.where(magnitude < (1 << SIGNIFICAND), magnitude.to(tl.float32) * LEAST, normal)
-        if SIGNED:  # by its bit: Triton's minus gives 0 for 0, and not -0
+        if SIGNED:  # as a bit, because negating 0 in Triton gives 0 and not -0
             sign = (codes.to(tl.int32) & 0x8000) << 16
             values = (values.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return values
@@ -95,11 +95,11 @@ def encode(values: Tensor, constants: tuple[bool, int, int, float]) -> Tensor:
     """As `Format16.encode`.
 
     Args:
-        values: (...) float32, in any order.
-        constants: whether there is a sign, bits of the significand, bias of the exponent, least value above zero.
+        values: (...) float32, in any memory order.
+        constants: `Format16.constants`: signed, significand bits, exponent bias, smallest value above zero.
     """
     codes = torch.empty_like(values, dtype=torch.int16)
-    if codes.stride() != values.stride():  # views with gaps; what is dense keeps its order
+    if codes.stride() != values.stride():  # a view with gaps; dense tensors keep their memory order
         values = values.contiguous()
         codes = torch.empty_like(values, dtype=torch.int16)
     return _launch(_encode, values, codes, constants, codes)
@@ -109,8 +109,8 @@ def decode(codes: Tensor, constants: tuple[bool, int, int, float]) -> Tensor:
     """As `Format16.decode`.
 
     Args:
-        codes: (...) int16, in any order.
-        constants: as for `encode`.
+        codes: (...) int16, in any memory order.
+        constants: as in `encode`.
     """
     values = torch.empty_like(codes, dtype=torch.float32)
     if values.stride() != codes.stride():
@@ -126,7 +126,7 @@ def _launch(
     constants: tuple[bool, int, int, float],
     made: Tensor,
 ) -> Tensor:
-    if made.numel():  # a shard may have none
+    if made.numel():  # a shard may be empty
         with torch.cuda.device(made.device) if made.is_cuda else nullcontext():
             kernel[(triton.cdiv(made.numel(), TILE),)](values, codes, made.numel(), *constants, TILE=TILE)
     return made

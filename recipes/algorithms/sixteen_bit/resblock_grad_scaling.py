@@ -1,4 +1,4 @@
-"""Per-residual-block gradient scaling in a run (Ramesh et al. 2021, section 2.4)."""
+"""The lever of per-residual-block gradient scaling (Ramesh et al. 2021, section 2.4)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from recipes.training.run import Run
 
 
 class ResblockGradScaling(Lever):
-    """Residual blocks in fp16, each with its own gradient scale; the identity path and all else in 32-bit.
+    """Runs residual blocks in fp16, each with its own gradient scale; the identity path and all else stay in 32-bit.
 
-    For training.precision fp32: the blocks have 16 bits by this algorithm. An update in which any block overflowed is
-    skipped.
+    It needs training.precision fp32, because it sets the precision of blocks itself. An update in which any block
+    overflowed is skipped.
     """
 
     def __init__(
@@ -31,19 +31,19 @@ class ResblockGradScaling(Lever):
         least: float = 7.0,
         most: float = 24.0,
     ) -> None:
-        """`low_rank` says whether powersgd averages the gradients, and leaves updates out by itself.
+        """`low_rank` is whether powersgd averages the gradients, which then skips updates itself.
 
         Args:
-            task: its blocks are residual: each has a module `branch`, and returns x + branch(x).
+            task: a model with residual blocks: each has a module `branch`, and returns x + branch(x).
             start: binary logarithm of the scales at the start of a run.
             least: binary logarithm of the smallest scale.
             most: binary logarithm of the largest scale.
 
         Raises:
-            ValueError: blocks without a branch, bounds that contradict each other.
+            ValueError: blocks without a branch, or bounds that contradict each other.
         """
         if not least <= start <= most:
-            raise ValueError(f"resblock_grad_scaling: least <= start <= most, got {least}, {start}, {most}")
+            raise ValueError(f"resblock_grad_scaling: least <= start <= most must hold, got {least}, {start}, {most}")
         blocks = list(task.blocks())
         wrong = [type(block).__name__ for block in blocks if not hasattr(block, "branch")]
         if not blocks or wrong:
@@ -56,19 +56,19 @@ class ResblockGradScaling(Lever):
         self.scales = Scales.new(len(blocks), start)
         self.scales.least, self.scales.most = least, most
         self.skipped = 0
-        self.on_device = torch.empty(0)  # (blocks,) the scales as the branches read them
+        self.on_device = torch.empty(0)  # (blocks,) the scales that the branches read
         self.filtered = torch.empty(0, dtype=torch.int64)
-        # On this rank, of blocks whose gradients are unscaled: whether they overflowed, and how many are not finite.
+        # For blocks that are already unscaled, on this rank: whether they overflowed, number of non-finite gradients.
         self.overflowed: list[Tensor | None] = [None] * len(blocks)
         self.counted: list[Tensor | None] = [None] * len(blocks)
-        self.nonfinite = torch.zeros(len(blocks), dtype=torch.int64)  # of the last update, see `_count`
+        self.nonfinite = torch.zeros(len(blocks), dtype=torch.int64)  # in the last update, see `_count`
         self.low_rank = low_rank
 
     def change_modules(self, run: Run) -> None:
         if run.precision != "fp32":
             reason = {
                 "amp_bf16": "bf16 has the exponents of 32-bit floats, so its gradients need no scale",
-                "amp_fp16": "its one scale for all would come on top",
+                "amp_fp16": "it would add its own scale for all blocks",
             }[run.precision]
             raise ValueError(
                 f"resblock_grad_scaling: training.precision is {run.precision}: {reason}; use fp32 with it, or "
@@ -84,15 +84,15 @@ class ResblockGradScaling(Lever):
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
-        """The format in which FSDP gathers blocks, see `data.cost`."""
+        """The number format in which FSDP gathers blocks, see `data.cost`."""
         return Cost(gathered="fp16")
 
     @torch.no_grad()
     def unscale_block(self, number: int) -> None:
-        """Divide a block's gradients by its scale, and note whether they overflowed. Once a batch.
+        """Divide the gradients of a block by its scale, and remember whether they overflowed. Called once per batch.
 
-        PowerSGD keeps its errors by what was finite, and skips by itself: for it, what was filtered is put into one of
-        the block's gradients as an infinity.
+        PowerSGD finds out by itself which gradients are not finite. For it, an infinity is written into one of the
+        gradients of a block in which values were filtered.
         """
         gradients = _gradients(self.branches[number])
         finite = unscale(gradients, self.on_device[number])
@@ -100,13 +100,13 @@ class ResblockGradScaling(Lever):
         self.overflowed[number] = overflowed
         if not self.low_rank:
             return
-        self.counted[number] = _nonfinite(gradients, self.filtered)  # before they become something else
+        self.counted[number] = _nonfinite(gradients, self.filtered)  # before averaging changes them
         seen = next((g for g in gradients if g.numel()), None)
         if seen is not None:
             seen.select(0, 0).masked_fill_(overflowed, torch.inf)
 
     def unscale_gradients(self, run: Run) -> None:
-        """Unscale, agree on what overflowed, skip or not, and move the scales."""
+        """Unscale all blocks, agree with other ranks on overflows, skip the update after any, and adapt the scales."""
         for number, done in enumerate(self.overflowed):
             if done is None:
                 self.unscale_block(number)
@@ -120,12 +120,12 @@ class ResblockGradScaling(Lever):
         self.counted = [None] * len(self.branches)
         if bad.any():
             self.skipped += 1
-            if not self.low_rank:  # otherwise powersgd does
+            if not self.low_rank:  # otherwise powersgd skips it
                 run.skip_update()
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
         metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
         self.scales = self.scales.after(~bad)
-        self.on_device.copy_(self.scales.values())  # in place: the branches hold its elements
+        self.on_device.copy_(self.scales.values())  # in place, because the branches hold views of its elements
         metrics |= {
             "resblock_grad_scaling/skipped": self.skipped,
             "resblock_grad_scaling/overflowed_blocks": int(bad.sum()),
@@ -134,13 +134,13 @@ class ResblockGradScaling(Lever):
         run.log(metrics)
 
     def _count(self, filtered: Tensor) -> Tensor:
-        """How many gradients of each block are not finite, those of its parameters and those that were filtered.
+        """The number of gradients of each block that are not finite, including those that were filtered.
 
-        Asked only in an update with an overflow: it reads all gradients once more. Counts are summed over the ranks; a
-        gradient that DistributedDataParallel has averaged counts on each.
+        Called only after an overflow, because it reads all gradients once more. Counts are summed over ranks; gradients
+        that DistributedDataParallel has averaged count on each rank.
 
         Args:
-            filtered: (blocks,) int64, this rank's.
+            filtered: (blocks,) int64, the counts of the filters on this rank.
 
         Returns:
             (blocks,) int64 on the CPU, the same on every rank.
@@ -152,14 +152,14 @@ class ResblockGradScaling(Lever):
         return counts.cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scales, which are the same on every rank."""
+        """The scales, which are equal on all ranks."""
         return {"exponents": self.scales.exponents, "since": self.scales.since, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the scales over.
+        """Restore the scales.
 
         Raises:
-            ValueError: the checkpoint is of a model with another number of blocks.
+            ValueError: the checkpoint has scales for another number of blocks.
         """
         if "exponents" not in state:
             return
@@ -174,11 +174,11 @@ class ResblockGradScaling(Lever):
 
 
 def _gradients(branch: nn.Module) -> list[Tensor]:
-    """This rank's parts of a branch's gradients."""
+    """This rank's shards of the gradients of a branch."""
     found = [p.grad for p in branch.parameters() if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in found]
 
 
 def _nonfinite(gradients: list[Tensor], like: Tensor) -> Tensor:
-    """How many are not finite: scalar, of the type and device of `like`."""
+    """The number of gradients that are not finite: a scalar of the dtype and device of `like`."""
     return sum(((~g.isfinite()).sum() for g in gradients), start=like.new_zeros(()))

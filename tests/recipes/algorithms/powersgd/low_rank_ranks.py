@@ -17,7 +17,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def gradients(seed, rank=None, shapes=SHAPES):
-    """This rank's (or another's) gradients of a step."""
+    """The gradients of a rank (by default, this one) in a step."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return [torch.randn(shape, generator=generator) for shape in shapes]
@@ -29,7 +29,7 @@ def mean(seed, ranks=4, shapes=SHAPES):
 
 
 def step(compressor, state, given, group=None, others=(), shards=None, factor=None):
-    """One block averaged: the whole of what a driver does."""
+    """Average one block, as the lever does."""
     group = group or dist.group.WORLD
     machines = dist.get_world_size(group)
     block = compressor.compress(given, machines, state, group)
@@ -336,7 +336,7 @@ def check_checkpoints(pair):
     try:
         fewer.load_errors(other, [*sums[1:], sums[0]], 2)
     except ValueError as error:
-        assert "of another matrix" in str(error)
+        assert "an error in the checkpoint has shape" in str(error)
     else:
         raise AssertionError("errors of other shapes were taken")
 

@@ -1,4 +1,4 @@
-"""Run on two ranks by test_powersgd.py: Composer runs with PowerSGD against plain ones; Adam16 on FSDP2's shards."""
+"""Run on two ranks by test_lever.py: Composer runs with PowerSGD compared with plain ones; Adam16 on FSDP2's shards."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ from tests.recipes.algorithms.sixteen_bit.adam16_ranks import check_shards
 EXACT = {"rank": 100, "wire": "32-bit", "buffer": "32-bit"}
 
 
-class Task(Residual):
+class WordTask(Residual):
     def forward(self, batch):
         logits = super().forward(batch["words"])
         wanted = (batch["words"] * 3 + 1) % 11
@@ -43,7 +43,7 @@ class Task(Residual):
 
 
 class Watch(Callback):
-    """The weights after every batch; breaks one gradient on one rank where it is told to."""
+    """Records the weights after every batch; makes one gradient on one rank infinite in batch `bad_batch`."""
 
     def __init__(self, bad_batch=None, averaging=None):
         self.bad_batch = bad_batch
@@ -59,7 +59,7 @@ class Watch(Callback):
         self.losses.append(state.loss["total"].item())
 
     def after_backward(self, state, logger):
-        # Of the first microbatch: after the last one, what overlaps has taken the gradients.
+        # In the first microbatch, because overlapped work takes the gradients right after the last one.
         if state.timestamp.batch.value == self.bad_batch and dist.get_rank() == 1 and len(self.losses) % 2 == 1:
             own(list(state.model.parameters())[3].grad)[0, 0] = float("inf")
 
@@ -72,11 +72,11 @@ def whole(parameter):
 
 
 def run(*levers, powersgd=None, scaled=False, fsdp=None, duration="8ba", bad_batch=None, **options):
-    """A run of 8 batches of 16 samples, each process two microbatches; `fsdp`: arguments of Sharding.
+    """Train on batches of 16 samples, in two microbatches per process; `fsdp` holds arguments of Sharding.
 
-    Returns the trainer, what watched it, and its levers: gradient scales and PowerSGD come first.
+    Returns the trainer, whose `levers` begin with gradient scales and PowerSGD if there are any, and the `Watch`.
     """
-    task = Task()
+    task = WordTask()
     each = 16 // dist.get_world_size()
     scaling = ResblockGradScaling(task, powersgd is not None) if scaled else None
     clips = any(isinstance(lever, ClipByNorm) for lever in levers)
@@ -124,7 +124,7 @@ def check_runs(folder: Path) -> None:
     _, plain = run()
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
     _, exact = run(powersgd=EXACT)
-    near(plain, exact, 1e-5 * moved)  # 8 steps' rounding
+    near(plain, exact, 1e-5 * moved)  # rounding over 8 steps
     assert moved > 0.05
 
     _, clipped = run(ClipByNorm(0.3))
@@ -144,7 +144,7 @@ def check_runs(folder: Path) -> None:
     assert trainer.levers[0].skipped == 1
     assert torch.isfinite(broken.weights[-1]).all()
 
-    # Resuming: the errors' sum is shared evenly, so the same product is sent, up to rounding.
+    # After resuming, the sum of errors is shared equally, so the same product is sent, up to rounding.
     low_rank = {**EXACT, "rank": 2}
     _, whole = run(powersgd=low_rank, save_folder=str(folder), save_interval="4ba")
     saved = str(next(folder.glob("*-ba4-rank0.pt")))
@@ -152,7 +152,7 @@ def check_runs(folder: Path) -> None:
     assert len(resumed.weights) == 4
     resumed.weights[:0] = whole.weights[:4]
     near(whole, resumed, 1e-4 * moved)
-    with mock.patch.object(PowerSGD, "load_state_dict"):  # without the errors it is another run
+    with mock.patch.object(PowerSGD, "load_state_dict"):  # without the errors, the run is another one
         _, forgot = run(powersgd=low_rank, load_path=saved)
     assert (forgot.weights[-1] - whole.weights[-1]).abs().max() > 1e-2 * moved
     for change, message in (({"rank": 3}, "written with rank 2"), ({"seed": 1}, "written with seed 0")):
@@ -171,7 +171,7 @@ def check_runs(folder: Path) -> None:
 
 
 def check_scaled_runs() -> None:
-    """Gradient scales and PowerSGD together: 32-bit averaging up to fp16's rounding, and skipped together."""
+    """Gradient scales with PowerSGD: equal to 32-bit averaging up to fp16 rounding; both skip the same updates."""
     _, plain = run()
     for powersgd in (None, EXACT):
         trainer, scaled = run(powersgd=powersgd, scaled=True)
@@ -187,7 +187,7 @@ def check_scaled_runs() -> None:
 
 
 def check_scaled_shards() -> None:
-    """Scaled branches inside of FSDP2's blocks have the gradients of the whole model's."""
+    """Scaled branches in blocks that FSDP2 shards have the gradients of the unsharded model."""
     models = network(), fully_shard_blocks(network())
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     scales = torch.tensor([2.0 ** (8 + i) for i in range(6)])

@@ -1,4 +1,4 @@
-"""Run on four ranks by test_powersgd.py: two machines of two devices, PowerSGD between them, FSDP2 within.
+"""Run on four ranks by test_lever.py: two machines of two devices, PowerSGD between them, FSDP2 within.
 
 argv: a folder for checkpoints.
 """
@@ -26,13 +26,13 @@ MACHINES = {"replicas": 2}
 
 
 def equal(a, b):
-    """Two runs' weights after each batch, to the last bit."""
+    """Two runs have the same weights after each batch, bit by bit."""
     assert len(a.weights) == len(b.weights)
     assert all(torch.equal(one, other) for one, other in zip(a.weights, b.weights, strict=True))
 
 
 def check_parts():
-    """The transformer's matrices are cut so that pieces are squarest, and queries, keys and values stay apart."""
+    """The transformer's matrices are sharded as square as possible, and queries, keys and values stay separate."""
     torch.manual_seed(0)
     task = Autoregressive(layers=1, width=16, heads=2, text_positions=5, text_vocabulary=10, side=4, codes=8, kernel=3)
     names = {id(p): name for name, p in task.named_parameters()}
@@ -61,11 +61,11 @@ def check_parts():
 
 
 def check_full_rank(plain):
-    """Full rank on a 32-bit wire is plain averaging, with shards, clipped or not, beside the backward pass or after."""
+    """Full rank on a 32-bit wire is plain averaging: sharded, clipped or not, overlapped or not."""
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
     for overlap in (False, True):
         _, exact = run(powersgd={**EXACT, "overlap": overlap}, fsdp=MACHINES)
-        near(plain, exact, 1e-5 * moved)  # 8 steps' rounding
+        near(plain, exact, 1e-5 * moved)  # rounding over 8 steps
     assert moved > 0.05
     _, ddp = run(powersgd={**EXACT, "clip": 0.3})
     _, clipped = run(powersgd={**EXACT, "clip": 0.3, "overlap": True}, fsdp={**MACHINES, "full_shard": True})
@@ -74,7 +74,7 @@ def check_full_rank(plain):
 
 
 def check_drivers(plain):
-    """Overlapped and simple: the same numbers, where blocks overflow too; and not those of plain averaging."""
+    """Overlapped or not, results are equal, also if blocks overflow; and they differ from plain averaging."""
     runs = [run(powersgd={"rank": 4, "overlap": o}, fsdp=MACHINES, duration="20ba")[1] for o in (False, True)]
     equal(*runs)
     assert runs[0].losses[-1] < 0.2 * runs[0].losses[0]
@@ -88,15 +88,15 @@ def check_drivers(plain):
         for trainer, watch in made:
             same = [torch.equal(a, b) for a, b in zip(watch.weights, watch.weights[1:], strict=False)]
             assert same == [number == 2 for number in range(7)]
-            # The sharding algorithm, without a count, comes last.
+            # The sharding lever comes last, and has no count.
             assert {a.skipped for a in trainer.levers[:-1]} == {1}
             if scaled:
                 exponents = trainer.levers[0].scales.exponents
                 assert (exponents < 13).tolist() == [True, False]  # the third parameter is the first block's
 
 
-def check_once_a_batch(plain):
-    """Gradients that are summed over the shards once a batch are the same, and so is what PowerSGD makes of them."""
+def check_once_per_batch(plain):
+    """Gradients that are summed over shards once per batch are the same, also with PowerSGD."""
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
     for full_shard, gathers in ((False, 3), (True, 12)):  # three units; of two microbatches, twice in each
         fsdp = {"replicas": 1, "sync": "batch", "full_shard": full_shard}
@@ -118,7 +118,7 @@ def check_once_a_batch(plain):
 
 
 def check_formats():
-    """Blocks with gradient scales are gathered in fp16, in which they compute: no number changes."""
+    """Blocks with gradient scales are gathered in fp16, in which they compute, so that no number changes."""
     low, whole = (
         run(scaled=True, fsdp={"replicas": 1, "parameters": parameters, "full_shard": True})
         for parameters in ("auto", "fp32")
@@ -141,7 +141,7 @@ def check_formats():
 
 
 def check_resumption(plain, folder: Path):
-    """Errors go on, from both kinds of checkpoint, also on as many machines of one device, or without sharding."""
+    """Errors continue from both kinds of checkpoint, also on four machines of one device, or without sharding."""
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
     low_rank = {**EXACT, "rank": 4}
     for kind, name in (("sharded", "ep0-ba4"), ("full", "ep0-ba4-rank0.pt")):
@@ -152,8 +152,8 @@ def check_resumption(plain, folder: Path):
         _, resumed = run(powersgd=low_rank, fsdp=fsdp, load_path=saved)
         assert len(resumed.weights) == 4
         resumed.weights[:0] = whole.weights[:4]
-        near(whole, resumed, 1e-4 * moved)  # the errors' sum is shared evenly, so the same is sent, up to rounding
-        # Machines of one device, and no sharding, which needs all in one file, take the same errors over.
+        near(whole, resumed, 1e-4 * moved)  # the sum of errors is shared equally
+        # Machines of one device, and runs without sharding (which need a full checkpoint), take over the same errors.
         for other in ({**fsdp, "replicas": 4}, None)[: 1 if kind == "sharded" else 2]:
             _, moved_on = run(powersgd=low_rank, fsdp=other, load_path=saved)
             assert moved_on.errors.keys() == resumed.errors.keys()
@@ -188,7 +188,7 @@ def main() -> None:
     check_drivers(plain)
     check_refusals()
     check_formats()
-    check_once_a_batch(plain)
+    check_once_per_batch(plain)
     check_resumption(plain, Path(sys.argv[1]))
     print("all as it should be", flush=True)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""How a block's matrices are cut over devices; whole and sharded gradients are in powersgd_shards_ranks.py."""
+"""How the matrices of a block are sharded; gradients of shards are tested in powersgd_shards_ranks.py."""
 
 import torch
 from hypothesis import given

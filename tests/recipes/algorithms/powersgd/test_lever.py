@@ -1,4 +1,4 @@
-"""PowerSGD in a run: refused where it has nothing to do; real runs, and Adam16 on shards, in one launch of two."""
+"""PowerSGD in runs: refusals, real runs on two and four ranks, and (in the same launches) Adam16 on shards."""
 
 import os
 import subprocess
@@ -32,13 +32,13 @@ def launch(ranks, script, *arguments):
 
 
 def test_runs_and_shards_on_two_ranks(tmp_path):
-    """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; FSDP2's Adam16;
-    exponents are counted over ranks."""
+    """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; Adam16 on shards
+    of FSDP2; exponents are counted over ranks."""
     launch(2, "powersgd_ranks.py", tmp_path)
 
 
 def test_two_machines_of_two_devices(tmp_path):
-    """The same between machines that shard, beside the backward pass and after it; errors move to other machines."""
+    """The same between machines that shard, overlapped or not; errors move to another number of machines."""
     launch(4, "powersgd_shards_ranks.py", tmp_path)
 
 
@@ -53,7 +53,7 @@ def test_one_process_has_nothing_to_average():
         device="cpu",
         progress_bar=False,
     )
-    with pytest.raises(ValueError, match="there is one process, which has none to average with"):
+    with pytest.raises(ValueError, match="there is only one process, so nothing is averaged"):
         trainer.fit()
 
 

@@ -1,4 +1,4 @@
-"""PowerSGD's compressor: what needs several processes in one launch of four; shapes, seeds and bytes here."""
+"""PowerSGD's compressor: checks on four ranks in one launch; shapes, seeds and bytes in this process."""
 
 import os
 import subprocess

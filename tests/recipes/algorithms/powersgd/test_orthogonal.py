@@ -1,4 +1,4 @@
-"""Householder against 64-bit arithmetic on columns that nearly depend on each other, beside both Gram-Schmidts."""
+"""Householder bases of nearly dependent columns, compared with 64-bit arithmetic and with Gram-Schmidt."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def hilbert(rows, columns):
 
 
 def falling(rows, columns, decades):
-    """Singular values that fall by so many powers of ten: P of a gradient whose spectrum does."""
+    """A matrix whose singular values fall by `decades` powers of ten."""
     generator = torch.Generator().manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(rows, columns, generator=generator, dtype=torch.float64))
     right, _ = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64))
@@ -53,7 +53,7 @@ def defect(basis):
 
 
 def missed(basis, matrix):
-    """Share of the matrix that the basis does not reach, in 64-bit."""
+    """The part of the matrix outside the span of the basis, relative to its norm, in 64-bit."""
     basis, matrix = basis.double(), matrix.double()
     return ((matrix - basis @ (basis.T @ matrix)).norm() / matrix.norm()).item()
 

@@ -1,4 +1,4 @@
-"""Work beside the backward pass: when it starts, in which order, and what becomes of blocks that have none."""
+"""Overlapped work: when it starts, in which order, and blocks without gradients."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Run on two ranks by test_powersgd.py: Adam16 on FSDP2's shards against the whole model's."""
+"""Run on two ranks by powersgd/test_lever.py: Adam16 on shards of FSDP2 equals Adam16 on the whole model."""
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ def sharded() -> Residual:
 
 
 def step_of(model, optimizer, gradients) -> None:
-    """Both get the very same gradients, so that only the optimizer can differ."""
+    """Step with given gradients, so that only the optimizers can differ."""
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         if isinstance(parameter, DTensor):
             gradient = torch.distributed.tensor.distribute_tensor(

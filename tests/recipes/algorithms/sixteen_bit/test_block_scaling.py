@@ -167,7 +167,7 @@ def best_global(gains, factor):
 
 
 def test_one_scale_loses_gradients_that_scales_per_block_keep():
-    """Branches whose inner gradients lie 2^38 apart: fp16 holds them with a scale each, and not with one."""
+    """Branches whose inner gradients are a factor of 2^38 apart: fp16 keeps them with one scale each, not with one."""
     gains, factor = [2.0**-30, 1.0, 2.0**-30, 2.0**8, 2.0**-30, 1.0], 2.0**-8
     plain = network(gains=gains)
     loss_of(plain, factor).backward()
@@ -186,7 +186,7 @@ def test_one_scale_loses_gradients_that_scales_per_block_keep():
     assert finite.all()
     kept = zeros(gradients(model), wanted)
     count = sum(g.numel() for block in wanted for g in block)
-    print(f"of {count} gradients lost: one scale {lost}, one a block {kept}")
+    print(f"of {count} gradients lost: one scale {lost}, one per block {kept}")
     assert lost > 0.05 * count
     assert kept < 0.01 * lost
 

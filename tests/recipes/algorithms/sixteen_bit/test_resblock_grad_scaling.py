@@ -14,20 +14,20 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun
-from recipes.models import task as models_task
+from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 from tests.recipes.algorithms.residual import Residual, vector
 
 
-class Task(Residual):
+class WordTask(Residual):
     def forward(self, batch):
         logits = super().forward(batch["words"])
         wanted = (batch["words"] * 3 + 1) % 11
         return {"total": torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
 
 
-class PlainTask(models_task.Task):
+class PlainTask(Task):
     """A model that names no blocks."""
 
 
@@ -52,8 +52,8 @@ class Watch(Callback):
 
 
 def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **options):
-    """A run of batches of 8 samples in two microbatches; `scaling` holds the algorithm's arguments."""
-    task = Task()
+    """A run of batches of 8 samples in two microbatches; `scaling` holds the arguments of the lever."""
+    task = WordTask()
     levers = [] if scaling is None else [ResblockGradScaling(task, **scaling)]
     words = torch.randint(11, (128, 6), generator=torch.Generator().manual_seed(5))
     watch = Watch(bad_batches)
@@ -158,22 +158,22 @@ def test_resuming_changes_nothing(tmp_path):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="bf16 has the exponents of 32-bit floats"):
         run({}, precision="amp_bf16", device="gpu") if torch.cuda.is_available() else _wrap_under("amp_bf16")
-    with pytest.raises(ValueError, match="least <= start <= most"):
-        ResblockGradScaling(Task(), start=5.0)
+    with pytest.raises(ValueError, match="least <= start <= most must hold"):
+        ResblockGradScaling(WordTask(), start=5.0)
     with pytest.raises(ValueError, match="PlainTask has no blocks; it is for models whose blocks are"):
         ResblockGradScaling(PlainTask())
-    other = Task()
+    other = WordTask()
     other.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-    with pytest.raises(ValueError, match="Task has blocks of Linear without a residual branch"):
+    with pytest.raises(ValueError, match="WordTask has blocks of Linear without a residual branch"):
         ResblockGradScaling(other)
     with pytest.raises(ValueError, match="the checkpoint has 3 scales, the model 2 blocks"):
-        ResblockGradScaling(Task()).load_state_dict({"exponents": torch.zeros(3)})
+        ResblockGradScaling(WordTask()).load_state_dict({"exponents": torch.zeros(3)})
     with pytest.raises(ValueError, match="the identity path is torch.bfloat16"):
-        block = Task().layers[0]
+        block = WordTask().layers[0]
         scale_branch(block.branch, torch.ones(()), torch.zeros((), dtype=torch.int64))
         block(torch.zeros(2, 16, dtype=torch.bfloat16))
 
 
 def _wrap_under(precision):
-    """Composer itself refuses 16-bit precisions on a CPU."""
-    ResblockGradScaling(Task()).change_modules(SimpleNamespace(precision=precision))
+    """Without Composer, which itself refuses 16-bit precisions on a CPU."""
+    ResblockGradScaling(WordTask()).change_modules(SimpleNamespace(precision=precision))
