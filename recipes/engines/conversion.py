@@ -2,7 +2,7 @@
 
 Both hold the same things under other names; `recipes.engines.lightning.checkpoint_format` lists them. Composer's hold
 NumPy's arrays and Python's durations besides tensors. They are read with the few types that such a file needs, and
-nothing else in it is ever called.
+nothing else in it is ever called. Sharded checkpoints of either engine are read by PyTorch's loader, which unpickles.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import pickle
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.torch_version import TorchVersion
 
 from data.files import atomic_write
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, name_of, point_to, read_file
+from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, point_to, read_file
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
 COUNTS = ("batch", "sample", "epoch", "batch_in_epoch", "sample_in_epoch")
@@ -34,10 +36,10 @@ ALLOWED = [
 
 
 def convert(path: Path, engine: str) -> Path:
-    """Write a full checkpoint as one of the other engine, beside it; the newest checkpoint is now this one.
+    """Write a checkpoint as a full one of the other engine, beside it; the newest checkpoint is now this one.
 
     Args:
-        path: of a checkpoint, or a link to one.
+        path: of a full checkpoint, of a sharded one (a folder), or a link to one.
         engine: "composer" or "lightning", the engine that is to read it.
 
     Returns:
@@ -45,21 +47,18 @@ def convert(path: Path, engine: str) -> Path:
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: not a full checkpoint of the other engine.
+        ValueError: not a checkpoint of the other engine.
     """
-    path = path.resolve()
-    if path.is_dir():
-        raise ValueError(
-            f"{path}: a folder; sharded checkpoints are not converted. Go on from it under its own engine until the "
-            "next checkpoint, with training.fsdp.checkpoints: full"
-        )
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such checkpoint")
+    path = path.resolve()
+    if path.name.endswith(".distcp"):  # Composer's `latest-rank0.pt` points to the first rank's part
+        path = path.parent
     if engine == "lightning":
         converted = from_composer(read_composer(path))
         name, latest = name_of(converted["counts"]["epoch"], converted["counts"]["batch"], sharded=False), LATEST
     else:
-        checkpoint = read_file(path)
+        checkpoint = read_file(path / REST) | read_parts(path) if path.is_dir() else read_file(path)
         converted = to_composer(checkpoint)
         name, latest = "ep{epoch}-ba{batch}-rank0.pt".format(**checkpoint["counts"]), "latest-rank0.pt"
     new = path.parent / name
@@ -69,18 +68,36 @@ def convert(path: Path, engine: str) -> Path:
     return new
 
 
+def read_parts(folder: Path) -> dict[str, Any]:
+    """What ranks have written to a folder with torch.distributed.checkpoint, put together.
+
+    Raises:
+        ValueError: there is nothing that they have written.
+    """
+    if not (folder / ".metadata").is_file():
+        raise ValueError(f"{folder}: not a sharded checkpoint; it has no file .metadata")
+    with TemporaryDirectory(dir=folder.parent) as temporary:
+        whole = Path(temporary, "whole.pt")
+        dcp_to_torch_save(folder, whole)
+        return _load(whole)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals(ALLOWED):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def read_composer(path: Path) -> dict[str, Any]:
-    """A full checkpoint of Composer, as Composer nests it.
+    """A checkpoint of Composer, as Composer nests it.
 
     Raises:
         ValueError: not one, or one that holds other types than this repository's runs write.
     """
     try:
-        with torch.serialization.safe_globals(ALLOWED):
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_parts(path) if path.is_dir() else _load(path)
     except (pickle.UnpicklingError, RuntimeError) as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"{path}: not a full checkpoint that Composer wrote for this repository: {reason}") from error
+        raise ValueError(f"{path}: not a checkpoint that Composer wrote for this repository: {reason}") from error
     if not isinstance(state, dict) or "timestamp" not in state.get("state", {}):
         raise ValueError(f"{path}: not a checkpoint of Composer; it has no timestamp")
     return state

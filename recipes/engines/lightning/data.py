@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -78,34 +78,21 @@ class RunBatches:
     def _rest_of_epoch(self) -> Iterator[Batch]:
         """The batches from here to the end of the present epoch."""
         total = self._run.epoch_batches
-        left = None if total is None else total - self._run.counts.batch_in_epoch
-        batches = islice(self._loading.loader, left)
-        while True:
+        batches = iter(self._loading.loader)
+        for _ in count() if total is None else range(total - self._run.counts.batch_in_epoch):
             self._before_data()
             batch = next(batches, None)
             if batch is None:
                 return
             yield batch
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """The position behind the last batch that was trained on. Every rank must call it."""
-        loader, samples = self._loading.loader, self._run.counts.sample_in_epoch
-        if hasattr(loader, "load_state_dict"):
-            return loader.state_dict()
-        dataset = loader.dataset
-        return dataset.state_dict(samples, True) if hasattr(dataset, "load_state_dict") else None
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was trained on. Every rank must call it."""
+        return self._loading.loader.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Set the position. Every rank must call it, before the first batch is taken.
-
-        Raises:
-            ValueError: the data cannot go on from a position.
-        """
-        loader = self._loading.loader
-        target = loader if hasattr(loader, "load_state_dict") else loader.dataset
-        if state is None or not hasattr(target, "load_state_dict"):
-            raise ValueError("checkpoints: the data has no position to go on from; it needs state_dict on its loader")
-        target.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the position. Every rank must call it, before the first batch is taken."""
+        self._loading.loader.load_state_dict(state)
 
 
 class EvalBatches:

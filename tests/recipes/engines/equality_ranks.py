@@ -1,0 +1,71 @@
+"""Run by test_equality.py on two ranks: trains the recipe at argv[1] under both engines, with DDP and with FSDP2, lets
+runs go on from checkpoints of the same and of the other engine, and writes the differences to argv[2]."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from recipes.config.recipe import FSDP, Recipe, load_config  # noqa: E402
+from recipes.engines.conversion import convert  # noqa: E402
+from recipes.training.ranks import from_first_rank, is_first_rank  # noqa: E402
+from tests.recipes.engines.recording import differences, record  # noqa: E402
+
+
+def main():
+    recipe, out = load_config(sys.argv[1], [], Recipe), Path(sys.argv[2])
+
+    def run(engine, name, fsdp, **checkpoints):
+        return record(
+            engine,
+            replace(
+                recipe,
+                output=str(out / name),
+                training=replace(recipe.training, fsdp=fsdp),
+                checkpoints=replace(recipe.checkpoints, **checkpoints),
+            ),
+        )
+
+    found = {}
+    full, sharded = FSDP(checkpoints="full"), FSDP(checkpoints="sharded")
+    ddp = {engine: run(engine, f"ddp_{engine}", None) for engine in ("composer", "lightning")}
+    fsdp = {
+        "composer": run("composer", "fsdp_composer", sharded),
+        "lightning": run("lightning", "fsdp_lightning", full),
+    }
+    found["ddp"] = differences(ddp["composer"], ddp["lightning"])
+    found["fsdp"] = differences(fsdp["composer"], fsdp["lightning"])
+    resumed = run("lightning", "ddp_again", None, load_path=str(middle(out / "ddp_lightning")))
+    found["ddp resumed"] = differences(ddp["lightning"], resumed)
+    begun = run("lightning", "fsdp_sharded", sharded)
+    resumed = run("lightning", "fsdp_again", sharded, load_path=str(middle(out / "fsdp_sharded")))
+    found["fsdp sharded, resumed"] = differences(begun, resumed)
+    for engine, other in (("composer", "lightning"), ("lightning", "composer")):
+        there = from_first_rank(moved(middle(out / f"fsdp_{engine}"), out / f"to_{other}", other))
+        crossed = run(other, f"to_{other}", full, load_path=str(there))
+        found[f"fsdp begun under {engine}"] = differences(fsdp[engine], crossed)
+    if is_first_rank():
+        (out / "differences.json").write_text(json.dumps(found))
+
+
+def middle(output):
+    """The checkpoint of batch 5."""
+    return next(path for path in (output / "checkpoints").iterdir() if "-ba5" in path.name)
+
+
+def moved(checkpoint, output, engine):
+    """A converted copy of a checkpoint; the first rank's path counts."""
+    if not is_first_rank():
+        return None
+    folder = output / "checkpoints"
+    folder.mkdir(parents=True)
+    copy = shutil.copytree if checkpoint.is_dir() else shutil.copy
+    return convert(Path(copy(checkpoint, folder / checkpoint.name)), engine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Runs of either engine, with what each batch gave."""
+
+import hashlib
+import importlib
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.engines.parts import build_parts
+from recipes.training.callback import Callback
+
+
+class Recorder(Callback):
+    """Keeps losses, learning rates, digests of the weights, figures of validation and the ends of epochs."""
+
+    def __init__(self):
+        self.losses, self.rates, self.digests = [], [], []  # one per batch
+        self.evals = []  # (batch, label, figures)
+        self.epochs = []  # (epochs, batches) done
+        self.weights = {}
+        self.average = {}
+        self.momentum = {}
+
+    def step_end(self, run):
+        self.losses.append(run.loss)
+        self.rates.append(run.optimizer.param_groups[0]["lr"])
+        digest = hashlib.blake2b(digest_size=16)
+        for parameter in run.task.parameters():
+            digest.update(whole(parameter).numpy().tobytes())
+        self.digests.append(digest.hexdigest())
+
+    def eval_end(self, run):
+        self.evals.append((run.clock.batch, run.eval_label, dict(run.eval_figures)))
+
+    def epoch_end(self, run):
+        self.epochs.append((run.clock.epoch, run.clock.batch))
+
+    def end(self, run):
+        for name, parameter in run.task.named_parameters():
+            self.weights[name] = whole(parameter).clone()
+            self.momentum[name] = whole(run.optimizer.state[parameter]["exp_avg"]).clone()
+        for lever in self.levers:
+            if isinstance(lever, ScheduledEMA):
+                self.average = {name: tensor.clone() for name, tensor in lever.average.whole().items()}
+
+
+def whole(tensor):
+    """A tensor that may be sharded, on the host."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def record(engine, recipe):
+    """Train a recipe as recipes/train.py does, and give what was recorded."""
+    trainer_module = importlib.import_module(f"recipes.engines.{engine}.trainer")
+    recorder = Recorder()
+
+    def with_recorder(*arguments):
+        parts = build_parts(*arguments)
+        parts.callbacks["recorder"] = recorder
+        recorder.levers = parts.levers
+        return parts
+
+    trainer_module.build_parts = with_recorder
+    try:
+        trainer = trainer_module.build_trainer(recipe)
+    finally:
+        trainer_module.build_parts = build_parts
+    trainer.fit()
+    trainer.close()
+    return recorder
+
+
+def differences(one, other):
+    """Largest absolute differences over the batches that both recorded, the last ones."""
+    batches = min(len(one.losses), len(other.losses))
+    evals = min(len(one.evals), len(other.evals))
+    pairs = zip(one.evals[-evals:], other.evals[-evals:], strict=True)
+    assert [a[:2] for a in one.evals[-evals:]] == [b[:2] for b in other.evals[-evals:]]
+    return {
+        "batches": batches,
+        "losses": max(abs(a - b) for a, b in zip(one.losses[-batches:], other.losses[-batches:], strict=True)),
+        "rates": max(abs(a - b) for a, b in zip(one.rates[-batches:], other.rates[-batches:], strict=True)),
+        "validation": max(abs(a[2][name] - b[2][name]) for a, b in pairs for name in a[2]),
+        **{kind: _largest(getattr(one, kind), getattr(other, kind)) for kind in ("weights", "average", "momentum")},
+    }
+
+
+def _largest(one, other):
+    assert set(one) == set(other) and one
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def assert_bit_equal(one, other):
+    """Every batch that both recorded, and everything at the end, is the same in every bit."""
+    batches = min(len(one.losses), len(other.losses))
+    assert one.losses[-batches:] == other.losses[-batches:]
+    assert one.rates[-batches:] == other.rates[-batches:]
+    assert one.digests[-batches:] == other.digests[-batches:]
+    evals, epochs = min(len(one.evals), len(other.evals)), min(len(one.epochs), len(other.epochs))
+    assert evals and one.evals[-evals:] == other.evals[-evals:]
+    assert epochs and one.epochs[-epochs:] == other.epochs[-epochs:]
+    for kind in ("weights", "average", "momentum"):
+        a, b = getattr(one, kind), getattr(other, kind)
+        assert set(a) == set(b) and a
+        assert all(torch.equal(a[name], b[name]) for name in a), kind

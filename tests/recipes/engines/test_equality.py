@@ -1,0 +1,124 @@
+"""Composer and Lightning train alike: the same losses, weights, averages and validation, also after a resume and when a
+run goes on under the other engine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.engines.conversion import convert
+from tests.recipes.engines.recording import assert_bit_equal, record
+
+ROOT = Path(__file__).resolve().parents[3]
+BATCHES, MIDDLE = 50, 23
+# Largest difference of losses, weights, averages, moments and figures of validation over two ranks. On one machine it
+# has always been 0; ranks of another machine may add gradients in another order.
+TOLERANCE = 1e-6
+COMMON = [
+    f"training={{duration: {BATCHES}ba, global_batch: 8, microbatch: 3, eval_every: 11ba, grad_clip: 0.5}}",
+    "training.device=cpu",
+    f"checkpoints={{every: {MIDDLE}ba, keep: -1}}",
+    "loggers={}",
+]
+DIFFUSION = [
+    "algorithms={attention: null, channels_last: null, low_precision_norms: null, fused_group_norm: null}",
+    "algorithms.scheduled_ema={name: scheduled_ema, half_life: 6ba, start: 10ba}",
+    "callbacks={progress: null, throughput: null, lr_monitor: null, memory_monitor: null, sample_grid: null}",
+    "callbacks.export=null",
+    "data={caption_dropout: 0.3, flip: 0.3}",
+    "schedule={name: cosine, warmup: 5ba, final: 0.1}",
+]
+AUTOREGRESSIVE = [
+    "model={layers: 2, width: 32, heads: 2, text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3}",
+    "data={resolution: 32, positions: 16, caption_dropout: 0.3, workers: 0}",
+    "evals.val={resolution: 32, positions: 16, workers: 0}",
+    "optimizer.lr=3e-3",
+    "schedule={name: plateau, warmup: 2ba, window: 3, patience: 1}",  # it has a state of its own
+    "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 10ba}",
+    "callbacks={progress: null, throughput: null, lr_monitor: null, unigram: null, token_grid: null, export: null}",
+]
+
+
+@pytest.fixture(scope="module", params=["diffusion", "autoregressive"])
+def recipe_of(request, small_recipe, token_sets):
+    """(output, overrides) -> a small recipe with accumulation over uneven microbatches, clipping, an average that
+    begins late, caption dropout and validation."""
+
+    def diffusion(output, *overrides):
+        return small_recipe(output, *COMMON, *DIFFUSION, *overrides)
+
+    def autoregressive(output, *overrides):
+        paths = [
+            f"data.streams.train.path={token_sets}/train",
+            f"evals.val.streams.val.path={token_sets}/val",
+            f"data.vocabulary={token_sets}/vocabulary.json",
+            f"output={output}",
+        ]
+        return load_config(
+            ROOT / "yamls" / "openmoji_dalle.yaml", [*COMMON, *AUTOREGRESSIVE, *paths, *overrides], Recipe
+        )
+
+    return {"diffusion": diffusion, "autoregressive": autoregressive}[request.param]
+
+
+@pytest.fixture(scope="module")
+def whole(recipe_of, tmp_path_factory):
+    """Each engine's run without a stop: engine -> (output, what was recorded)."""
+    outputs = {engine: tmp_path_factory.mktemp("whole") / engine for engine in ("composer", "lightning")}
+    return {engine: (output, record(engine, recipe_of(output))) for engine, output in outputs.items()}
+
+
+def checkpoint(output):
+    """The one of the middle."""
+    return next(path for path in (output / "checkpoints").iterdir() if f"-ba{MIDDLE}" in path.name)
+
+
+def test_one_rank_is_bit_equal(whole):
+    composer, lightning = whole["composer"][1], whole["lightning"][1]
+    assert len(composer.losses) == len(lightning.losses) == BATCHES
+    assert len(composer.evals) == len(lightning.evals) == 5 and len(composer.epochs) == len(lightning.epochs)
+    assert len(set(composer.digests)) > BATCHES - 2 and len(set(composer.rates)) > 1  # the first rate is 0
+    assert_bit_equal(composer, lightning)
+
+
+def test_a_resume_in_the_middle_changes_nothing(whole, recipe_of, tmp_path):
+    output, uninterrupted = whole["lightning"]
+    resumed = record("lightning", recipe_of(tmp_path, f"checkpoints.load_path={checkpoint(output)}"))
+    assert len(resumed.losses) == BATCHES - MIDDLE
+    assert_bit_equal(uninterrupted, resumed)
+
+
+@pytest.mark.parametrize(("engine", "other"), [("composer", "lightning"), ("lightning", "composer")])
+def test_a_run_goes_on_under_the_other_engine(whole, recipe_of, tmp_path, engine, other):
+    output, uninterrupted = whole[engine]
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    converted = convert(Path(shutil.copy(checkpoint(output), folder)), other)
+    assert converted.parent == folder
+    crossed = record(other, recipe_of(tmp_path, "checkpoints.autoresume=true"))
+    assert len(crossed.losses) == BATCHES - MIDDLE
+    assert_bit_equal(uninterrupted, crossed)
+
+
+@pytest.mark.slow
+def test_two_ranks_are_equal_within_a_tolerance(small_recipe, tmp_path):
+    short = ["training.duration=12ba", "training.global_batch=10", "training.eval_every=5ba", "checkpoints.every=5ba"]
+    ema = "algorithms.scheduled_ema={name: scheduled_ema, half_life: 4ba, start: 3ba}"
+    recipe = small_recipe(tmp_path / "none", *COMMON, *DIFFUSION, *short, ema)
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    script = Path(__file__).with_name("equality_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, str(script), str(tmp_path / "recipe.yaml"), str(tmp_path)], check=True, env=environment, timeout=580
+    )
+    found = json.loads((tmp_path / "differences.json").read_text())
+    assert len(found) == 6
+    for name, figures in found.items():
+        assert figures.pop("batches") == (12 if name in ("ddp", "fsdp") else 7)
+        assert max(figures.values()) <= TOLERANCE, (name, figures)
