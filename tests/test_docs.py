@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from precompute.config import EncodeConfig, VocabularyConfig
+from recipes.config.command_line import FLAGS
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, load_config
 
@@ -74,8 +75,10 @@ def problem(words):
     if not (ROOT / script).is_file():
         return f"no file {script}"
     if script in SCRIPTS:
-        return yaml_problem(SCRIPTS[script], [a for a in arguments if a != "--dry-run"])
+        return yaml_problem(SCRIPTS[script], [a for a in arguments if a not in FLAGS])
     source = (ROOT / script).read_text()
+    if script == "recipes/generate.py":  # which has the options of all model families
+        source += "".join(file.read_text() for file in (ROOT / "recipes" / "models").glob("*/family.py"))
     unknown = [a for a in arguments if a.startswith("--") and f'"{a.split("=")[0]}"' not in source]
     return f"{script} has no {unknown}" if unknown else None
 
@@ -285,6 +288,8 @@ def test_wrong_commands_are_found():
     assert problem(["make", "quickstrat"]) == "make has no target ['quickstrat']"
     assert problem(["python", "recipes/trian.py"]) == "no file recipes/trian.py"
     assert problem(["python", "docs/make_recipes.py", "--to", "x"]) == "docs/make_recipes.py has no ['--to']"
+    assert problem(["python", "recipes/generate.py", "x", "--step", "9"]) == "recipes/generate.py has no ['--step']"
+    assert problem(["python", "recipes/generate.py", "x", "--steps", "9"]) is None
     assert problem(["composer", "-n", "8", "recipes/train.py", "yamls/sd2_base.yaml", "--dry-run"]) is None
     assert "seed: expected int" in problem(["composer", "recipes/train.py", "yamls/sd2_base.yaml", "seed=a"])
     assert "no such YAML" in problem(["python", "precompute/encode.py", "yamls/no.yaml"])
