@@ -27,8 +27,8 @@ INTRODUCTION = """\
 
 ## How a config works
 
-A recipe is a YAML file. Its fixed keys are listed below with their defaults. Its components, such as the model, the
-data or a callback, are written `{name: ..., arguments}`:
+A recipe is a YAML file. Its fixed keys are listed below with their defaults. A component, such as the model, the data or
+a callback, is written as `{name: ..., <arguments>}`:
 
 ```yaml
 optimizer: {name: adamw, lr: 1e-4}
@@ -36,16 +36,16 @@ callbacks:
   progress: {name: progress, seconds: 30}
 ```
 
-A run takes a YAML file, and overrides of the form `key.sub=value`. The value is read as YAML:
+A command is given a YAML file and, optionally, overrides of the form `key.sub=value`, where the value is YAML:
 
 ```bash
 composer recipes/train.py yamls/openmoji_vae.yaml training.duration=1200ba optimizer.lr=1e-3
 composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompts=[a red fox, a blue cube]'
 ```
 
-- `--help` lists the keys. `--print-config` prints the resolved config. `--dry-run` builds the model without allocating
-  memory for its weights, and prints its size, the memory on each device, how batches are divided, how much is sent
-  between devices, and what would be written:
+- `--help` lists the keys. `--print-config` prints the config as the run would use it. `--dry-run` builds the model
+  without allocating memory for its weights, and prints its size, the memory per device, how batches are divided, how
+  much is sent between devices, and which files would be written:
 
   ```bash
   python recipes/train.py --help
@@ -78,8 +78,29 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
 - A *duration* is a number and a unit: `500ba` batches, `2ep` epochs, `1000sp` samples, `0.25dur` a fraction of the run.
 - An *existing path* is checked before the run starts. Relative paths start in the folder in which the command is run. A
   *hub id* has the form `owner/name`.
-- A run opens with ten lines on its model, data, batches and length. It saves the resolved config as `config.yaml` in
-  its output folder. That file is itself a recipe.
+- A run starts by printing ten lines on its model, data, batch sizes, precision, optimizer, algorithms, length and
+  checkpoints. It saves the config as `config.yaml` in its output folder. That file is itself a recipe.
+
+## Objectives
+
+`model.objective` of a `latent_diffusion` model is what the denoiser learns to predict at which noise levels. It also
+determines how latents are sampled:
+
+| objective | the denoiser predicts | noise levels in training | samplers |
+| --- | --- | --- | --- |
+| `ddpm` ([Ho et al. 2020](https://arxiv.org/abs/2006.11239)) | the noise (`prediction: epsilon`) or the velocity \
+(`v_prediction`, [Salimans and Ho 2022](https://arxiv.org/abs/2202.00512)) | uniform; `min_snr_gamma` weights them \
+([Hang et al. 2023](https://arxiv.org/abs/2303.09556)) | `dpm++` (the default), `ddim` |
+| `rectified_flow` ([Liu et al. 2022](https://arxiv.org/abs/2209.03003)) | the velocity (noise - data) along a straight \
+path | logit-normal ([Esser et al. 2024](https://arxiv.org/abs/2403.03206)) or uniform | `euler` |
+
+```bash
+composer recipes/train.py yamls/openmoji_diffusion.yaml run_name=openmoji_flow model.objective.name=rectified_flow
+python recipes/generate.py runs/openmoji_flow/export --prompts "red heart" --sampler euler --steps 50
+```
+
+An export names its objective in `export.json` and holds the configuration of its sampler, in the format of diffusers, in
+`scheduler/scheduler_config.json`. `recipes/generate.py` reads both, so no option has to name the objective.
 """
 
 
