@@ -38,7 +38,7 @@ def new_run(duration, loader, **counts):
         duration=duration,
         epoch_batches=epoch_batches(Loading(loader)),
         microbatch=None,
-        loggers=RunLoggers([]),
+        loggers=RunLoggers([], "run"),
     )
     run.counts = Counts(**counts)
     return run
