@@ -21,6 +21,7 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.planning.opening import CONFIG, opening
+from recipes.training.microbatches import samples_of, split
 from recipes.training.schedules import Schedule
 
 
@@ -112,17 +113,8 @@ def data_spec(loading: Loading) -> DataSpec:
         loading.loader,
         microbatch_transforms=loading.on_device,
         split_batch=split,
-        get_num_samples_in_batch=_samples,
+        get_num_samples_in_batch=samples_of,
     )
-
-
-def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    """A batch in parts of at most `size` samples."""
-    return [{name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, _samples(batch), size)]
-
-
-def _samples(batch: dict[str, torch.Tensor]) -> int:
-    return len(next(iter(batch.values())))
 
 
 def save_config(config: str, output: Path) -> None:
