@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def train(recipe: Recipe) -> None:
 def build_trainer(recipe: Recipe) -> Trainer:
     """Everything that a run needs, ready for `fit()`. Raises as `train`."""
     use_gpu = Place.of(recipe, 1).use_gpu
+    if "GROUP_RANK" in os.environ:  # torchrun's name for what Composer calls NODE_RANK
+        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
     dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=600.0)
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, dist.get_local_world_size())
