@@ -8,19 +8,17 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[4]
-sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import Shard
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # noqa: E402
-from torch.distributed.tensor import Shard  # noqa: E402
-
-from recipes.algorithms.powersgd.block_gradients import blocks_of, placements  # noqa: E402
-from recipes.algorithms.sharding.shard import shard  # noqa: E402
-from recipes.models.autoregressive.task import Autoregressive  # noqa: E402
-from tests.recipes.algorithms.powersgd.powersgd_ranks import EXACT, near, run  # noqa: E402
+from recipes.algorithms.powersgd.block_gradients import blocks_of, placements
+from recipes.algorithms.sharding.shard import shard
+from recipes.models.autoregressive.task import Autoregressive
+from tests.recipes.algorithms.powersgd.low_rank_ranks import check_compressor
+from tests.recipes.algorithms.powersgd.powersgd_ranks import EXACT, near, run
 
 MACHINES = {"replicas": 2}
 
@@ -182,6 +180,7 @@ def main() -> None:
     os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    check_compressor()
     check_parts()
     _, plain = run()
     check_full_rank(plain)

@@ -38,7 +38,8 @@ def test_runs_and_shards_on_two_ranks(tmp_path):
 
 
 def test_two_machines_of_two_devices(tmp_path):
-    """The same between machines that shard, overlapped or not; errors move to another number of machines."""
+    """The compressor by itself; then the same between machines that shard, overlapped or not; errors move to another
+    number of machines."""
     launch(4, "powersgd_shards_ranks.py", tmp_path)
 
 
