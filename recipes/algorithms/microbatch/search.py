@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from data.log import log
@@ -14,6 +13,7 @@ from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading
 from recipes.algorithms.modules.compile import Compile
 from recipes.training.lever import Lever
+from recipes.training.microbatches import samples_of
 from recipes.training.ranks import smallest, world_size
 from recipes.training.run import Run
 
@@ -31,7 +31,7 @@ class Meter(Protocol):
     def read(self) -> Reading: ...
 
 
-class Plan:
+class MicrobatchPlan:
     """Proposes the next microbatch size from the memory that earlier ones took: pure arithmetic, for a single rank.
 
     Memory is modelled as a line through the two largest sizes m that were measured, growth(m) = a + b m. A size is
@@ -146,7 +146,7 @@ class MicrobatchSearch(Lever):
         self.meter = meter
         self.average = average
         self.compiled = list(compiled)
-        self.plan = Plan(batch)
+        self.plan = MicrobatchPlan(batch)
         self.size = 1
         self.settled = False
         self.device_batch = 0  # samples of the batch at hand
@@ -248,8 +248,3 @@ class MicrobatchSearch(Lever):
         run.set_microbatch(self.size)
         run.log_settings({"microbatch": self.size})
         log.info(f"microbatch: {self.size} of {self.batch} samples per device, as in the checkpoint")
-
-
-def samples_of(batch: dict[str, torch.Tensor]) -> int:
-    """The number of samples in a batch."""
-    return len(next(iter(batch.values())))

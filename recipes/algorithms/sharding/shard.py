@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -96,9 +95,11 @@ def divide_by_ranks_on_cpu() -> None:
     In that version gloo's reduce-scatter silently returns the sum if asked for the mean, which Adam mostly hides. This
     makes FSDP2 divide by itself and ask for the sum. Later versions are correct and stay unchanged.
     """
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8) or hasattr(
-        _fsdp_collectives, "_asked_by_precompose"
-    ):
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8):
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # private, so only where it is needed
+
+    if hasattr(_fsdp_collectives, "_asked_by_precompose"):
         return
     factors = _fsdp_collectives._get_gradient_divide_factors
 

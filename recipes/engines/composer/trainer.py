@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.planning.opening import CONFIG, opening
+from recipes.training.microbatches import samples_of, split
 from recipes.training.schedules import Schedule
 
 
@@ -41,6 +43,8 @@ def train(recipe: Recipe) -> None:
 def build_trainer(recipe: Recipe) -> Trainer:
     """Everything that a run needs, ready for `fit()`. Raises as `train`."""
     use_gpu = Place.of(recipe, 1).use_gpu
+    if "GROUP_RANK" in os.environ:  # torchrun's name for what Composer calls NODE_RANK
+        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
     dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=600.0)
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, dist.get_local_world_size())
@@ -112,17 +116,8 @@ def data_spec(loading: Loading) -> DataSpec:
         loading.loader,
         microbatch_transforms=loading.on_device,
         split_batch=split,
-        get_num_samples_in_batch=_samples,
+        get_num_samples_in_batch=samples_of,
     )
-
-
-def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    """A batch in parts of at most `size` samples."""
-    return [{name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, _samples(batch), size)]
-
-
-def _samples(batch: dict[str, torch.Tensor]) -> int:
-    return len(next(iter(batch.values())))
 
 
 def save_config(config: str, output: Path) -> None:

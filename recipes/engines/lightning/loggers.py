@@ -15,11 +15,15 @@ from recipes.engines.loggers import MLflow, TensorBoard, WandB
 from recipes.training.ranks import is_first_rank
 
 
-def lightning_logger(description: TensorBoard | WandB | MLflow) -> Logger:
-    """Lightning's logger of a description."""
+def lightning_logger(description: TensorBoard | WandB | MLflow, run_name: str) -> Logger:
+    """Lightning's logger of a description.
+
+    Args:
+        description: see `recipes.engines.loggers`.
+        run_name: name of the run.
+    """
     if isinstance(description, TensorBoard):
-        # Without a name and a version, the files lie in the folder itself, after a resume too.
-        return FlushedTensorBoard(description.folder, description.flush_every)
+        return FlushedTensorBoard(description.folder, run_name, description.flush_every)
     if isinstance(description, WandB):
         return WandbLogger(
             name=description.run_name,
@@ -37,15 +41,17 @@ def lightning_logger(description: TensorBoard | WandB | MLflow) -> Logger:
 
 
 class FlushedTensorBoard(TensorBoardLogger):
-    """Files in a folder of their own, written to disk at intervals."""
+    """Files in <folder>/<run_name>, where Composer's are too, written to disk at intervals."""
 
-    def __init__(self, folder: str, flush_every: int) -> None:
+    def __init__(self, folder: str, run_name: str, flush_every: int) -> None:
         """
         Args:
-            folder: of the files.
+            folder: of all runs' files.
+            run_name: name of the run.
             flush_every: number of batches between writes to disk.
         """
-        super().__init__(folder, name="", version="", default_hp_metric=False)
+        # A version would be a new folder at each resume.
+        super().__init__(folder, name=run_name, version="", default_hp_metric=False)
         self.flush_every = flush_every
         self._flushed_at = 0
 
@@ -63,12 +69,15 @@ class RunLoggers:
         loggers: Lightning's.
     """
 
-    def __init__(self, descriptions: Iterable[TensorBoard | WandB | MLflow]) -> None:
+    def __init__(self, descriptions: Iterable[TensorBoard | WandB | MLflow], run_name: str) -> None:
         """
         Args:
             descriptions: see `recipes.engines.loggers`.
+            run_name: name of the run.
         """
-        self.loggers: list[Logger] = [lightning_logger(d) for d in descriptions] if is_first_rank() else []
+        self.loggers: list[Logger] = []
+        if is_first_rank():
+            self.loggers = [lightning_logger(description, run_name) for description in descriptions]
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Write figures at a batch."""

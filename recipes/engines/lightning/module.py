@@ -13,8 +13,9 @@ from data.loading import Batch, Loading
 from recipes.engines.lightning.data import EvalBatches, RunBatches
 from recipes.engines.lightning.generators import seed_all
 from recipes.engines.lightning.moments import BetweenBatches, Moments, mean_over_ranks
-from recipes.engines.lightning.run import LightningRun, samples_of, split
+from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
+from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import all_reduce, rank, world_size
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.engines.lightning.loggers import RunLoggers
 from recipes.training.clock import Clock
+from recipes.training.microbatches import split
 from recipes.training.run import Precision, Run
 
 
@@ -203,16 +203,3 @@ class LightningRun(Run):
     def log_images(self, name: str, images: np.ndarray) -> None:
         """See `Run`."""
         self._loggers.log_images(name, images, self.counts.batch)
-
-
-def split(batch: dict[str, Tensor], size: int | None) -> list[dict[str, Tensor]]:
-    """A batch in parts of at most `size` samples, the last one possibly smaller; None: in one part."""
-    samples = samples_of(batch)
-    size = size or samples
-    count = math.ceil(samples / size)
-    return [{name: tensor[i * size : (i + 1) * size] for name, tensor in batch.items()} for i in range(count)]
-
-
-def samples_of(batch: dict[str, Tensor]) -> int:
-    """Number of samples of a batch."""
-    return len(next(iter(batch.values())))

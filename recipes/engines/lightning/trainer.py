@@ -98,7 +98,7 @@ def build_trainer(recipe: Recipe) -> LightningTraining:
 
 def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTraining:
     """Lightning's Trainer of a run's parts."""
-    loggers = RunLoggers(parts.loggers.values())
+    loggers = RunLoggers(parts.loggers.values(), recipe.run_name)
     run = LightningRun(
         parts.task,
         device=torch.device("cuda", local_rank()) if place.use_gpu else torch.device("cpu"),

@@ -20,7 +20,7 @@ class Recorder(Callback):
         self.epochs = []  # (epochs, batches) done
         self.weights = {}
         self.average = {}
-        self.momentum = {}
+        self.moments = {}
 
     def step_end(self, run):
         self.losses.append(run.loss)
@@ -39,7 +39,9 @@ class Recorder(Callback):
     def end(self, run):
         for name, parameter in run.task.named_parameters():
             self.weights[name] = whole(parameter).clone()
-            self.momentum[name] = whole(run.optimizer.state[parameter]["exp_avg"]).clone()
+            for key, value in run.optimizer.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    self.moments[f"{name}: {key}"] = whole(value).clone()
         for lever in self.levers:
             if isinstance(lever, ScheduledEMA):
                 self.average = {name: tensor.clone() for name, tensor in lever.average.whole().items()}
@@ -83,13 +85,13 @@ def differences(one, other):
         "losses": max(abs(a - b) for a, b in zip(one.losses[-batches:], other.losses[-batches:], strict=True)),
         "rates": max(abs(a - b) for a, b in zip(one.rates[-batches:], other.rates[-batches:], strict=True)),
         "validation": max(abs(a[2][name] - b[2][name]) for a, b in pairs for name in a[2]),
-        **{kind: _largest(getattr(one, kind), getattr(other, kind)) for kind in ("weights", "average", "momentum")},
+        **{kind: _largest(getattr(one, kind), getattr(other, kind)) for kind in ("weights", "average", "moments")},
     }
 
 
 def _largest(one, other):
-    assert set(one) == set(other) and one
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+    assert set(one) == set(other)  # the average is gathered to the first rank alone
+    return max(((one[name] - other[name]).abs().max().item() for name in one), default=0.0)
 
 
 def assert_bit_equal(one, other):
@@ -100,8 +102,8 @@ def assert_bit_equal(one, other):
     assert one.digests[-batches:] == other.digests[-batches:]
     evals, epochs = min(len(one.evals), len(other.evals)), min(len(one.epochs), len(other.epochs))
     assert evals and one.evals[-evals:] == other.evals[-evals:]
-    assert epochs and one.epochs[-epochs:] == other.epochs[-epochs:]
-    for kind in ("weights", "average", "momentum"):
+    assert one.epochs[len(one.epochs) - epochs :] == other.epochs[len(other.epochs) - epochs :]
+    for kind in ("weights", "average", "moments"):
         a, b = getattr(one, kind), getattr(other, kind)
         assert set(a) == set(b) and a
         assert all(torch.equal(a[name], b[name]) for name in a), kind

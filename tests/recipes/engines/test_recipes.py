@@ -78,12 +78,13 @@ def recipe_of(request):
 
 
 def written(output):
-    """Files of a run besides checkpoints, events and the config; and scalars by name, as (batch, value)."""
+    """Files besides checkpoints and events; scalars by name, as (batch, value); names of images."""
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
-    events = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
+    own = {file for file in files if not file.startswith(("checkpoints/", "tensorboard/"))}
+    (folder,) = (output / "tensorboard").iterdir()
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    own = {file for file in files if not file.startswith(("checkpoints/", "tensorboard/"))}
     return own, scalars, set(events.Tags()["images"])
 
 
@@ -94,14 +95,14 @@ def test_both_engines_do_the_same(recipe_of, tmp_path):
     assert_bit_equal(found["composer"], found["lightning"])
 
     files, scalars, images = written(tmp_path / "composer")
-    assert written(tmp_path / "lightning")[0] == files and len(files) > 3
-    _, lightning, lightning_images = written(tmp_path / "lightning")
-    assert lightning_images == images
-    assert set(lightning) == set(scalars)
+    lightning_files, lightning_scalars, lightning_images = written(tmp_path / "lightning")
+    assert lightning_files == files and len(files) > 3
+    assert lightning_images == images and images
+    assert set(lightning_scalars) == set(scalars)
     exact = [name for name in scalars if name.startswith(("loss/", "metrics/", "lr-", "gradient/", "time/batch"))]
     assert len(exact) > 3
     for name in exact:
-        assert lightning[name] == scalars[name], name
+        assert lightning_scalars[name] == scalars[name], name
 
     (checkpoint,) = (tmp_path / "lightning" / "checkpoints").glob("*-ba6.ckpt")
     resumed = record("lightning", recipe_of(tmp_path / "resumed", f"checkpoints.load_path={checkpoint}"))

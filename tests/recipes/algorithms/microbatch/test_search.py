@@ -12,7 +12,7 @@ from torch import nn
 from recipes.algorithms.averaging.average import Average
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.microbatch.device_memory import DeviceMemory
-from recipes.algorithms.microbatch.search import HEADROOM, MicrobatchSearch, Plan, even
+from recipes.algorithms.microbatch.search import HEADROOM, MicrobatchPlan, MicrobatchSearch, even
 from recipes.algorithms.modules.compile import Compile
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.parts import Place, build_levers
@@ -97,7 +97,7 @@ def test_even_parts_fit_and_are_no_more_than_twice_as_many(largest, batch):
 
 def search_alone(memory, batch, to_come=0):
     """The sizes that a single rank tries, the last one twice where it is kept."""
-    plan, size, sizes = Plan(batch), 1, []
+    plan, size, sizes = MicrobatchPlan(batch), 1, []
     while len(sizes) < 100:
         sizes.append(size)
         reading = memory.read(size)

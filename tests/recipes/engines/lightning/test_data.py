@@ -6,7 +6,8 @@ import torch
 from data.loading import Loading
 from recipes.engines.lightning.data import EvalBatches, RunBatches, epoch_batches
 from recipes.engines.lightning.loggers import RunLoggers
-from recipes.engines.lightning.run import Counts, LightningRun, split
+from recipes.engines.lightning.run import Counts, LightningRun
+from recipes.training.microbatches import split
 
 
 class Loader:
@@ -38,7 +39,7 @@ def new_run(duration, loader, **counts):
         duration=duration,
         epoch_batches=epoch_batches(Loading(loader)),
         microbatch=None,
-        loggers=RunLoggers([]),
+        loggers=RunLoggers([], "run"),
     )
     run.counts = Counts(**counts)
     return run
