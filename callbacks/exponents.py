@@ -39,7 +39,7 @@ class Exponents(Callback):
     Each rank counts its own gradient, accumulated over the microbatches and divided by its block's scale if it has one,
     before anything else is done to it. It is not averaged with other ranks' gradients (except under FSDP, where each
     rank counts its shard), not clipped, and not discarded if the update is skipped. Counts are summed over all ranks;
-    zeros and values that are not finite have columns of their own. The chart shows which exponents fp16 represents
+    zeros and values that are not finite have separate columns. The chart shows which exponents fp16 represents
     after multiplication with each block's scale, and which 1-6-9 represents. The host waits for the device only in
     batches that are counted.
     """

@@ -125,11 +125,11 @@ def export(
     """Write a task's weights, and beside them what generation from them needs.
 
     Args:
-        task: its `exports_average_beside` says whether both kinds of weights belong in one folder.
+        task: its `exports_average_beside` decides whether both kinds of weights are written into one folder.
         loading: its training data; the manifest of an encoded set, its null caption or vocabulary, and encoders that
             are local folders are copied too.
         folder: an old export in it is replaced when the new one is complete.
-        record: what export.json (and done.json) says of the run.
+        record: the contents of export.json and done.json.
         complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
         average: makes a context in which the task has its averaged weights; None: there are none.
     """

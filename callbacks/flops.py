@@ -17,7 +17,7 @@ def flops_per_sample(task: Task, batch: dict[str, Tensor]) -> float:
     The random number generators of the batch's devices are left as they were.
 
     Args:
-        task: called with a batch, unless its `forward_flops()` knows the number.
+        task: called with a batch, unless its `forward_flops()` returns the number.
         batch: tensors whose first dimension is the sample.
     """
     known = task.forward_flops()

@@ -32,7 +32,7 @@ class StoredSample(NamedTuple):
     """The chosen columns of one sample.
 
     Attributes:
-        texts: the text columns, in the order in which they were asked for.
+        texts: the text columns, in the order of the argument `texts`.
         arrays: uint8 (bytes,) of each array column, by its name in the batch. They are views of the sample's bytes.
     """
 

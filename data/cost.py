@@ -1,8 +1,8 @@
-"""What a component of a recipe costs, as the component itself says it to the dry run.
+"""What a component of a recipe costs, as the component itself reports it to the dry run.
 
-A component class offers a class method `cost(args, plan) -> Cost`; a builder function is decorated with
-`@with_cost(function)`. The dry run (`recipes.planning`) asks every component and adds up the answers; it knows none of
-them by name. A component that offers nothing costs nothing.
+A component class defines a class method `cost(args, plan) -> Cost`; a builder function is decorated with
+`@with_cost(function)`. The dry run (`recipes.planning`) adds up the costs of all components, without knowing any of
+them by name. A component that defines neither costs nothing.
 
 Example::
 
@@ -25,7 +25,7 @@ Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Plan:
-    """The run that a component is asked about.
+    """The run for which a component reports its cost.
 
     Attributes:
         task: the model, on the meta device: its parameters have shapes and no memory.
@@ -34,9 +34,9 @@ class Plan:
         replicas: groups of devices that each hold the whole model.
         shards: devices of a replica, over which the model is divided; 1 without sharding.
         output: folder of the run.
-        averaged: whether the run has averaged weights beside the trained ones. Known only to callbacks, which are
-            asked last.
-        build: builds a component that is an argument of the one asked, such as the streams of a data component.
+        averaged: whether the run has averaged weights beside the trained ones. Correct only for
+            callbacks, whose costs are computed last.
+        build: builds a component that is an argument of this one, such as the streams of a data component.
     """
 
     task: Any
@@ -111,7 +111,7 @@ class Cost:
 
 
 def with_cost(cost: Callable[[dict[str, Any], Plan], Cost]) -> Callable[[Builder], Builder]:
-    """Decorator for a builder function: `cost` says what the component costs.
+    """Decorator for a builder function: `cost` returns what the component costs.
 
     Args:
         cost: takes the component's arguments, defaults included, and the plan.

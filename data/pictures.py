@@ -110,7 +110,7 @@ class ImageLoader(DataLoader):
 
 
 class ImageStream(IterableDataset):
-    """`image` (3, R, R) uint8 and, if asked for, `tokens` (L,) int64; endless in training, once through otherwise.
+    """`image` (3, R, R) uint8 and, if requested, `tokens` (L,) int64; endless in training, once through otherwise.
 
     Ranks and their workers share the shards if there are enough of them, and the samples otherwise. The order depends
     only on the seed and the pass, and cropping and flipping only on the position in it. So a resumed run continues as
@@ -165,7 +165,7 @@ class ImageStream(IterableDataset):
         return {"batches": batches, "places": ranks}
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """What Composer asks for and keeps in a checkpoint; its count of samples is not needed."""
+        """The state that Composer keeps in a checkpoint; its count of samples is not needed."""
         return self.gather(self.position())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

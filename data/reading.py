@@ -53,7 +53,7 @@ class EncodedDataset(StreamingDataset):
         self._failure: BaseException | None = None
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """See `StreamingDataset.state_dict`; Composer asks for it, with the samples of its present epoch.
+        """See `StreamingDataset.state_dict`; Composer calls it with the number of samples of its current epoch.
 
         At an epoch's end that is 0 samples, and means the beginning of the next epoch. streaming takes it for the
         beginning of the epoch that was read last, and a resumed run would read that one again.

@@ -27,8 +27,8 @@ INTRODUCTION = """\
 
 ## How a config works
 
-A recipe is a YAML file. Its fixed keys are listed below with their defaults. A component, such as the model, the data or
-a callback, is written as `{name: ..., <arguments>}`:
+A recipe is a YAML file. Its fixed keys are listed below with their defaults. A component, such as the model, the data
+or a callback, is written as `{name: ..., <arguments>}`:
 
 ```yaml
 optimizer: {name: adamw, lr: 1e-4}
@@ -89,18 +89,18 @@ determines how latents are sampled:
 | objective | the denoiser predicts | noise levels in training | samplers |
 | --- | --- | --- | --- |
 | `ddpm` ([Ho et al. 2020](https://arxiv.org/abs/2006.11239)) | the noise (`prediction: epsilon`) or the velocity \
-(`v_prediction`, [Salimans and Ho 2022](https://arxiv.org/abs/2202.00512)) | uniform; `min_snr_gamma` weights them \
-([Hang et al. 2023](https://arxiv.org/abs/2303.09556)) | `dpm++` (the default), `ddim` |
-| `rectified_flow` ([Liu et al. 2022](https://arxiv.org/abs/2209.03003)) | the velocity (noise - data) along a straight \
-path | logit-normal ([Esser et al. 2024](https://arxiv.org/abs/2403.03206)) or uniform | `euler` |
+(`v_prediction`, [Salimans and Ho 2022](https://arxiv.org/abs/2202.00512)) | uniform; \
+`min_snr_gamma` weights them ([Hang et al. 2023](https://arxiv.org/abs/2303.09556)) | `dpm++` (the default), `ddim` |
+| `rectified_flow` ([Liu et al. 2022](https://arxiv.org/abs/2209.03003)) | the velocity (noise - data) along \
+a straight path | logit-normal ([Esser et al. 2024](https://arxiv.org/abs/2403.03206)) or uniform | `euler` |
 
 ```bash
 composer recipes/train.py yamls/openmoji_diffusion.yaml run_name=openmoji_flow model.objective.name=rectified_flow
 python recipes/generate.py runs/openmoji_flow/export --prompts "red heart" --sampler euler --steps 50
 ```
 
-An export names its objective in `export.json` and holds the configuration of its sampler, in the format of diffusers, in
-`scheduler/scheduler_config.json`. `recipes/generate.py` reads both, so no option has to name the objective.
+An export names its objective in `export.json` and holds the configuration of its sampler, in the format of diffusers,
+in `scheduler/scheduler_config.json`. `recipes/generate.py` reads both, so no option has to name the objective.
 """
 
 

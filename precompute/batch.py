@@ -1,4 +1,4 @@
-"""A batch of decoded images, as a worker process hands it to the encoders."""
+"""A batch of decoded images, as a worker process passes it to the encoders."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.transforms import crop_box, resize
 from precompute.batch import CropBox, DecodedBatch, ImageFacts, InputShard, Position, ShardEnd
 
-# What PyTorch says of a worker that was killed, and of one that found no memory for its batch.
+# PyTorch's messages about a worker that was killed, and about one without memory for its batch.
 DEAD_WORKER = re.compile(
     r"DataLoader worker \(pid|shared memory|No space left on device|Cannot allocate memory|can't allocate memory"
 )

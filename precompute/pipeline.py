@@ -38,7 +38,7 @@ class EncodedBatch:
 
 
 class EncodePipeline:
-    """Encodes batches and hands them to a writer thread.
+    """Encodes batches and passes them to a writer thread.
 
     Args:
         images: the image encoder, on its device.

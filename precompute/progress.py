@@ -1,4 +1,4 @@
-"""One line that says how far an encode job is."""
+"""The line that reports the progress of an encode job."""
 
 from __future__ import annotations
 

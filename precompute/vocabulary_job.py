@@ -22,7 +22,7 @@ def write_vocabulary(config: VocabularyConfig) -> None:
 
     Raises:
         FileNotFoundError: a source does not exist.
-        ValueError: the captions do not give so many entries, or another job wrote the file.
+        ValueError: the captions give fewer entries than requested, or another job wrote the file.
     """
     out, request = Path(config.out), config.request()
     if manifest_path(out).is_file():

@@ -3,7 +3,7 @@
     composer recipes/train.py yamls/sd2_base.yaml training.global_batch=256
     python recipes/train.py yamls/openmoji_diffusion.yaml --dry-run
 
---dry-run prints sizes and counts and leaves, --print-config prints the resolved config and leaves, --help lists the
+--dry-run prints sizes and counts and exits, --print-config prints the resolved config and exits, --help lists the
 keys. docs/recipes.md lists the components.
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
     command = read_command_line(sys.argv[1:], Recipe, __doc__)
     recipe = command.config
 
-    # From here on imports take seconds; everything that the config can get wrong was said above.
+    # From here on imports take seconds. All errors in the config have been reported above.
     with user_errors():
         if command.dry_run:
             from recipes.planning.dry_run import describe_run

@@ -167,7 +167,7 @@ def _reader(file: Path, info: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     """streaming's reader of one shard, and the stored encodings by column.
 
     All columns other than numbers are read as bytes. So an image or a text that does not decode costs one sample only,
-    and columns that are not asked for (pickles, for example) are never decoded.
+    and other columns (pickles, for example) are never decoded.
     """
     from streaming.base.format import reader_from_json
 

@@ -1,6 +1,6 @@
 """Optimizers that recipes name.
 
-Parameters before `*` are handed over by `recipes.config.build` by their name; those after it are the YAML's keys.
+`recipes.config.build` passes the parameters before `*` by name; those after it are the YAML's keys.
 """
 
 from __future__ import annotations

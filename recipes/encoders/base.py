@@ -54,7 +54,7 @@ class FrozenEncoder:
     Attributes:
         id: a readable name: hub id or path, and which part of the model is used.
         weights_hash: see `weights_hash`.
-        precision: number format in use: the one asked for, except that fp16 becomes fp32 on a CPU.
+        precision: number format in use: the requested one, except that fp16 becomes fp32 on a CPU.
     """
 
     def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision) -> None:
@@ -143,7 +143,7 @@ class ImageEncoder(FrozenEncoder, ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What the manifest says about this encoder, besides kind and dtype."""
+        """The manifest's entries about this encoder, besides kind and dtype."""
 
     @abstractmethod
     def store(self, pixels: Tensor, exact: bool = False) -> Stored:

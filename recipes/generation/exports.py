@@ -95,7 +95,7 @@ def find_network(export: Path, weights: Weights | None) -> Path:
         weights: averaged or as trained; None: averaged if there are any.
 
     Raises:
-        FileNotFoundError: averaged weights are asked for, and the run had no average.
+        FileNotFoundError: averaged weights are requested, and the run had no average.
     """
     raw = export / _identify(export)[1]
     averaged = raw.with_name(f"{raw.name}_ema")
@@ -133,7 +133,7 @@ def load_pipeline(
 
     Raises:
         FileNotFoundError: a part is missing.
-        ValueError: no GPU where one is asked for, or an encoder other than the one that encoded the training data.
+        ValueError: a GPU is requested and there is none, or an encoder is not the one that encoded the training data.
     """
     import torch
 

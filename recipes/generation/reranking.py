@@ -22,7 +22,7 @@ class Reranker:
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: open_clip knows no such model or tag, or it cannot be loaded.
+        ValueError: open_clip has no such model or tag, or it cannot be loaded.
     """
 
     def __init__(self, name: str, device: str) -> None:

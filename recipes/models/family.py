@@ -19,7 +19,7 @@ class Family:
     """A family of models that generate images.
 
     Attributes:
-        title: what messages and --help call it, as in "a diffusion model".
+        title: name in messages and --help, as in "a diffusion model".
         networks: folders by which exports are recognised that were written before export.json named the family.
         guidance: default of --guidance, for --help.
         options: the family's own command-line options, such as --steps, with the arguments of

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class Task(nn.Module):
-    """A model together with its training loss: everything that trainers, levers, callbacks and exports ask of a model.
+    """A model together with its training loss: the interface that trainers, levers, callbacks and exports use.
 
-    A task knows no trainer, no config and no device. A subclass defines `eval_names`, `forward`, `evaluate`, `export`
-    and `load_export`. The other members have defaults that fit a model without the feature in question.
+    A task does not depend on a trainer, a config or a device. A subclass defines `eval_names`, `forward`, `evaluate`,
+    `export` and `load_export`. The other members have defaults that fit a model without the feature in question.
 
     Example::
 
@@ -104,7 +104,7 @@ class Task(nn.Module):
         raise NotImplementedError
 
     def export_record(self) -> dict[str, Any]:
-        """What export.json says of the model, so that recipes/generate.py can open the export.
+        """Entries of export.json that describe the model, so that recipes/generate.py can open the export.
 
         Models that generate images from captions return `family`, the name of their package in `recipes/models`, and
         `network`, the folder of the trained network in the export. The default is an empty dict.

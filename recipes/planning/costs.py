@@ -1,4 +1,4 @@
-"""What the components of a recipe say that they cost. See `data.cost` for how a component says it."""
+"""The costs of a recipe's components, as each component reports them (see `data.cost`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Costs:
 
 
 def costs_of(recipe: Recipe, plan: Plan) -> Costs:
-    """Ask every component of a recipe. Callbacks are asked last: they are told whether weights are averaged.
+    """Collect the costs of all components. Callbacks come last: theirs depend on whether weights are averaged.
 
     Raises:
         ValueError: what a component finds wrong, such as a manifest that does not fit the recipe.
@@ -62,7 +62,7 @@ def costs_of(recipe: Recipe, plan: Plan) -> Costs:
 
 
 def cost_of(component: Component, plan: Plan) -> Cost:
-    """The cost of one component, asked with all of its arguments, defaults included."""
+    """The cost of one component, for all of its arguments, including defaults."""
     builder = import_builder(component)
     if not hasattr(builder, "cost"):
         return Cost()

@@ -67,7 +67,7 @@ def checkpoints_text(recipe: Recipe, size: int, averaged: int, length: Length) -
     """How many checkpoints are written, how large they are, and how many are kept.
 
     Args:
-        recipe: says when checkpoints are written.
+        recipe: defines when checkpoints are written.
         size: bytes of a checkpoint.
         averaged: bytes that averaged weights add to it once the average has begun; 0: there is none.
         length: of the run.
@@ -86,7 +86,7 @@ def checkpoints_text(recipe: Recipe, size: int, averaged: int, length: Length) -
 
 
 def callback_lines(costs: Costs, length: Length) -> Iterable[str]:
-    """What each callback writes, and what else it says."""
+    """What each callback writes, and its other notes."""
     for label, cost in costs.callbacks.items():
         if cost.files is not None:
             times = times_text(cost.files.every, length)

@@ -64,7 +64,7 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
 
 
 def algorithm_lines(costs: Costs) -> Iterable[str]:
-    """What each algorithm takes of memory, and what else it says."""
+    """The memory that each algorithm takes, and its other notes."""
     for label, cost in costs.algorithms.items():
         note = f" {cost.note}" if cost.note else ""
         if cost.device_bytes:

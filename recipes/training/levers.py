@@ -9,8 +9,7 @@ from recipes.training.run import Run
 
 
 class Levers:
-    """All levers of a run. At each moment, they act in the order in which the recipe names them.
-    """
+    """All levers of a run. At each moment, they act in the order in which the recipe names them."""
 
     def __init__(self, levers: Sequence[Lever]) -> None:
         self._levers = list(levers)

@@ -178,7 +178,7 @@ class Average:
 class HostAverage(Average):
     """A running average in host memory, computed by a thread on the CPU while the device goes on training.
 
-    An update copies the parameters to page-locked memory on a stream of its own; only the next change of the parameters
+    An update copies the parameters to page-locked memory on a separate stream; only the next change of the parameters
     waits for the copy, and by then it is usually complete. The averaged weights move to the device only while they are
     in the model. Without a GPU the copy is synchronous, and the thread still runs beside training.
     """

@@ -13,7 +13,7 @@ def block_matrices(task: nn.Module, owner: str) -> list[list[nn.Parameter]]:
 
     Args:
         task: offers `blocks()`, the modules that are sharded and checkpointed one by one.
-        owner: name of the component that asks, for messages.
+        owner: name of the calling component, for messages.
 
     Raises:
         ValueError: the task has no blocks, or no matrices in them.

@@ -113,7 +113,7 @@ class MicrobatchSearch(Lever):
     but noise is drawn per microbatch, so a run repeats itself bit by bit only from where the search has ended.
 
     Memory that the run will allocate later is left free: that of a scheduled average that has not begun. Modules are
-    not compiled during the search, as each size would be a compilation of its own; the size that was found is then
+    not compiled during the search, as each size would need its own compilation; the size that was found is then
     measured with compiled modules. A checkpoint holds the result; a run that resumes with samples of the same shape,
     on as many devices with as much memory, goes on with it.
     """

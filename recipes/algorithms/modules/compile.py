@@ -94,7 +94,7 @@ class Compile(Lever):
     The mode reduce-overhead captures CUDA graphs: one launch per block instead of one per kernel. It pays if the device
     waits for the host, as with small grids and microbatches (256 x 256 pixels and a few samples); with long kernels it
     only takes more memory. Graphs write their gradients into memory that the next graph reuses, so gradients are summed
-    in buffers of their own.
+    in separate buffers.
     """
 
     def __init__(

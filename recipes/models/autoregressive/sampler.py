@@ -73,7 +73,7 @@ def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
 def uniforms(seeds: list[int], count: int) -> Tensor:
     """Uniform numbers (len(seeds), count) in [0, 1), float32, on the CPU.
 
-    Each seed has a generator of its own, so that its numbers depend neither on the batch nor on the device.
+    Each seed has its own generator, so that its numbers depend neither on the batch nor on the device.
     """
     return torch.stack([torch.rand(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 

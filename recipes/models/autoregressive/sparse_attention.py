@@ -22,7 +22,7 @@ Implementation = Literal["auto", "flex", "local", "masked"]
 
 
 class Attend(ABC):
-    """Attention in an order of tokens of its own, by default raster order."""
+    """Base class: attention over tokens in an order that the subclass defines, by default raster order."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Activations (B, S, d) from raster order to the order of this attention."""

@@ -92,7 +92,7 @@ class Autoregressive(Task):
     def forward_flops(self) -> float:
         """FLOPs of the forward pass of one sample, counting the visible pairs of attention only.
 
-        PyTorch's counter does not know FlexAttention.
+        PyTorch's counter does not support FlexAttention.
         """
         return forward_flops(self.network)
 

@@ -245,7 +245,7 @@ def load_dvae(folder: Path) -> DVAE:
 
     The latter has encoder.safetensors and decoder.safetensors, or encoder.pt and decoder.pt: state dicts with names
     such as `blocks.group_1.block_1.res_path.conv_1.w`. The published encoder.pkl and decoder.pkl are pickled programs,
-    which are not opened here. docs/dalle.md says how to take the tensors out of them.
+    which are not opened here. docs/dalle.md describes how to extract the tensors from them.
 
     Raises:
         FileNotFoundError: a file is missing.

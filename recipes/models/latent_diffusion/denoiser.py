@@ -28,7 +28,7 @@ class Denoiser(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """The prediction that the objective asks for.
+        """The prediction that the objective defines.
 
         Args:
             latents: (B, C, H, W), noisy.

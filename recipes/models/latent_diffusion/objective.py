@@ -21,7 +21,7 @@ Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Objective(nn.Module, ABC):
     """What a denoiser is trained to predict at which noise levels, and how latents are sampled from it.
 
-    An objective has no weights. Tables that depend on the recipe alone are buffers that are not saved.
+    An objective has no weights. Tables that depend only on the recipe are buffers that are not saved.
 
     Attributes:
         name: the component's name in a recipe. Exports record it.
@@ -134,6 +134,6 @@ def guided(denoise: Denoise, text: Tensor, null_text: Tensor, guidance: float) -
 def seeded_noise(seeds: list[int], shape: Any) -> Tensor:
     """Standard normal noise (B, *shape), float32, on the CPU.
 
-    Each sample has a generator of its own, so that its noise depends neither on the batch nor on the device.
+    Each sample has its own generator, so that its noise depends neither on the batch nor on the device.
     """
     return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

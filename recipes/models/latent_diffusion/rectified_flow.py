@@ -30,7 +30,7 @@ class RectifiedFlow(Objective):
         deviation: float = 1.0,
         eval_times: list[float] = (0.1, 0.3, 0.5, 0.7, 0.9),
     ) -> None:
-        """Say how times are drawn in training.
+        """Define how times are drawn in training.
 
         Args:
             times: distribution of the time t of a training sample in [0, 1]; 0 is data, 1 is noise.
@@ -81,7 +81,7 @@ class RectifiedFlow(Objective):
         """An objective for sampling.
 
         Raises:
-            ValueError: a scheduler with shifted times, which `integrate` does not know.
+            ValueError: a scheduler with shifted times, which `integrate` does not support.
         """
         file = folder / "scheduler_config.json"
         saved = json.loads(file.read_text(encoding="utf-8"))
