@@ -31,7 +31,7 @@ class Export(PeriodicCallback):
 
     If the run averages its weights, the export of a diffusion model holds the averaged weights beside the raw ones
     (`unet_ema` beside `unet`). The export of an autoencoder or text encoder, which other jobs open as one folder, holds
-    the averaged weights alone.
+    only the averaged weights.
     """
 
     def __init__(

@@ -78,11 +78,11 @@ class Plateau(Callback):
     ) -> None:
         """
         Args:
-            warmup: length of the warm-up, in which no plateau is looked for.
+            warmup: length of the warm-up, in which plateaus are not detected.
             window: number of batches per mean loss.
             patience: number of windows without a lower mean that make a plateau.
             threshold: share by which a mean must be below the lowest one so far to count as lower.
-            factor: what the rate is multiplied by at each plateau.
+            factor: factor of the learning rate at each plateau.
             limit: largest number of plateaus.
 
         Raises:

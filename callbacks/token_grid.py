@@ -46,7 +46,7 @@ class TokenGrid(PromptGrid):
             prompts: captions, one per image.
             every: interval; null: only the end of the run, when a grid is always written.
             seed: the tokens of the i-th image are drawn from seed + i.
-            temperature: what the logits are divided by.
+            temperature: divisor of the logits.
             top_k: sample from the k most likely codes; null: from all.
             top_p: sample from the fewest most likely codes whose probabilities sum to this; null: from all.
             guidance: scale of classifier-free guidance, for data with caption_dropout; 1 for none.

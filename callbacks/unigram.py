@@ -1,4 +1,4 @@
-"""The loss that the frequencies of image tokens alone would have: a transformer must get below it."""
+"""The loss of a model that predicts image tokens by their frequencies: a transformer must get below it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FAR = 1 << 62  # draws, more than any caption needs
 
 
 class MergeDropout:
-    """Independent draws that say "drop" with probability p and "keep" otherwise.
+    """Independent random draws, each of which drops a merge with probability p.
 
     Args:
         p: probability of "drop".
@@ -30,14 +30,14 @@ class MergeDropout:
         return int(min(math.log(1.0 - self._draws.random()) / self._log_keep, FAR))
 
     def passes(self, count: int) -> bool:
-        """Whether the next `count` draws all say "keep". If so, they are used up; otherwise none is."""
+        """Whether the next `count` draws drop nothing. If so, they are used up; otherwise none is."""
         if count > self._kept:
             return False
         self._kept -= count
         return True
 
     def next(self) -> bool:
-        """Makes one draw; true means "drop"."""
+        """Makes one draw; true drops the merge."""
         if self._kept > 0:
             self._kept -= 1
             return False

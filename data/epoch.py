@@ -1,4 +1,4 @@
-"""How many samples an epoch of encoded sets has, by their manifests alone."""
+"""The number of samples in an epoch of encoded sets, according to their manifests."""
 
 from __future__ import annotations
 

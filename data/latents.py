@@ -44,7 +44,7 @@ def latents(
     epoch_size: int | None = None,
     drop_last: bool = True,
 ) -> Loading:
-    """Reads latents that `precompute/encode.py` wrote. mosaicml-streaming orders, shards and resumes.
+    """Reads latents that `precompute/encode.py` wrote. mosaicml-streaming shuffles, shards and resumes.
 
     A validation set is read once in stored order, with the posterior's mean and without caption dropout.
 

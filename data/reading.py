@@ -72,7 +72,7 @@ class EncodedDataset(StreamingDataset):
         """This worker's samples of the next epoch.
 
         Raises:
-            RuntimeError: a shard could not be fetched. streaming alone ends the epoch in silence.
+            RuntimeError: a shard could not be fetched. streaming itself would end the epoch without a message.
         """
         self._failure = None
         yield from super().__iter__()
@@ -166,7 +166,7 @@ class EncodedLoader(StreamingDataLoader):
 
 
 def open_loader(dataset: EncodedDataset, placement: Placement, workers: int, drop_last: bool) -> EncodedLoader:
-    """A loader of a data set, as all components make it that read encoded sets.
+    """A loader of a data set. All components that read encoded sets use it.
 
     Args:
         dataset: made with `shared_blocks(workers)` blocks.
@@ -195,7 +195,7 @@ def shared_blocks(workers: int) -> int:
 
 
 def streams_of(sets: Mapping[str, EncodedSet]) -> list[Stream]:
-    """Encoded sets as streaming takes them."""
+    """Encoded sets as streaming's `Stream` objects."""
     return [Stream(local=s.local, remote=s.remote, **s.options) for s in sets.values()]
 
 

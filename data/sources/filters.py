@@ -52,15 +52,15 @@ class Filter:
         Args:
             min_side: minimum length of an image's shorter side, in pixels.
             max_pixels: maximum number of pixels (width x height) of an image, at most 178,956,970.
-            min_aspect: minimum width / height; None for no bound.
-            max_aspect: maximum width / height; None for no bound.
+            min_aspect: minimum width / height; null for no bound.
+            max_aspect: maximum width / height; null for no bound.
             min_caption_chars: minimum length of a caption, in characters without surrounding white space; at
                 least 1.
-            max_caption_chars: maximum length of a caption, in characters; None for no bound.
+            max_caption_chars: maximum length of a caption, in characters; null for no bound.
             min_caption_words: minimum number of words of a caption, separated by white space.
             min_ascii_letters: minimum share of letters that are a to z, which tells alphabets apart, but not languages.
             language: the captions' language, such as en, as the package py3langid names it (installed by
-                `pip install --no-deps py3langid==0.4.0`); None for any.
+                `pip install --no-deps py3langid==0.4.0`); null for any.
             language_confidence: captions are rejected if they are in another language with at least this probability.
                 Short captions can be of many languages. At 0, all whose most likely language is another are rejected.
             boilerplate: regular expressions (RE2, ignoring case) of text that says nothing about the image, such as

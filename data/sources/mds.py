@@ -28,7 +28,7 @@ class MDSSource:
             path: the folder that holds index.json.
             image: column of the image, of encoding bytes, jpeg, png or pil.
             caption: column of the caption, of encoding str or bytes.
-            key: column of the key; None to make keys of the shard's name and the sample's number.
+            key: column of the key; null to make keys of the shard's name and the sample's number.
 
         Raises:
             FileNotFoundError: no such folder, or no index.json in it.

@@ -27,7 +27,7 @@ class ParquetSource:
             path: a .parquet file, or a folder with such files at any depth.
             image: column of the image: its file's bytes, or a struct with a field `bytes` (Hugging Face).
             caption: column of the caption.
-            key: column of the key; None to make keys of the file's name and the row's number.
+            key: column of the key; null to make keys of the file's name and the row's number.
             shard_size: minimum number of rows per shard. Row groups are joined to reach it, but never divided.
 
         Raises:

@@ -156,6 +156,6 @@ def load_pipeline(
 
 
 def _imported(target: str) -> Any:
-    """What "module:name" names."""
+    """The object that "module:name" names."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -38,7 +38,7 @@ class Family:
 
 @dataclass(frozen=True)
 class ExportParts:
-    """What a pipeline is made from.
+    """The parts of an export from which a family builds its pipeline.
 
     Attributes:
         folder: the export.

@@ -15,7 +15,7 @@ from recipes.planning.length import Length, batch_text, length_of, length_text, 
 
 
 def describe_run(recipe: Recipe, missing: list[str]) -> str:
-    """The size of the model, and what the run would read, send and write, as text.
+    """A text with the size of the model and what the run would read, send and write.
 
     Args:
         recipe: checked.

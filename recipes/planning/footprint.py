@@ -32,7 +32,7 @@ class Devices:
 
     @classmethod
     def of_environment(cls, training: Training) -> Devices:
-        """As launchers say it: WORLD_SIZE devices (else 1), LOCAL_WORLD_SIZE in each machine (else all).
+        """From the launcher's variables: WORLD_SIZE devices (default 1), LOCAL_WORLD_SIZE per machine (default all).
 
         Raises:
             ValueError: the number of replicas does not divide the number of devices.

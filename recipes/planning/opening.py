@@ -19,7 +19,7 @@ CONFIG = "config.yaml"  # the resolved config, in the folder of the run
 def opening(
     recipe: Recipe, task: nn.Module, data: Loading, evals: dict[str, Loading], *, world: int, precision: str
 ) -> str:
-    """What matters of a run before it starts, one line each. The whole config is in <output>/config.yaml.
+    """The summary that a run prints before it starts. The whole config is in <output>/config.yaml.
 
     Args:
         recipe: checked.

@@ -8,7 +8,7 @@ from recipes.training.run import Run
 
 
 class Callback(Hooks):
-    """The base class of everything in `callbacks`. At each moment, callbacks act after levers."""
+    """The base class of callbacks. At each moment, callbacks act after levers."""
 
 
 class PeriodicCallback(Callback):

@@ -95,7 +95,7 @@ class Clock:
 
 
 class Interval:
-    """Tells when something is due that happens at intervals, and at the end of a run.
+    """Determines when a periodic action is due: at intervals, and at the end of a run.
 
     Example::
 

@@ -8,10 +8,10 @@ from recipes.training.run import Run
 
 
 class Hooks:
-    """Something that acts at moments of a run. Methods do nothing unless a subclass overrides them.
+    """The base class of levers and callbacks. Its methods do nothing unless a subclass overrides them.
 
-    A run calls the methods in this order. Only callbacks have `gradients_ready`; instead of it, levers have moments of
-    their own (see `recipes.training.lever.Lever`)::
+    A run calls the methods in this order. Only callbacks have `gradients_ready`; levers have four other methods at this
+    moment (see `recipes.training.lever.Lever`)::
 
         loaded
         begin
@@ -30,60 +30,60 @@ class Hooks:
     """
 
     def loaded(self, run: Run) -> None:
-        """The model is sharded, and the checkpoint, if there is one, is loaded."""
+        """Called when the model has been sharded and the checkpoint, if there is one, has been loaded."""
 
     def begin(self, run: Run) -> None:
-        """Training begins, or resumes. From now on `run.module` is the module that is called."""
+        """Called when training begins or resumes. From now on `run.module` is the module that is called."""
 
     def before_data(self, run: Run) -> None:
-        """The run waits for the next batch."""
+        """Called before the run fetches the next batch."""
 
     def batch_start(self, run: Run) -> None:
-        """A batch has arrived."""
+        """Called when a batch has been fetched."""
 
     def before_passes(self, run: Run) -> None:
-        """The batch is divided into `run.passes` microbatches, and the previous gradients are cleared."""
+        """Called when the batch has been divided into `run.passes` microbatches and gradients have been cleared."""
 
     def before_forward(self, run: Run) -> None:
-        """A microbatch is on the device and transformed."""
+        """Called before the forward pass of a microbatch, which is on the device and transformed."""
 
     def after_forward(self, run: Run) -> None:
-        """The microbatch's losses are computed."""
+        """Called when the losses of a microbatch have been computed."""
 
     def before_backward(self, run: Run) -> None:
-        """The backward pass of a microbatch comes next; `run.last_pass` is whether it completes the gradients."""
+        """Called before the backward pass of a microbatch. `run.last_pass` is whether it completes the gradients."""
 
     def after_backward(self, run: Run) -> None:
-        """The backward pass of a microbatch is done."""
+        """Called after the backward pass of a microbatch."""
 
     def gradients_ready(self, run: Run) -> None:
-        """Gradients are as the optimizer will see them."""
+        """Called before the optimizer's step, when gradients are final."""
 
     def step_end(self, run: Run) -> None:
-        """The optimizer has stepped, and the clock has moved on."""
+        """Called after the optimizer's step, when the clock counts the batch."""
 
     def epoch_end(self, run: Run) -> None:
-        """An epoch is complete, and the clock counts it."""
+        """Called after the last batch of an epoch, when the clock counts the epoch."""
 
     def eval_start(self, run: Run) -> None:
-        """The validation set `run.eval_label` comes next."""
+        """Called before validation on the set `run.eval_label`."""
 
     def eval_before_forward(self, run: Run) -> None:
-        """A microbatch of the validation set is on the device and transformed."""
+        """Called before the forward pass of a validation microbatch, which is on the device and transformed."""
 
     def eval_after_forward(self, run: Run) -> None:
-        """`run.outputs` holds what the task's `evaluate` returned for `run.batch`."""
+        """Called when `run.outputs` holds what the task's `evaluate` returned for `run.batch`."""
 
     def eval_end(self, run: Run) -> None:
-        """The validation set is done; `run.eval_figures` holds its means."""
+        """Called after validation on a set. `run.eval_figures` holds the means."""
 
     def end(self, run: Run) -> None:
-        """The run has reached its length."""
+        """Called when the run has reached its length."""
 
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: tensors and plain values. Called on every rank; the first rank's is saved."""
+        """The state for checkpoints: tensors and plain values. Called on every rank; the first rank's is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -7,10 +7,11 @@ from recipes.training.run import Run
 
 
 class Lever(Hooks):
-    """The base class of everything in `recipes.algorithms` that a recipe names.
+    """The base class of levers, the components of `recipes.algorithms` and of the `training` section.
 
-    Besides the moments that callbacks have, levers act on the model before training, and on complete gradients. At each
-    moment they act before callbacks. `recipes.training.levers.Levers` defines the order of all levers of a run.
+    In addition to the methods of `Hooks`, levers have methods that change the model before training, and gradients
+    after the last backward pass of a batch. At each moment levers act before callbacks.
+    `recipes.training.levers.Levers` defines the order of all levers of a run.
     """
 
     def change_modules(self, run: Run) -> None:
@@ -21,13 +22,13 @@ class Lever(Hooks):
         """
 
     def shard(self, run: Run) -> None:
-        """Shard parameters over devices. Only the lever of `training.fsdp` does."""
+        """Shard parameters over devices. Only the lever of `training.fsdp` overrides this."""
 
     def compile(self, run: Run) -> None:
-        """Compile modules, which no other lever changes after this."""
+        """Compile modules. No lever changes modules after this."""
 
     def unscale_gradients(self, run: Run) -> None:
-        """All backward passes of the batch are done: divide gradients by the factor that this lever put into them."""
+        """Divide gradients by the factor by which this lever scaled them. Called after the last backward pass."""
 
     def average_gradients(self, run: Run) -> None:
         """Average gradients over ranks, if neither DDP nor FSDP does."""
@@ -36,4 +37,4 @@ class Lever(Hooks):
         """Clip the averaged gradients."""
 
     def before_step(self, run: Run) -> None:
-        """The optimizer steps next."""
+        """Called right before the optimizer's step, after gradients have been clipped."""

@@ -27,14 +27,14 @@ class Levers:
         self._each("compile", run)
 
     def finish_gradients(self, run: Run) -> None:
-        """Everything between the last backward pass of a batch and the step of the optimizer."""
+        """Unscale, average and clip gradients: everything between the last backward pass and the optimizer's step."""
         self._each("unscale_gradients", run)
         self._each("average_gradients", run)
         self._each("clip_gradients", run)
         self._each("before_step", run)
 
     def at(self, moment: str, run: Run) -> None:
-        """Any other moment, by the name of the method of `recipes.training.hooks.Hooks`."""
+        """Call the method of `recipes.training.hooks.Hooks` with this name on all levers."""
         self._each(moment, run)
 
     def _each(self, moment: str, run: Run) -> None:

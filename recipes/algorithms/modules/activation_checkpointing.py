@@ -41,7 +41,7 @@ class _Recomputed:
 
 
 class ActivationCheckpointing(Lever):
-    """Stores the inputs of a model's blocks alone and recomputes the rest: a third more compute, much less memory."""
+    """Stores only the inputs of a model's blocks and recomputes the rest: a third more compute, much less memory."""
 
     def __init__(self, task: nn.Module, *, every: int = 1) -> None:
         """

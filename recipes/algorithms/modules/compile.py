@@ -19,7 +19,7 @@ from recipes.training.run import Run
 
 
 class CompiledForward:
-    """A module's forward, compiled for training alone.
+    """A module's forward method, compiled for training only.
 
     Validation, sampling and counting FLOPs run the original forward: each would need a compilation for other shapes,
     for a small part of the time. Hooks, such as those of FSDP, stay outside; names of parameters do not change.
@@ -108,9 +108,9 @@ class Compile(Lever):
         """
         Args:
             task: the model; its `blocks()` are compiled.
-            mode: of torch.compile. default: fused kernels; reduce-overhead: CUDA graphs too; max-autotune: also times
-                kernels for convolutions and matrix products, which takes minutes; max-autotune-no-cudagraphs: the
-                same without CUDA graphs.
+            mode: mode of torch.compile. default: fused kernels; reduce-overhead: CUDA graphs too; max-autotune: also
+                times kernels for convolutions and matrix products, which takes minutes; max-autotune-no-cudagraphs:
+                the same without CUDA graphs.
             whole: compile each network of the task as a whole instead of its blocks: more to fuse, longer to compile.
             backend: inductor generates kernels; aot_eager only traces, to see whether inductor causes an error.
         """

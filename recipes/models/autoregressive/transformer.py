@@ -181,7 +181,7 @@ class TokenTransformer(nn.Module):
         return self.image_tokens(image) + (self.image_rows(rows) + self.image_columns(columns))
 
     def image_logits(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., K), float32: logits of the image codes alone."""
+        """(..., d) -> (..., K), float32: logits of the image codes, without those of the text tokens."""
         weight = self.unembedding.weight[self.text_vocabulary :]
         with torch.autocast(x.device.type, enabled=False):
             return nn.functional.linear(x, weight.to(x.dtype))

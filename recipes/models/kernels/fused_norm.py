@@ -20,7 +20,7 @@ MARGIN = 0.95  # the kernel must take less than this share of the time, or noise
 
 
 class FusedGroupNorm(nn.GroupNorm):
-    """What `fuse` turns a GroupNorm into: the same parameters, one kernel, and optionally SiLU.
+    """A GroupNorm that `fuse` has changed: the same parameters, computed in one kernel, optionally with SiLU.
 
     The kernel computes in float32 and writes the dtype of autocast, which is more precise than a low-precision norm.
 

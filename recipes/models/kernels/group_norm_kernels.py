@@ -65,7 +65,7 @@ def make_plan(
     width: int = WIDTH,
     programs: int = PROGRAMS,
 ) -> KernelPlan:
-    """A plan from the shapes alone. Nothing is tuned at run time, so that runs are reproducible.
+    """A plan that depends only on the shapes. Nothing is tuned at run time, so that runs are reproducible.
 
     Args:
         samples: N.

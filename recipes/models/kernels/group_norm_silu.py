@@ -96,7 +96,7 @@ def group_norm_silu(
         bias: (C,).
         groups: G, a divisor of C.
         eps: added to the variance.
-        silu: apply SiLU; False gives the norm alone.
+        silu: whether to apply SiLU after the norm.
         dtype: dtype of the result; None: that of x.
 
     Returns:

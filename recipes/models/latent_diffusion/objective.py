@@ -19,7 +19,7 @@ Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Objective(nn.Module, ABC):
-    """What a denoiser is trained to predict at which noise levels, and how latents are sampled from it.
+    """Defines what a denoiser is trained to predict, at which noise levels, and how latents are sampled.
 
     An objective has no weights. Tables that depend only on the recipe are buffers that are not saved.
 
@@ -54,7 +54,7 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write what sampling needs, as a scheduler of diffusers: `scheduler_config.json`."""
+        """Write the configuration for sampling as `scheduler_config.json`, in the format of diffusers' schedulers."""
 
     @classmethod
     @abstractmethod
@@ -117,7 +117,7 @@ def guided(denoise: Denoise, text: Tensor, null_text: Tensor, guidance: float) -
         denoise: the network. It is called once with both texts, in a batch of twice the size.
         text: (B, L, D).
         null_text: (L, D).
-        guidance: 1 gives the prediction for the text alone, in a batch of the plain size.
+        guidance: 1 gives the prediction for the text, without a second copy of the batch.
     """
     if guidance == 1.0:
         return lambda latents, times: denoise(latents, times, text).float()

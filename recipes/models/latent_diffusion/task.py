@@ -32,7 +32,7 @@ class LatentDiffusion(Task):
 
         Args:
             denoiser: the network.
-            objective: what it is trained to predict, and how latents are sampled from it.
+            objective: what the network is trained to predict, and how latents are sampled.
         """
         super().__init__()
         self.denoiser = denoiser
@@ -40,11 +40,11 @@ class LatentDiffusion(Task):
         self.eval_names = ["loss", *(f"loss_t{t}" for t in objective.eval_times)]
 
     def blocks(self) -> list[nn.Module]:
-        """The denoiser's blocks."""
+        """See `Denoiser.blocks`."""
         return self.denoiser.blocks()
 
     def recomputed_blocks(self) -> list[nn.Module]:
-        """Those of the denoiser."""
+        """See `Denoiser.recomputed_blocks`."""
         return self.denoiser.recomputed_blocks()
 
     def denoise(self, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class LatentDiffusion(Task):
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The loss of each sample at fixed times, its noise fixed by the sample: comparable between checkpoints.
+        """The loss of each sample at fixed times with fixed noise, so that checkpoints can be compared.
 
         Args:
             batch: as in `forward`, and `seed` (B,) int64, which fixes a sample's noise in any batch and on any rank.
