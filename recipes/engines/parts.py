@@ -76,7 +76,6 @@ class Parts:
         new_optimizer: makes the recipe's optimizer for the task's trained parameters, once those are what they will be.
         schedule: from the clock to the learning rate's factor.
         sharding: the lever of `training.fsdp`, which is among the levers; None without.
-        search: the lever of `microbatch: auto`, which is among the levers; None without.
         loggers: descriptions, by label; each engine makes its own loggers of them.
         microbatch: samples that a device takes at once at the start; None: its whole batch.
     """
@@ -89,7 +88,6 @@ class Parts:
     new_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     schedule: Schedule
     sharding: Sharding | None
-    search: MicrobatchSearch | None
     loggers: dict[str, Any]
     microbatch: int | None
 
@@ -128,7 +126,7 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     }
     schedule = build(recipe.schedule)
     if recipe.training.microbatch == "auto" and search is None:
-        log.info(f"microbatch: all {batch} samples of a device; auto measures a GPU's memory, and this is a CPU")
+        log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
         callbacks["schedule"] = schedule
@@ -141,7 +139,6 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         new_optimizer=lambda parameters: build(recipe.optimizer, parameters=parameters, task=task),
         schedule=schedule,
         sharding=the_one(levers, Sharding),
-        search=search,
         loggers={label: build(logger, **context) for label, logger in recipe.loggers.items()},
         microbatch=1 if search else None if recipe.training.microbatch == "auto" else recipe.training.microbatch,
     )

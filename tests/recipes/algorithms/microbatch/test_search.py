@@ -296,7 +296,7 @@ def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
 def test_a_recipe_on_a_cpu_takes_the_whole_batch(small_recipe, fit, tmp_path, capsys):
     trainer = fit(small_recipe(tmp_path, "training.microbatch=auto", "training.duration=1ba"))
     assert trainer.state.device_train_microbatch_size == 8
-    assert "microbatch: all 8 samples of a device; auto measures a GPU's memory" in capsys.readouterr().out
+    assert "microbatch: all 8 samples per device; auto measures a GPU's memory" in capsys.readouterr().out
 
 
 def test_a_recipe_on_a_gpu_searches(small_recipe, monkeypatch):
