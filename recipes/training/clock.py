@@ -96,7 +96,6 @@ class Clock:
         return value, unit
 
 
-
 class Interval:
     """Determines when a periodic action is due: at intervals, and at the end of a run.
 
