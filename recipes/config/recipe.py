@@ -74,7 +74,8 @@ class Training:
     null: the whole batch of the device; auto: the largest microbatch that fits into the memory of every GPU, found
     during the first batches (on a CPU the whole batch)."""
     precision: Literal["auto", "fp32", "amp_bf16", "amp_fp16"] = "auto"
-    """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU. A CPU needs fp32."""
+    """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU, which supports
+    nothing else."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU if there is one, else the CPU."""
     eval_every: Duration | None = None

@@ -71,10 +71,7 @@ class Clock:
         Raises:
             ValueError: not a duration.
         """
-        value, unit = parse_duration(duration)
-        if unit == "dur":
-            total, unit = self.length
-            value *= total
+        value, unit = self._resolved(duration)
         if unit == "ep" and self.epoch_batches is not None:
             value, unit = value * self.epoch_batches, "ba"
         return value, unit
@@ -85,13 +82,18 @@ class Clock:
         Raises:
             ValueError: not a duration.
         """
-        value, unit = parse_duration(every)
-        if unit == "dur":
-            total, unit = self.length
-            value *= total
+        value, unit = self._resolved(every)
         before = {"ba": self.before[0], "sp": self.before[1], "ep": self.before[2]}[unit]
         # Shares of a run are rounded: 0.1 times 30 batches is slightly more than 3.
         return int(self.passed(unit) / value + 1e-9) > int(before / value + 1e-9)
+
+    def _resolved(self, duration: str) -> Length:
+        """A duration in its own unit, or in that of the run if it is a share of the run."""
+        value, unit = parse_duration(duration)
+        if unit == "dur":
+            total, unit = self.length
+            value *= total
+        return value, unit
 
 
 class Interval:
