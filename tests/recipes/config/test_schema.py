@@ -284,8 +284,8 @@ LOGGED = {"task", "run_name", "output", "loading", "blank", "encoders"}
 GIVEN = {
     "data": {"placement", "requirements"},
     "optimizer": {"parameters", "task"},
-    "algorithm": LOGGED,
-    "callback": LOGGED,
+    "algorithm": LOGGED | {"clips", "low_rank", "scaling"},
+    "callback": LOGGED | {"average", "scaling"},
     "logger": LOGGED,
 }
 TARGETS = [(group, target) for group, names in COMPONENTS.items() for target in names.values()]
