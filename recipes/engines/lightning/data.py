@@ -70,7 +70,8 @@ class RunBatches:
                 for batch in self._rest_of_epoch():
                     empty = 0
                     yield batch
-            if empty > 1:  # once it may be: a loader that resumes at the end of an epoch may begin by ending it
+            # One empty epoch is possible: a loader that resumes at the end of an epoch may begin by ending it.
+            if empty > 1 or run.epoch_batches == 0:
                 raise ValueError("data: an epoch has no batches; give more samples, or a smaller training.global_batch")
             if run.counts.batch_in_epoch and not run.clock.ended:
                 self._end_epoch()
