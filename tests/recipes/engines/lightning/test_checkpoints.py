@@ -1,0 +1,163 @@
+"""Files of checkpoints: what is kept, which one is the newest, and what is not one of this engine."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recipes.config.recipe import FSDP
+from recipes.config.recipe import Checkpoints as Settings
+from recipes.engines.conversion import convert, from_composer, to_composer
+from recipes.engines.lightning.checkpoint_format import read_file
+from recipes.engines.lightning.checkpoints import Checkpoints
+from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
+from recipes.engines.lightning.loggers import RunLoggers
+from recipes.engines.lightning.run import Counts, LightningRun
+from recipes.training.lever import Lever
+from recipes.training.levers import Levers
+
+
+class Counter(Lever):
+    """A lever with a state."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Batches:
+    """A position in data."""
+
+    def __init__(self, position=None):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def new_checkpoints(output, lever=None, fsdp=None, **settings):
+    """Checkpoints of a linear layer that was trained for a step."""
+    task = nn.Linear(2, 2)
+    run = LightningRun(
+        task,
+        device=torch.device("cpu"),
+        precision="fp32",
+        duration="9ba",
+        epoch_batches=4,
+        microbatch=None,
+        loggers=RunLoggers([], "run"),
+    )
+    optimizer = torch.optim.AdamW(task.parameters(), lr=0.1)
+    run.set_optimizer(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5))
+    task(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    recipe = SimpleNamespace(
+        output=str(output), checkpoints=Settings(**settings), training=SimpleNamespace(fsdp=fsdp)
+    )
+    parts = SimpleNamespace(levers=Levers([lever or Counter()]), callbacks={}, sharding=None)
+    batches = Batches(position=7)
+    return Checkpoints(recipe, parts, run, batches), run, batches
+
+
+def save_at(checkpoints, run, *batches):
+    for batch in batches:
+        run.counts = Counts(batch, 8 * batch, batch // 4, batch % 4, 8 * (batch % 4))
+        checkpoints.save()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, {3}), (2, {2, 3}), (-1, {1, 2, 3})])
+@pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
+def test_the_newest_are_kept(tmp_path, keep, left, fsdp):
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=keep, fsdp=fsdp)
+    save_at(checkpoints, run, 1, 2, 3)
+    end = "" if fsdp else ".ckpt"
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "latest", *(f"ep0-ba{batch}{end}" for batch in left)
+    }  # fmt: skip
+    assert (tmp_path / "checkpoints" / "latest").resolve().name == f"ep0-ba3{end}"
+
+
+@pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
+def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
+    first, run, _ = new_checkpoints(tmp_path, Counter(5), keep=1, fsdp=fsdp)
+    save_at(first, run, 2)
+    lever = Counter()
+    second, again, batches = new_checkpoints(tmp_path, lever, keep=1, fsdp=fsdp, autoresume=True)
+    assert again.counts == run.counts and again.counts.batch == 2
+    batches.position = None
+    second.load()
+    assert lever.value == 5 and batches.position == 7 and len(second.generators) == 1
+    for name, tensor in run.task.state_dict().items():
+        assert torch.equal(tensor, again.task.state_dict()[name])
+    for one, other in zip(run.task.parameters(), again.task.parameters(), strict=True):
+        state = run.optimizer.state[one]
+        assert all(torch.equal(tensor, again.optimizer.state[other][key]) for key, tensor in state.items())
+    assert again.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"] == 0.05
+    save_at(second, again, 3)  # and the checkpoint that it went on from is the older one
+    assert not list((tmp_path / "checkpoints").glob("*ba2*"))
+
+
+def test_without_autoresume_a_run_begins(tmp_path):
+    first, run, _ = new_checkpoints(tmp_path)
+    save_at(first, run, 2)
+    second, again, _ = new_checkpoints(tmp_path)
+    assert second.path is None and again.counts == Counts()
+
+
+def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    of_composer = tmp_path / "checkpoints" / "latest-rank0.pt"
+    torch.save({"state": {}, "rng": []}, of_composer)
+    with pytest.raises(ValueError, match=r"written by Composer; convert it .*--to lightning"):
+        new_checkpoints(tmp_path, autoresume=True)
+    with pytest.raises(ValueError, match=r"latest-rank0.pt: not a checkpoint of the engine lightning"):
+        new_checkpoints(tmp_path, load_path=str(of_composer))
+    with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
+        new_checkpoints(tmp_path, load_path=str(tmp_path / "none.ckpt"))
+    with pytest.raises(ValueError, match="copy the checkpoint to one first"):
+        new_checkpoints(tmp_path, load_path="s3://bucket/none.ckpt")
+    with pytest.raises(ValueError, match="not a checkpoint of Composer"):
+        convert(of_composer, "lightning")
+
+
+def same(one, other):
+    """Whether two nested values are equal, tensors bit by bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_conversion_there_and_back_changes_nothing(tmp_path):
+    checkpoints, run, _ = new_checkpoints(tmp_path, Counter(3))
+    save_at(checkpoints, run, 6)
+    before = read_file(tmp_path / "checkpoints" / "ep1-ba6.ckpt")
+    after = from_composer(to_composer(before))
+    assert after.keys() == before.keys()
+    assert same(after, before)
+    there = convert(tmp_path / "checkpoints" / "latest", "composer")
+    assert there.name == "ep1-ba6-rank0.pt" and there.with_name("latest-rank0.pt").resolve() == there
+    (tmp_path / "checkpoints" / "ep1-ba6.ckpt").unlink()
+    back = convert(there.with_name("latest-rank0.pt"), "lightning")
+    assert same(read_file(back), before)
+
+
+def test_generators_go_on_where_they_were():
+    seed_all(3)
+    states = generator_states()
+    drawn = random.random(), np.random.rand(), torch.rand(1).item()
+    seed_all(4)
+    restore_generators(states)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
