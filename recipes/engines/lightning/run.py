@@ -145,8 +145,7 @@ class LightningRun(Run):
     @property
     def epoch_is_complete(self) -> bool:
         """Whether all batches of the present epoch are done, before the epoch itself is counted."""
-        done = self.counts.batch_in_epoch
-        return self.epoch_batches is not None and done > 0 and done >= self.epoch_batches
+        return self.epoch_batches is not None and self.counts.batch_in_epoch >= self.epoch_batches
 
     # --- what levers and callbacks see ---------------------------------------------------------
 
