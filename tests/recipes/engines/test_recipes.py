@@ -88,6 +88,7 @@ def written(output):
     return own, scalars, set(events.Tags()["images"])
 
 
+@pytest.mark.slow
 def test_both_engines_do_the_same(recipe_of, tmp_path):
     found = {}
     for engine in ("composer", "lightning"):
