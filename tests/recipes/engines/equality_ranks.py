@@ -1,5 +1,6 @@
-"""Run by test_equality.py on two ranks: trains the recipe at argv[1] under both engines, with DDP and with FSDP2, lets
-runs go on from checkpoints of the same and of the other engine, and writes the differences to argv[2]."""
+"""Run by test_equality.py on two ranks in the folder argv[1]: trains recipe.yaml under both engines, with DDP and with
+FSDP2, lets runs go on from checkpoints of the same and of the other engine, trains low_rank.yaml under both engines,
+and writes the differences to differences.json."""
 
 import json
 import shutil
@@ -17,7 +18,9 @@ from tests.recipes.engines.recording import differences, record  # noqa: E402
 
 
 def main():
-    recipe, out = load_config(sys.argv[1], [], Recipe), Path(sys.argv[2])
+    out = Path(sys.argv[1])
+    recipe = load_config(out / "recipe.yaml", [], Recipe)
+    low_rank = load_config(out / "low_rank.yaml", [], Recipe)
 
     def run(engine, name, fsdp, **checkpoints):
         return record(
@@ -48,6 +51,11 @@ def main():
         there = from_first_rank(moved(middle(out / f"fsdp_{engine}"), out / f"to_{other}", other))
         crossed = run(other, f"to_{other}", full, load_path=str(there))
         found[f"fsdp begun under {engine}"] = differences(fsdp[engine], crossed)
+    averaged = {
+        engine: record(engine, replace(low_rank, output=str(out / f"low_rank_{engine}")))
+        for engine in ("composer", "lightning")
+    }
+    found["powersgd"] = differences(averaged["composer"], averaged["lightning"])
     if is_first_rank():
         (out / "differences.json").write_text(json.dumps(found))
 

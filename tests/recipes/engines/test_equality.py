@@ -44,10 +44,10 @@ AUTOREGRESSIVE = [
 ]
 
 
-@pytest.fixture(scope="module", params=["diffusion", "autoregressive"])
-def recipe_of(request, small_recipe, token_sets):
-    """(output, overrides) -> a small recipe with accumulation over uneven microbatches, clipping, an average that
-    begins late, caption dropout and validation."""
+@pytest.fixture(scope="module")
+def recipes(small_recipe, token_sets):
+    """Kind -> (output, overrides) -> a small recipe with accumulation over uneven microbatches, clipping, an average
+    that begins late, caption dropout and validation."""
 
     def diffusion(output, *overrides):
         return small_recipe(output, *COMMON, *DIFFUSION, *overrides)
@@ -63,7 +63,13 @@ def recipe_of(request, small_recipe, token_sets):
             ROOT / "yamls" / "openmoji_dalle.yaml", [*COMMON, *AUTOREGRESSIVE, *paths, *overrides], Recipe
         )
 
-    return {"diffusion": diffusion, "autoregressive": autoregressive}[request.param]
+    return {"diffusion": diffusion, "autoregressive": autoregressive}
+
+
+@pytest.fixture(scope="module", params=["diffusion", "autoregressive"])
+def recipe_of(request, recipes):
+    """The recipe of one kind, see `recipes`."""
+    return recipes[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +112,28 @@ def test_a_run_goes_on_under_the_other_engine(whole, recipe_of, tmp_path, engine
 
 
 @pytest.mark.slow
-def test_two_ranks_are_equal_within_a_tolerance(small_recipe, tmp_path):
+def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
     short = ["training.duration=12ba", "training.global_batch=10", "training.eval_every=5ba", "checkpoints.every=5ba"]
     ema = "algorithms.scheduled_ema={name: scheduled_ema, half_life: 4ba, start: 3ba}"
-    recipe = small_recipe(tmp_path / "none", *COMMON, *DIFFUSION, *short, ema)
-    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    low_rank = [
+        "training={duration: 6ba, grad_clip: null}",
+        "algorithms.powersgd={name: powersgd, rank: 4, clip: 1.0}",
+        "algorithms.resblock_grad_scaling={name: resblock_grad_scaling}",
+        "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}",
+        "optimizer={name: adam16, lr: 3e-3}",
+    ]
+    for name, recipe in {
+        "recipe": recipes["diffusion"](tmp_path / "none", *short, ema),
+        "low_rank": recipes["autoregressive"](tmp_path / "none", *short, *low_rank),
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(to_yaml(recipe))
     script = Path(__file__).with_name("equality_ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, str(script), str(tmp_path / "recipe.yaml"), str(tmp_path)], check=True, env=environment, timeout=580
-    )
+    subprocess.run([*command, str(script), str(tmp_path)], check=True, env=environment, timeout=580)
     found = json.loads((tmp_path / "differences.json").read_text())
-    assert len(found) == 6
+    batches = {"ddp": 12, "fsdp": 12, "powersgd": 6}
+    assert len(found) == 7
     for name, figures in found.items():
-        assert figures.pop("batches") == (12 if name in ("ddp", "fsdp") else 7)
+        assert figures.pop("batches") == batches.get(name, 7)
         assert max(figures.values()) <= TOLERANCE, (name, figures)

@@ -329,7 +329,7 @@ def test_a_recipe_searches_with_noise_and_resumes_exactly(small_recipe, tmp_path
             parts = build_parts(recipe, place)
             memory = FakeMemory(each=2_000 * MB)
             search = MicrobatchSearch(parts.task, 8, memory)
-            made = new_trainer(recipe, place, replace(parts, levers=Levers([*parts.levers, search]), search=search))
+            made = new_trainer(recipe, place, replace(parts, levers=Levers([*parts.levers, search])))
             memory.state = made.state
             made.fit()
             made.close()
