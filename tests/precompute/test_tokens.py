@@ -257,7 +257,7 @@ def test_too_many_codes(dvae_folder, monkeypatch):
     network = load_dvae(dvae_folder)
     network.codes = 70_000
     monkeypatch.setattr("recipes.encoders.dvae.load_dvae", lambda folder: network)
-    with pytest.raises(ValueError, match="70000 codes, 65,536 fit"):
+    with pytest.raises(ValueError, match="70000 codes; the stored format, uint16, holds at most 65,536"):
         dvae(path=str(dvae_folder))
 
 
