@@ -1,9 +1,8 @@
-"""Sampling of image tokens from a transformer, one after another, with or without a cache."""
+"""Sampling of image tokens from a transformer, one after another, with a cache of keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +92,6 @@ def sample_tokens(
     uniform: Tensor,
     choice: Choice,
     given: Tensor | None = None,
-    cached: bool = True,
 ) -> Tensor:
     """Grids of image tokens for captions.
 
@@ -103,7 +101,6 @@ def sample_tokens(
         uniform: (C, n, N), from `uniforms`: one number per token of each sequence, which selects the token.
         choice: how tokens are chosen.
         given: (C, m) int64, the first m image tokens in raster order; None: none.
-        cached: keep keys and values. False recomputes the whole sequence for each token, for comparison.
 
     Returns:
         (C, n, N) int64.
@@ -118,11 +115,11 @@ def sample_tokens(
     guided = choice.guidance != 1.0
     if guided:
         text = torch.cat([torch.full_like(text, -1), text])  # the empty caption is all padding
-    next_logits = (_with_cache if cached else _without_cache)(network, text, each)
+    next_logits = _with_cache(network, text, each)
     tokens = torch.cat([given.repeat_interleave(each, 0), text.new_zeros(captions * each, count - given.shape[1])], 1)
     uniform = uniform.flatten(0, 1)  # (B, N)
     # Blocks that are compiled for training would be recompiled for each cache and each length.
-    with torch.compiler.set_stance("force_eager") if cached else nullcontext():
+    with torch.compiler.set_stance("force_eager"):
         for number in range(given.shape[1], count):
             seen = torch.cat([tokens, tokens]) if guided else tokens
             logits = next_logits(seen, number)
@@ -142,15 +139,5 @@ def _with_cache(network: TokenTransformer, text: Tensor, each: int) -> Callable[
             return network.image_logits(network(None, tokens[:, number - 1 : number], caches)[:, 0])
         last = network(text, tokens[::each, :number], caches)[:, -1]  # (C, d): once per caption, not per sequence
         return network.image_logits(last).repeat_interleave(each, 0)
-
-    return next_logits
-
-
-def _without_cache(network: TokenTransformer, text: Tensor, each: int) -> Callable[[Tensor, int], Tensor]:
-    text = text.repeat_interleave(each, 0)  # (B, T)
-
-    def next_logits(tokens: Tensor, number: int) -> Tensor:
-        """As above. Masks hide what `tokens` holds from `number` on."""
-        return network.image_logits(network(text, tokens)[:, text.shape[1] + number - 1])
 
     return next_logits
