@@ -1,13 +1,11 @@
 """Tiny encoders in the real file formats, a set that the encode job made with them, and Stable Diffusion 2's recipe at
 a width that trains in seconds. Made once a session, without a network."""
 
-import atexit
+import functools
 import io
-import itertools
 import json
-import os
+import re
 import resource
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,37 +44,48 @@ SMALL = [
     "checkpoints.autoresume=false",
     "callbacks.sample_grid=null",
     "callbacks.export=null",
-    "algorithms.low_precision_norms=null",  # there is no autocast on a CPU
+    "algorithms.low_precision_norms=null",  # a run in fp32 has no autocast
     "callbacks.memory_monitor=null",  # it warns without a GPU
     "loggers={}",
 ]
 
 
-@pytest.fixture(autouse=True)
-def closed_probes(monkeypatch):
-    """streaming looks for a free name by opening the shared memory of every data set of the machine, and keeps all of
-    them open until its end: the square of the number of data sets, too many files for a whole suite. Each process looks
-    in a range of its own here: two that look at the same moment take the same name, and one of them fails."""
-    if "streaming" not in sys.modules:  # not imported for tests that need none of it
+@functools.cache
+def group_of(file: str) -> str:
+    """Which tests one worker of pytest-xdist runs: those of a file, which share its fixtures, and those of all files
+    that share the launch of two ranks."""
+    shares = re.search(r"\btwo_ranks\(", (ROOT / file).read_text(encoding="utf-8"))
+    return "two_ranks" if shares else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(nodeid.split("::")[0])
+
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """The groups with slow tests begin first: one that began last would leave the other workers idle."""
+
+    def group(item):
+        return group_of(item.path.relative_to(ROOT).as_posix())
+
+    slow = {group(item) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: group(item) not in slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def names_of_shared_memory():
+    """Tests open streaming's own data sets, too: without this, those of two workers take each other's names."""
+    from data.shared_names import own_names
+
+    with own_names():
         yield
-        return
-    from streaming.base.shared import prefix
-
-    opened = []
-
-    def probe(*arguments):
-        memory = opener(*arguments)
-        if arguments[1:] == (False,):  # attached, not made
-            opened.append(memory)
-        return memory
-
-    opener = prefix.SharedMemory
-    monkeypatch.setattr(prefix, "SharedMemory", probe)
-    monkeypatch.setattr(prefix, "_each_prefix_int", lambda: itertools.count(1000 * os.getpid()))
-    yield
-    for memory in opened:
-        memory.cleanup()
-        atexit.unregister(memory.cleanup)
 
 
 @pytest.fixture(scope="session")
@@ -183,7 +192,8 @@ def dvae_folder(tmp_path_factory) -> Path:
     """An exported dVAE of 32 codes, each of which stands for one of 32 places in pictures; all of them are used."""
     import torch
 
-    from recipes.models.dvae.network import DVAE, map_pixels, save_dvae
+    from recipes.models.dvae.files import save_dvae
+    from recipes.models.dvae.network import DVAE, map_pixels
 
     torch.manual_seed(2)
     network = DVAE(codes=32, hidden=8, blocks=1, initial=8)

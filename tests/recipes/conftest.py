@@ -11,7 +11,7 @@ import pytest
 
 from recipes.config.recipe import to_yaml
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class TwoRanks:
@@ -40,7 +40,7 @@ def two_ranks(tmp_path_factory, small_recipe):
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    script = Path(__file__).with_name("lever_ranks.py")
+    script = Path(__file__).parent / "algorithms" / "lever_ranks.py"
     arguments = [str(folder / "recipe.yaml"), str(folder), str(folder / "report")]
     done = subprocess.run(
         [*command, str(script), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=570
