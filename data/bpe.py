@@ -46,15 +46,14 @@ class Vocabulary:
         self.where = where
         state = json.loads(tokenizer.to_str())
         model, splitting = state["model"], state["pre_tokenizer"] or {}
+        if model["type"] != "BPE":
+            raise _not_byte_level(where)
         others = ("unk_token", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
         extras = state["added_tokens"] or any(model.get(key) for key in others)
         of_bytes = splitting.get("type") == "ByteLevel" and set(ByteLevel.alphabet()) <= set(model["vocab"])
         numbered = of_bytes and sorted(model["vocab"].values()) == list(range(len(model["vocab"])))
-        if model["type"] != "BPE" or not numbered or extras:
-            raise ValueError(
-                f"{where}: not a byte-level BPE without special tokens, which captions are encoded with; make one with "
-                "precompute/vocabulary.py"
-            )
+        if not numbered or extras:
+            raise _not_byte_level(where)
         entries: dict[str, int] = model["vocab"]
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
         self.size = len(entries)
@@ -167,3 +166,10 @@ class Vocabulary:
                 offer(preceding[position])
             made += 1
         return [symbol for symbol in symbols if symbol >= 0], made
+
+
+def _not_byte_level(where: str) -> ValueError:
+    return ValueError(
+        f"{where}: not a byte-level BPE without special tokens, which captions are encoded with; make one with "
+        "precompute/vocabulary.py"
+    )

@@ -14,6 +14,7 @@ import torch
 from streaming.base.format import Reader
 from streaming.base.format.mds.encodings import get_mds_encoded_size
 from streaming.base.format.mds.reader import MDSReader
+from streaming.base.hashing import get_hash
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class ColumnReader(MDSReader):
             zip_data=shard.zip_data,
         )
         self.path = os.path.join(self.dirname, self.split, self.raw_data.basename)
+        self._check: str | None = None
         encodings = dict(zip(self.column_names, self.column_encodings, strict=True))
         for column in (*texts, *columns.values()):
             if column not in encodings:
@@ -91,26 +93,71 @@ class ColumnReader(MDSReader):
         begins, fixed, variable = {}, 0, 0
         for column, encoding in encodings.items():
             begins[column] = fixed, variable
-            size = get_mds_encoded_size(encoding)
+            size = _size(column, encoding, self.path)
             fixed, variable = (fixed, variable + 1) if size is None else (fixed + size, variable)
         self._fixed_bytes, self._variable_columns = fixed, variable
         self._texts = [begins[text] for text in texts]
         self._arrays = [(name, *begins[column], self.arrays[name].bytes) for name, column in columns.items()]
+
+    def check_with(self, algorithm: str | None) -> None:
+        """Compare the file with its hash in the index when a process first reads from it.
+
+        Args:
+            algorithm: name of the hash, such as xxh64; None: no check.
+
+        Raises:
+            ValueError: the index has no such hash of the file.
+        """
+        if algorithm is not None and algorithm not in self.raw_data.hashes:
+            known = ", ".join(self.raw_data.hashes) or "none"
+            raise ValueError(
+                f"{self.path}: validate_hash is {algorithm}, and the set was written with {known}; encode with "
+                f"hashes=[{algorithm}], or set validate_hash to null"
+            )
+        self._check = algorithm
+
+    def _compare_hash(self) -> None:
+        with open(self.path, "rb") as file:
+            found = get_hash(self._check, file.read())
+        if found != self.raw_data.hashes[self._check]:
+            raise ValueError(
+                f"{self.path}: damaged, its {self._check} is {found} and not {self.raw_data.hashes[self._check]} as in "
+                "the index; copy the file again, or delete its folder and start the encode job again"
+            )
+        self._check = None
 
     def get_item(self, idx: int) -> StoredSample:
         """Reads one sample.
 
         Raises:
             FileNotFoundError: the shard is not on this disk (any more).
-            ValueError: the sample is damaged.
+            ValueError: the sample is damaged, or the file is (see `check_with`).
         """
+        if self._check is not None:
+            self._compare_hash()
         try:
             return self.decode_sample(self.get_sample_data(idx))
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             raise ValueError(
                 f"{self.path}: sample {idx} is damaged ({error}); delete the file if it is a copy that is fetched "
                 "again, or encode the set again"
             ) from None
+
+    def get_sample_data(self, idx: int) -> bytes:
+        """The bytes of a sample. Where it lies is compared with the file's size before anything is read.
+
+        Raises:
+            ValueError: the sample is not inside of the file.
+        """
+        with open(self.path, "rb", 0) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(4 * (1 + idx))
+            place = file.read(8)
+            begin, end = np.frombuffer(place, np.uint32).tolist() if len(place) == 8 else (size, size)
+            if not 0 < begin < end <= size:
+                raise ValueError(f"bytes {begin} to {end} of a file of {size} bytes")
+            file.seek(begin)
+            return file.read(end - begin)
 
     def decode_sample(self, data: bytes) -> StoredSample:
         """Finds the chosen columns in a sample's bytes.
@@ -161,5 +208,20 @@ def _array(column: str, encoding: str, where: str) -> ArrayColumn:
             f"{where}: column `{column}` is {encoding}, but batches are read from arrays of fixed shape and dtype, "
             "such as ndarray:float16:4,32,32; encode the set again with precompute/encode.py"
         )
-    dtype = torch.from_numpy(np.empty(0, rest[0])).dtype
-    return ArrayColumn(tuple(map(int, rest[1].split(","))), dtype)
+    try:
+        dtype = torch.from_numpy(np.empty(0, rest[0])).dtype
+        shape = tuple(map(int, rest[1].split(",")))
+    except (TypeError, ValueError):
+        dtype, shape = None, ()
+    if dtype is None or not shape or min(shape) < 1:
+        raise ValueError(f"{where}: column `{column}` is {encoding!r:.80}, which is no array; encode the set again")
+    return ArrayColumn(shape, dtype)
+
+
+def _size(column: str, encoding: str, where: str) -> int | None:
+    """Bytes of a column's values; None where each has its own size."""
+    try:
+        return get_mds_encoded_size(encoding)
+    except Exception:  # streaming has no error of its own for an encoding that it does not know
+        message = f"{where}: column `{column}` is {encoding!r:.80}, which is no encoding of MDS; encode the set again"
+        raise ValueError(message) from None

@@ -91,6 +91,7 @@ class Cost:
         sent_bytes: bytes that each device sends to other replicas per step, for a component that takes the place of
             the usual average of gradients; None: it does not.
         sent_note: how `sent_bytes` come about.
+        stored_16_bit: number of trained values that are stored in 16 bits instead of 32, with their gradients.
         gathered: number format in which blocks are gathered under FSDP, for a component that sets it: "fp16".
         epoch: size of an epoch, for data.
         files: files that are written, for callbacks.
@@ -104,6 +105,7 @@ class Cost:
     averaged_bytes: int | None = None
     sent_bytes: float | None = None
     sent_note: str = ""
+    stored_16_bit: int = 0
     gathered: str | None = None
     epoch: Epoch | None = None
     files: Files | None = None

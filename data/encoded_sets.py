@@ -76,15 +76,23 @@ class EncodedSet:
         return torch.from_numpy(np.load(self.file(NULL_TEXT), allow_pickle=False))
 
 
-def local_set(*, path: InputPath, proportion: float | None = None, repeat: float | None = None) -> EncodedSet:
+def local_set(
+    *,
+    path: InputPath,
+    proportion: float | None = None,
+    repeat: float | None = None,
+    validate_hash: str | None = None,
+) -> EncodedSet:
     """An encoded set on a local disk.
 
     Args:
         path: folder that precompute/encode.py wrote.
         proportion: share of the samples that come from this set.
         repeat: how often the set is read per epoch; may be below 1.
+        validate_hash: hash that each shard is compared with when a process first reads from it, such as xxh3_64, if the
+            set was written with it; null: no check.
     """
-    return EncodedSet(path, None, {"proportion": proportion, "repeat": repeat})
+    return EncodedSet(path, None, {"proportion": proportion, "repeat": repeat, "validate_hash": validate_hash})
 
 
 def remote_set(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,11 +50,14 @@ def write_json(path: Path, values: Any, indent: int | None = None) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A new temporary folder beside `path`, which replaces it when the block ends without an error.
 
-    The old folder, where there is one, is removed only after the new one has its name.
+    The old folder, where there is one, is removed only after the new one has its name. What processes that were killed
+    have left beside it is removed first: only one process at a time writes a folder.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     aside = path.with_name(f".{path.name}.old.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in path.parent.glob(f".{path.name}.*"):
+        if re.fullmatch(r"(old\.)?\d+", left.name.removeprefix(f".{path.name}.")):
+            shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -63,3 +67,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def point_to(link: Path, path: Path) -> None:
+    """Make a link to a file or folder beside it, in place of the one that it was."""
+    partial = link.with_name(f".{link.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(path.name)
+    partial.replace(link)

@@ -163,10 +163,10 @@ class LatentTransform:
         """Transforms one batch.
 
         Args:
-            batch: as `LatentDataset.collate` makes it.
+            batch: as `LatentDataset.collate` makes it, perhaps with further entries.
 
         Returns:
-            `latents` (B, C, h, w) float32, `text` (B, L, D) float32 and `seed` (B,) int64.
+            `latents` (B, C, h, w) float32, `text` (B, L, D) float32, `seed` (B,) int64, and the further entries.
         """
         latents, text = batch["mean"].float(), batch["text"].float()
         if self.sample_posterior:
@@ -178,4 +178,5 @@ class LatentTransform:
             dropped = torch.rand(len(text), device=text.device) < self.caption_dropout
             self.null_text = self.null_text.to(text)  # moved once
             text = torch.where(dropped[:, None, None], self.null_text, text)
-        return {"latents": latents, "text": text, "seed": batch["seed"]}
+        others = {name: tensor for name, tensor in batch.items() if name not in ("mean", "std")}
+        return {"latents": latents, **others, "text": text}

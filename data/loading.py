@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ class Loading:
 
     Attributes:
         loader: yields dicts of CPU tensors; in training it is a `ResumableLoader`.
-        on_device: applied to each (micro)batch after it was moved to the device.
+        on_device: applied to each (micro)batch after it was moved to the device. Entries that the loader did not make,
+            such as means over the whole batch (`recipes.training.microbatches`), stay as they are.
         samples: number of samples per epoch, over all ranks; None if the stream has no end.
         manifest: what encoded the samples; None if they are not encoded.
         resolution: side of the images in pixels; None if they are not encoded.
@@ -116,3 +118,12 @@ def position(positions: deque[Position], ahead: int) -> Position:
             "batches ahead"
         )
     return positions[-1 - ahead]
+
+
+def leave_signals(worker: int) -> None:
+    """For worker processes: signals that stop a run are left to the trainer, which still needs batches when they come.
+
+    Clusters and containers send them to all processes. A worker ends when its trainer does.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -21,6 +21,13 @@ REJECTED = "rejected.jsonl"
 VERSION = 1
 
 _TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "list": list, "dict": dict}
+# What encoders must say of themselves.
+_NUMBER = (int, float)
+_IMAGES = {
+    "latents": {"channels": int, "downsample": int, "scaling_factor": _NUMBER, "shift_factor": _NUMBER},
+    "tokens": {"codes": int, "downsample": int},
+}
+_TEXTS = {"length": int, "width": int, "tokenizer": str}
 
 # What to do when a recipe expects something else, by field of `Manifest.check`.
 _ADVICE = {
@@ -124,7 +131,7 @@ class Manifest:
         """
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON ({error}); encode the set again") from None
         if not isinstance(values, dict) or values.get("version") != VERSION:
             found = values.get("version") if isinstance(values, dict) else type(values).__name__
@@ -140,6 +147,11 @@ class Manifest:
             allowed = values[name] is None and kind.endswith("| None")
             if not allowed and not isinstance(values[name], _TYPES[kind.partition("[")[0]]):
                 raise ValueError(f"{where}: {name} is {values[name]!r}, expected {kind}")
+        _check_encoder(where, "image_encoder", values["image_encoder"], _IMAGES.get(values["kind"], {}))
+        if values["text_encoder"] is not None:
+            _check_encoder(where, "text_encoder", values["text_encoder"], _TEXTS)
+        if not all(type(size) is int and size > 0 for size in values["resolutions"]):
+            raise ValueError(f"{where}: resolutions is {values['resolutions']!r:.80}, expected sides in pixels")
         return cls(**values, where=where)
 
     def write(self, folder: str | Path) -> None:
@@ -215,3 +227,11 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float) or isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6)
     return one == other
+
+
+def _check_encoder(where: str, name: str, values: dict[str, Any], fields: dict[str, Any]) -> None:
+    for field, kind in {"weights_hash": str, **fields}.items():
+        value = values.get(field)
+        sized = kind is not int or (isinstance(value, int) and value > 0)
+        if not isinstance(value, kind) or not sized:
+            raise ValueError(f"{where}: {name}.{field} is {value!r:.80}; encode the set again with this code")

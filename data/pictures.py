@@ -70,7 +70,7 @@ def pictures(
         workers=workers,
     )
     if not placement.training:
-        held = list(itertools.islice(stream, limit))
+        held = Held(list(itertools.islice(stream, limit)))
         own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
         return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
     loader = ImageLoader(
@@ -84,6 +84,22 @@ def pictures(
         generator=torch.Generator(),  # not the one that noise is drawn from
     )
     return Loading(loader)
+
+
+class Held(IterableDataset):
+    """Samples in memory, those of this rank alone.
+
+    Not a list: Composer demands that a sampler divides one over the ranks.
+    """
+
+    def __init__(self, samples: list[dict[str, torch.Tensor]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self.samples)
 
 
 class ImageLoader(DataLoader):

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
 from data.encoded_sets import EncodedSet
-from data.loading import REMEMBERED_POSITIONS, Batch, Placement, position
+from data.loading import REMEMBERED_POSITIONS, Batch, Placement, leave_signals, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of
+from data.shared_names import lock_cache, own_names
 
 PREFETCH = 4  # batches that are ready or being read, per worker
 # Seconds that training waits for a batch. When a worker fails to fetch a shard, streaming lets the others that need it
@@ -45,8 +46,13 @@ class EncodedDataset(StreamingDataset):
     def __init__(
         self, *, columns: Mapping[str, str], texts: Sequence[str] = ("key",), blocks: int = 0, **arguments: Any
     ) -> None:
-        super().__init__(**arguments)
+        with own_names():
+            super().__init__(**arguments)
         self.shards = column_readers(self.shards, columns, texts)
+        for shard, stream in zip(self.shards, self.stream_per_shard.tolist(), strict=True):
+            # streaming checks what it fetches or decompresses; files that were there before, it takes as they are.
+            if self.streams[stream].remote is None:
+                shard.check_with(self.streams[stream].validate_hash)
         self.arrays = self.shards[0].arrays
         self.blocks = BatchBlocks(blocks, bytes_of(self.specs(self.batch_size)))
         self.finished_epoch: int | None = None
@@ -185,6 +191,7 @@ def open_loader(dataset: EncodedDataset, placement: Placement, workers: int, dro
         prefetch_factor=PREFETCH if workers else None,
         pin_memory=placement.pin,
         timeout=LONGEST_WAIT if workers else 0,
+        worker_init_fn=leave_signals,
         generator=torch.Generator(),  # not the global one, which noise is drawn from
     )
 
@@ -195,7 +202,14 @@ def shared_blocks(workers: int) -> int:
 
 
 def streams_of(sets: Mapping[str, EncodedSet]) -> list[Stream]:
-    """Encoded sets as streaming's `Stream` objects."""
+    """Encoded sets as streaming's `Stream` objects.
+
+    Raises:
+        ValueError: another run uses the cache of one.
+    """
+    for encoded in sets.values():
+        if encoded.remote:
+            lock_cache(encoded.local)
     return [Stream(local=s.local, remote=s.remote, **s.options) for s in sets.values()]
 
 

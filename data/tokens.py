@@ -198,8 +198,11 @@ class TokenDataset(EncodedDataset):
 
 
 def widen(batch: Batch) -> Batch:
-    """Converts to int64, which embeddings and losses need; on the device, so that half as many bytes are copied."""
-    return {name: tensor.long() for name, tensor in batch.items()}
+    """Converts tokens to int64, which embeddings and losses need; on the device, so that half as many bytes are copied.
+
+    What is not tokens stays as it is, see `data.loading.Loading`.
+    """
+    return {name: tensor if tensor.is_floating_point() else tensor.long() for name, tensor in batch.items()}
 
 
 def sample_seed(seed: int, epoch: int, key: str) -> int:

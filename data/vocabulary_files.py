@@ -24,7 +24,7 @@ def read_manifest(vocabulary: Path) -> dict[str, Any]:
     path = manifest_path(vocabulary)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or "sha256" not in values:
         raise ValueError(f"{path}: damaged; delete it and train the vocabulary again")

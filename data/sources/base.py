@@ -26,6 +26,7 @@ REASONS = {
     "broken_image": "the image does not decode, or its file ends early",
     "broken_metadata": "the metadata is not a JSON object",
     "broken_shard": "the shard's file is damaged; what follows this point could not be read",
+    "kills_decoder": "a process that decoded the image died, and another one that tried it again",
     "unsupported_image": "an image format or pixel type that is not read (see filters.FORMATS)",
     "too_large_file": "an image's file is larger than MAX_FILE_BYTES",
     "too_many_pixels": "more pixels than the filter's max_pixels (decompression bombs land here)",

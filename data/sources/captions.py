@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-LANGUAGES = "py3langid"  # BSD, 97 languages and more, its model included; needs NumPy only
-TESTED = "py3langid==0.4.0"
+LANGUAGES = "py3langid"  # BSD, 139 languages, its model included (no pickle); needs NumPy only
 
 
 class CaptionRules:
@@ -113,8 +112,7 @@ def _check_language(language: str) -> None:
         known = _identifier().labels
     except ImportError:
         raise ValueError(
-            f"filter.language: needs the package {LANGUAGES}, which is not installed (pip install --no-deps {TESTED}); "
-            "or take min_ascii_letters, which tells alphabets apart"
+            f"filter.language: needs the package {LANGUAGES}, which is not installed; it is in requirements.lock"
         ) from None
     if language not in known:
         raise ValueError(f"filter.language is {language!r}: give one of {', '.join(sorted(known))}")

@@ -59,8 +59,7 @@ class Filter:
             max_caption_chars: maximum length of a caption, in characters; null for no bound.
             min_caption_words: minimum number of words of a caption, separated by white space.
             min_ascii_letters: minimum share of letters that are a to z, which tells alphabets apart, but not languages.
-            language: the captions' language, such as en, as the package py3langid names it (installed by
-                `pip install --no-deps py3langid==0.4.0`); null for any.
+            language: the captions' language, such as en, as the package py3langid names it; null for any.
             language_confidence: captions are rejected if they are in another language with at least this probability.
                 Short captions can be of many languages. At 0, all whose most likely language is another are rejected.
             boilerplate: regular expressions (RE2, ignoring case) of text that says nothing about the image, such as

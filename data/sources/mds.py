@@ -85,7 +85,7 @@ class MDSSource:
         name = PurePosixPath(_basename(info)).name.removesuffix(".mds")
         with tempfile.TemporaryDirectory(prefix="precompose-") as scratch:
             try:
-                file = _locate(self.root, info, Path(scratch))
+                file = locate(self.root, info, Path(scratch))
             except FileNotFoundError:
                 raise
             except Exception as error:  # each compression library has its own errors
@@ -93,13 +93,13 @@ class MDSSource:
                 return
             reader, encodings = _reader(file, info)
             size = file.stat().st_size
-            ends = np.fromfile(file, np.uint32, reader.samples + 1, offset=4)[1:]
+            places = np.fromfile(file, np.uint32, min(reader.samples + 1, size // 4), offset=4).astype(np.int64)
             once = ReadOnce()
             for number in range(reader.samples):
                 key = f"{name}_{number:08d}"
-                if number >= len(ends) or ends[number] > size:
+                if number + 1 >= len(places) or not places[number] <= places[number + 1] <= size:
                     # Reading it anyway would give a truncated caption without an error.
-                    yield Rejected(key, "broken_shard", f"sample {number} lies behind the file's end, {size} bytes")
+                    yield Rejected(key, "broken_shard", f"sample {number} lies outside of the file's {size} bytes")
                     continue
                 try:
                     row = reader[number]
@@ -146,7 +146,7 @@ def _basename(info: dict[str, Any], kind: str = "raw_data") -> str:
     return name
 
 
-def _locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
+def locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
     """The path of a shard's file. A compressed one is decompressed into `scratch`."""
     file = root / _basename(info)
     if file.is_file():

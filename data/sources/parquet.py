@@ -1,5 +1,6 @@
 """Parquet files with the images' bytes and their captions, as Hugging Face data sets store them."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from data.aliases import InputPath
 from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of this machine, in bytes
 
 
 class ParquetSource:
@@ -32,7 +34,8 @@ class ParquetSource:
 
         Raises:
             FileNotFoundError: no such file or folder, or no .parquet file in it.
-            ValueError: a file that is not Parquet, or a column that is missing or of the wrong type.
+            ValueError: a file that is not Parquet, a column that is missing or of the wrong type, or a row group that
+                does not fit into memory.
         """
         root = Path(path)
         if not root.exists():
@@ -50,8 +53,18 @@ class ParquetSource:
     def _divide(self, file: Path, name: Path, shard_size: int) -> None:
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
-            sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
+            parts = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
         size = file.stat().st_size  # a file that was rewritten under the same name holds other shards
+        for index, part in enumerate(parts):
+            chunks = [part.column(column) for column in range(part.num_columns)]
+            stored = sum(chunk.total_compressed_size for chunk in chunks)
+            held = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+            if part.num_rows < 0 or not 0 <= stored <= size or not 0 <= held <= MEMORY:
+                raise ValueError(
+                    f"{file}: row group {index} claims {stored:,} of the file's {size:,} bytes, and {held:,} of memory "
+                    "for one column, more than there are; write it with smaller row groups"
+                )
+        sizes = [part.num_rows for part in parts]
         groups: list[int] = []
         first = done = 0
         for index, rows in enumerate(sizes):

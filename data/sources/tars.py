@@ -41,6 +41,10 @@ MAX_SHARDS = 1_000_000
 DOWNLOAD_ATTEMPTS = 4
 TIMEOUT = 60.0  # seconds without a byte
 
+NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+MAX_NAME_BYTES = 1 << 20  # of headers with long names and other notes
+HEADER_ERRORS = (ValueError, OverflowError, IndexError, RecursionError, OSError)  # `tarfile` raises them for wild ones
+
 _MEMBER = re.compile(r"^((?:.*/|)[^./][^./]*)[.]([^/]+)$")  # WebDataset's rule: a key ends at its name's first dot
 
 
@@ -215,6 +219,12 @@ class _CheckedHeader(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error or 'no end-of-archive mark'} at byte {archive.offset}") from None
 
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        # `tarfile` reads these into memory as a whole, also where a compressed tar grows to gigabytes.
+        if self.type in NAMES and not 0 <= self.size <= MAX_NAME_BYTES:
+            raise tarfile.InvalidHeaderError(f"a name of {self.size:,} bytes")
+        return super()._proc_member(archive)
+
 
 def _groups(file: BinaryIO, url: str) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
     """Groups neighbouring members of one key, as (key, suffix -> bytes or the size of a member that is too large)."""
@@ -237,7 +247,9 @@ def _groups(file: BinaryIO, url: str) -> Iterator[tuple[str, dict[str, bytes | i
                         yield key, members
                     key, members = match[1], {}
                 members[suffix] = info.size if info.size > MAX_FILE_BYTES else archive.extractfile(info).read()
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, *HEADER_ERRORS) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk; gzip and bz2 raise an OSError without a number for damaged data
         if members:
             yield key, members
         yield Rejected(Path(url).name, "broken_shard", f"{error} (after key {key or 'none'})")

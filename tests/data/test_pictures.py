@@ -9,6 +9,7 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import IterableDataset
 
 from data.loading import Placement
 from data.pictures import pictures
@@ -249,6 +250,7 @@ def test_validation_is_limited_and_not_shuffled():
     assert [numbers(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert all((batch["image"][:, 2, 0, 0] == 255).all() for batch in batches)
     assert [numbers(batch) for batch in loader] == [numbers(batch) for batch in batches]
+    assert len(loader) == 3 and isinstance(loader.dataset, IterableDataset)  # of a list Composer demands a sampler
     parts = [[n for b in load(Numbered(3, 7), training=False, rank=r, world=2) for n in numbers(b)] for r in range(2)]
     assert sorted(parts[0] + parts[1]) == list(range(21)) and parts[0] == sorted(parts[0])
 

@@ -64,6 +64,14 @@ def test_validation_reads_everything_once_in_order(load, stored, vocabulary, wor
     assert epoch(loading) == [(text.tolist(), image.tolist()) for text, image in samples]
 
 
+def test_entries_of_others_stay_as_they_are(load):
+    loading = load(training=False, batch=7)
+    batch = next(iter(loading.loader))
+    mean = torch.full((7,), 3.5)
+    found = loading.on_device({**batch, "mean_of_the_batch": mean})
+    assert torch.equal(found.pop("mean_of_the_batch"), mean) and set(found) == set(batch)
+
+
 def test_what_a_loading_says(load, token_sets):
     loading = load()
     assert (loading.samples, loading.resolution, loading.manifest.kind) == (40, 32, "tokens")

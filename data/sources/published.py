@@ -1,0 +1,48 @@
+"""The filter of DALL-E's training data, one definition for its vocabulary, its dVAE and its transformer."""
+
+from __future__ import annotations
+
+from data.sources.filters import Filter
+
+# Text that says nothing about the image. The paper gives "photographed on <date>" as its example; the rest is this
+# recipe's own choice.
+BOILERPLATE = [
+    r"(photographed|taken|pictured|seen|posted|published|updated) (on|at|in) .*\d{4}.*",
+    r"\d{1,2}[./-]\d{1,2}[./-]\d{2,4}",
+    r"\d{1,2}(st|nd|rd|th)? "
+    r"(january|february|march|april|may|june|july|august|september|october|november|december),? \d{4}",
+    r"(\(c\)|©).*",
+    r"(image|photo|picture|file|img|dsc)[ _-]?\d+",
+]
+MIN_LETTERS = {"en": 0.9}  # language -> least share of letters from a to z
+
+
+def dalle(*, min_side: int = 256, max_pixels: int = 50_000_000, language: str | None = "en") -> Filter:
+    """The filter of DALL-E's data: length, language and boilerplate of captions, aspect ratio of images.
+
+    It is that of Ramesh et al. 2021, appendix C. Captions need 5 characters and 2 words, and boilerplate must match at
+    most half of them; the paper gives no numbers. Images have an aspect ratio from 1/2 to 2. The paper identifies
+    languages by cld3, of which PyPI has no wheel for Python 3.11; py3langid takes its place.
+
+    py3langid is often unsure which of several languages a short caption in another alphabet has. English captions must
+    therefore have 90% of letters from a to z as well.
+
+    Args:
+        min_side: minimum length of an image's shorter side, in pixels. A vocabulary job ignores it.
+        max_pixels: maximum number of pixels (width x height) of an image.
+        language: the captions' language, as py3langid names it; null for any.
+
+    Raises:
+        ValueError: see `Filter`.
+    """
+    return Filter(
+        min_side=min_side,
+        max_pixels=max_pixels,
+        min_aspect=0.5,
+        max_aspect=2.0,
+        min_caption_chars=5,
+        min_caption_words=2,
+        min_ascii_letters=MIN_LETTERS.get(language, 0.0),
+        language=language,
+        boilerplate=BOILERPLATE,
+    )

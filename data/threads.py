@@ -1,0 +1,21 @@
+"""How many threads a process computes with on a CPU."""
+
+from __future__ import annotations
+
+import os
+
+
+def set_default_threads(spare: int = 1) -> None:
+    """Set `OMP_NUM_THREADS`, unless the user has, for this process and those that it starts.
+
+    The cores are divided among the processes that a launcher started on this machine (`LOCAL_WORLD_SIZE`): Composer's
+    launcher leaves all of them to each process. OpenMP reads the variable when torch is imported, so commands call this
+    before.
+
+    Args:
+        spare: cores per process that are left to data workers and other programs. Each operation waits for its slowest
+            thread, and the others spin meanwhile: a thread that shares its core with another process delays all
+            (`benchmarks/threads.py`). At least one thread remains.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks - spare)))

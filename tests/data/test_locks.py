@@ -1,0 +1,64 @@
+"""Locks of folders against other processes."""
+
+import os
+
+import pytest
+
+from data.locks import held
+
+
+def in_a_child(act):
+    """The exit code of a forked process that runs a function."""
+    child = os.fork()
+    if not child:
+        try:
+            act()
+        except ValueError as error:
+            os._exit(7 if "process" in str(error) and str(os.getppid()) in str(error) else 8)
+        except BaseException:
+            os._exit(9)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_another_process_is_refused_and_named(tmp_path):
+    path = tmp_path / "folder" / ".lock"
+
+    def take():
+        with held(path, "folder: {holder} writes to it"):
+            pass
+
+    with held(path, ""):
+        assert in_a_child(take) == 7
+    assert in_a_child(take) == 0
+
+
+def test_a_killed_process_holds_nothing(tmp_path):
+    path = tmp_path / ".lock"
+
+    def die():
+        with held(path, ""):
+            os.kill(os.getpid(), 9)
+
+    assert in_a_child(die) == -9
+    with held(path, ""):
+        pass
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, capsys):
+    def lockf(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    with held(tmp_path / ".lock", ""):
+        pass
+    assert "this file system has no locks (Function not implemented)" in capsys.readouterr().out
+
+
+def test_other_errors_are_not_taken_for_a_busy_lock(tmp_path, monkeypatch):
+    def lockf(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    with pytest.raises(OSError, match="Input/output error"), held(tmp_path / ".lock", ""):
+        pass

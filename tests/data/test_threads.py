@@ -1,0 +1,29 @@
+import os
+
+import pytest
+
+from data.threads import set_default_threads
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is restored after the test, whatever it sets
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spare", "threads"), [(None, 1, 7), (None, 0, 8), (2, 1, 3), (3, 0, 2), (8, 1, 1), (20, 0, 1), ("", 9, 1)]
+)
+def test_cores_are_divided_among_the_processes(monkeypatch, ranks, spare, threads):
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    set_default_threads(spare)
+    assert os.environ["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_what_the_user_set_stays(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    set_default_threads()
+    assert os.environ["OMP_NUM_THREADS"] == "3"
