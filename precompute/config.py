@@ -14,6 +14,8 @@ from recipes.config.schema import Component, ConfigError
 
 # Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)
+# Suffixes of encoders' configs, weights and tokenizers, whose digests a set depends on.
+ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 
 
 @dataclass(kw_only=True)
@@ -53,8 +55,11 @@ class EncodeConfig:
     """Maximum size of an MDS file before compression, such as 64mb."""
     compression: str | None = None
     """Compression of the MDS files: zstd, gz, br, bz2 or snappy, optionally with a level, such as zstd:7."""
-    hashes: list[str] = field(default_factory=list)
-    """Checksums of the MDS files in the index, such as [xxh64]."""
+    hashes: list[str] = field(default_factory=lambda: ["xxh3_64"])
+    """Checksums of the MDS files in the index, by which `validate_hash` finds damaged files in training."""
+    leave_out_unreadable: bool = False
+    """Whether the set is completed without input shards that cannot be read. They are named, tried again when the job
+    is started again, and the job ends with an error status all the same. false: the set is completed when all are."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU with the number of this process on its machine, or the CPU where there is no GPU."""
     seed: int = 17
@@ -171,9 +176,7 @@ def _digests(encoder: Component) -> dict[str, str]:
     files = [root for root in roots if root.is_file()]
     for folder in {root / inner for root in roots for inner in ("", *texts)}:
         if folder.is_dir():
-            files += [
-                f for f in folder.iterdir() if f.suffix in (".json", ".safetensors", ".pt", ".txt") and f.is_file()
-            ]
+            files += [f for f in folder.iterdir() if f.suffix in ENCODER_FILES and f.is_file()]
     digests = {}
     for file in sorted(set(files)):
         with open(file, "rb") as stream:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +22,9 @@ from data.transforms import crop_box, resize
 from precompute.batch import CropBox, DecodedBatch, ImageFacts, InputShard, Position, ShardEnd
 
 # PyTorch's messages about a worker that was killed, and about one without memory for its batch.
-DEAD_WORKER = re.compile(
-    r"DataLoader worker \(pid|shared memory|No space left on device|Cannot allocate memory|can't allocate memory"
-)
+DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
+BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
+NO_MEMORY = re.compile(r"shared memory|No space left on device|Cannot allocate memory|can't allocate memory")
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,27 @@ class Preparation:
 
 
 class DecodedBatches(IterableDataset):
-    """Batches of this process's shards. Each worker fills its batches across the ends of its shards."""
+    """Batches of this process's shards. Each worker fills its batches across the ends of its shards.
 
-    def __init__(self, shards: list[InputShard], sources: dict[str, Source], preparation: Preparation) -> None:
+    Args:
+        shards: what is read.
+        sources: by label.
+        preparation: how images are decoded.
+        killers: samples that are rejected unseen, because processes died of them.
+    """
+
+    def __init__(
+        self,
+        shards: list[InputShard],
+        sources: dict[str, Source],
+        preparation: Preparation,
+        killers: Collection[Position] = (),
+    ) -> None:
         self.shards = shards
         self.sources = sources
         self.preparation = preparation
+        self.killers = frozenset(killers)
+        self.places = Places(shards)
 
     def __iter__(self) -> Iterator[DecodedBatch]:
         worker = get_worker_info()
@@ -90,13 +108,24 @@ class DecodedBatches(IterableDataset):
         """(position, sample) of every `parts`-th sample, then the shard's end, or the error that it broke off with."""
         number = 0
         try:
+            self.places.mark(shard, 0)
             for number, sample in enumerate(self.sources[shard.label].read(shard.shard), start=1):
                 if (number - 1) % parts == part:
-                    yield Position(shard, number - 1), sample
-        except (OSError, ValueError) as error:  # errors that sources raise; anything else is a bug and ends the job
-            yield " ".join(str(error).split()) or type(error).__name__
+                    position = Position(shard, number - 1)
+                    yield position, self._unless_killer(position, sample)
+                self.places.mark(shard, number)
+        except BUGS:
+            raise
+        except Exception as error:  # libraries that read files have errors of their own
+            text = " ".join(str(error).split())
+            yield text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__} {text}".strip()
             return
         yield ShardEnd(shard, number, parts)
+
+    def _unless_killer(self, position: Position, sample: Sample | Rejected) -> Sample | Rejected:
+        if position in self.killers:
+            return Rejected(sample.key, "kills_decoder", "two processes that decoded it died")
+        return sample
 
     def _put(self, batch: DecodedBatch, position: Position, sample: Sample | Rejected) -> None:
         wanted = self.preparation
@@ -148,6 +177,46 @@ class DecodedBatches(IterableDataset):
         return batch
 
 
+class Places:
+    """Where each worker process is: which sample it reads or decodes. The memory is shared with processes forked later.
+
+    Args:
+        shards: what is read.
+    """
+
+    WORKERS = 1024
+
+    def __init__(self, shards: list[InputShard]) -> None:
+        self._shards = shards
+        self._numbers = {shard: number for number, shard in enumerate(shards)}
+        # (process, shard, sample) of each worker; anonymous, so that nothing stays behind.
+        self._rows = np.frombuffer(mmap.mmap(-1, 24 * self.WORKERS), np.int64).reshape(self.WORKERS, 3)
+
+    def mark(self, shard: InputShard, number: int) -> None:
+        """This worker begins to read and decode a sample."""
+        worker = get_worker_info()
+        if worker is not None and worker.id < self.WORKERS:
+            self._rows[worker.id] = os.getpid(), self._numbers[shard], number
+
+    def of(self, processes: Collection[int]) -> list[Position]:
+        """Where some processes were."""
+        return [Position(self._shards[shard], int(n)) for process, shard, n in self._rows if process in processes]
+
+
+class DecoderDied(Exception):
+    """A worker process died.
+
+    Attributes:
+        reason: one line.
+        positions: what the processes that died were at.
+    """
+
+    def __init__(self, reason: str, positions: list[Position]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.positions = positions
+
+
 def assign(shards: list[InputShard], worker: int, workers: int) -> Iterator[tuple[InputShard, int, int]]:
     """(shard, part, parts) for one worker: whole shards, or every parts-th sample of one if workers outnumber shards.
 
@@ -170,7 +239,7 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         pin: whether to move batches to pinned memory.
 
     Raises:
-        ValueError: a worker process died.
+        RuntimeError: a worker died; see `worker_deaths`.
     """
     loader = DataLoader(
         decoded,
@@ -184,16 +253,41 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         in_order=len(decoded.shards) < workers,
         multiprocessing_context="fork" if workers else None,  # the tokenizer and the sources need not be picklable
     )
+    yield from loader
+
+
+@contextmanager
+def worker_deaths(decoded: DecodedBatches, workers: int) -> Iterator[None]:
+    """Inside, `batches` are used. PyTorch notices by a signal that a worker has died, and raises wherever this process
+    is at that moment: also in the midst of an encoder.
+
+    Args:
+        decoded: as for `batches`.
+        workers: as for `batches`.
+
+    Raises:
+        DecoderDied: a worker process died.
+        ValueError: there was no memory for a worker's batch.
+    """
     try:
-        yield from loader
+        yield
     except RuntimeError as error:
-        if not workers or not DEAD_WORKER.search(str(error)):
+        text = str(error)
+        if not workers or not (DEAD_WORKER.search(text) or NO_MEMORY.search(text)):
             raise
-        reason = str(error).strip().splitlines()[-1]  # the lines before are the worker's traceback
-        raise ValueError(
-            f"a decoding process died ({reason}); it may have run out of memory, or of shared "
-            "memory (/dev/shm; in Docker --shm-size=8g): lower workers, prefetch or batch"
-        ) from error
+        reason = text.strip().splitlines()[-1]  # the lines before are the worker's traceback
+        if NO_MEMORY.search(text):
+            raise died(reason) from error
+        dead = re.findall(r"\d+", re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", text)[1])
+        raise DecoderDied(reason, decoded.places.of({int(process) for process in dead})) from error
+
+
+def died(reason: str) -> ValueError:
+    """The error that ends a job whose worker processes die."""
+    return ValueError(
+        f"a decoding process died ({reason}); it may have run out of memory, or of shared "
+        "memory (/dev/shm; in Docker --shm-size=8g): lower workers, prefetch or batch"
+    )
 
 
 def _same(batch: DecodedBatch) -> DecodedBatch:

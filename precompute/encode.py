@@ -1,7 +1,7 @@
 """Encode images and captions to MDS shards, of latents and text embeddings or of tokens.
 
     python precompute/encode.py yamls/openmoji_encode.yaml
-    composer -n 8 precompute/encode.py yamls/sd2_encode.yaml out=/data/latents    # or torchrun --nproc_per_node 8
+    composer -n 8 precompute/encode.py yamls/sd2_encode.yaml out=/data/latents_256    # or torchrun --nproc_per_node 8
     python precompute/encode.py yamls/sd2_encode.yaml --dry-run
 
 When it is started again, it encodes only the shards that are not done yet.
@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.locks import held
 from data.log import log
+from data.threads import set_default_threads
 from precompute.config import EncodeConfig
 from recipes.config.command_line import read_command_line, user_errors
 
@@ -22,6 +24,7 @@ from recipes.config.command_line import read_command_line, user_errors
 def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, EncodeConfig, __doc__)
     config: EncodeConfig = command.config
+    set_default_threads(spare=max(1, config.workers))
     with user_errors():
         from precompute.output import OutputSet
         from precompute.ranks import Rank
@@ -44,7 +47,9 @@ def main(arguments: list[str]) -> None:
             # From here on imports take seconds; all errors in the config were reported above.
             from precompute.job import run
 
-            run(config, sources, sets, rank)
+            busy = f"out: another encode job writes into {config.out} ({{holder}}); wait for it, or give another `out`"
+            with held(Path(config.out, f".lock-{rank.rank}"), busy):
+                run(config, sources, sets, rank)
         except KeyboardInterrupt:
             log.warning("\nencode: interrupted; start it again to do the shards that are not done")
             sys.exit(130)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from data.files import atomic_write
+from data.files import atomic_write, write_text
 from data.log import log
 from data.manifest import NULL_TEXT, Manifest
 from data.sources.base import Source
 from precompute.batch import InputShard
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
-from precompute.decode import DecodedBatches, Preparation, batches
-from precompute.output import OutputSet
+from precompute.decode import DecodedBatches, DecoderDied, Preparation, batches, worker_deaths
+from precompute.output import CONFIG, UNREADABLE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
+from precompute.quarantine import Quarantine
 from precompute.ranks import Rank, every_rank
 from precompute.totals import counts_text
 from precompute.writer import ShardWriter, Storage
 from recipes.config.build import build
+from recipes.config.recipe import to_yaml
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
 
@@ -36,9 +37,6 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
             other options, or input shards could not be read.
     """
     device = pick_device(config.device, rank.local)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # Each operation waits for its slowest thread: a thread that shares its core with a decoding process delays all.
-        torch.set_num_threads(max(1, torch.get_num_threads() - config.workers))
     # The second pass in fp32 and `precision: fp32` mean fp32, not TF32 with its ten bits.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
@@ -48,6 +46,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     options = encoding_options(config, images, texts)
     for output in sets.values():
         output.claim(options)
+        write_text(output.out / CONFIG, to_yaml(config))
         if texts is not None:
             store_null_text(output.out / NULL_TEXT, texts)
 
@@ -70,29 +69,69 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
     progress = EncodeProgress(len(todo), known, quiet=rank.rank != 0)
     pipeline = EncodePipeline(images, texts, open_writer, publish, progress)
+    for shard in todo:
+        sets[shard.label].forget_unreadable(shard.shard)
     if todo:
-        _encode(pipeline, DecodedBatches(todo, sources, preparation_of(config, texts)), config, rank)
+        _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank)
+    for shard, problem in pipeline.failed.items():
+        sets[shard.label].note_unreadable(shard.shard, problem)
 
+    fields = manifest_fields(config, images, texts, columns)
+    unreadable: dict[str, str] = {}
     for output in sets.values():
-        left = len(output.remaining())
-        if not left:
-            _log_result(output, output.merge(manifest_fields(config, images, texts, columns), options))
-        elif rank.world == 1:
-            log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
-        else:
+        remaining = output.remaining()
+        broken = {shard: problem for shard, problem in output.unreadable(rank.began).items() if shard in remaining}
+        left = len(remaining) - len(broken)
+        if left and rank.world > 1:
+            # The last rank to finish names what could not be read: the launcher stops the others when one fails.
             every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
-    if pipeline.failed:
-        first = "; ".join(f"{shard.shard}: {problem}" for shard, problem in list(pipeline.failed.items())[:3])
-        raise ValueError(
-            f"{len(pipeline.failed)} input shards could not be read; start the job again to try them again: {first}"
+            continue
+        unreadable |= broken
+        if not remaining or config.leave_out_unreadable:
+            _log_result(output, output.merge(fields, options, leave_out=broken))
+        elif rank.world == 1:
+            left = len(remaining)
+            log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
+    own = {shard.shard: problem for shard, problem in pipeline.failed.items()}
+    if own.keys() - unreadable.keys():
+        every_rank.warning(f"encode: rank {rank.rank} could not read: {_listed(own)}")
+    if unreadable:
+        again = "start the job again to try them again"
+        advice = (
+            again if config.leave_out_unreadable else f"{again}, or go on without them by leave_out_unreadable=true"
         )
+        raise ValueError(f"{len(unreadable)} input shards could not be read; {advice}: {_listed(unreadable)}")
 
 
-def _encode(pipeline: EncodePipeline, decoded: DecodedBatches, config: EncodeConfig, rank: Rank) -> None:
+def _listed(problems: dict[str, str]) -> str:
+    more = f"; and {len(problems) - 3} more, in the folder {UNREADABLE}" if len(problems) > 3 else ""
+    return "; ".join(f"{shard}: {problem}" for shard, problem in list(problems.items())[:3]) + more
+
+
+def _encode(
+    pipeline: EncodePipeline,
+    todo: list[InputShard],
+    sources: dict[str, Source],
+    preparation: Preparation,
+    config: EncodeConfig,
+    rank: Rank,
+) -> None:
+    """Encodes shards. When a process dies of a picture, the shards that are not finished are begun again without it."""
     progress = pipeline.progress
+    quarantine = Quarantine()
+    pin = pipeline.images.device.type == "cuda"
     started = time.monotonic()
+    left = list(todo)
     try:
-        pipeline.run(batches(decoded, config.workers, config.prefetch, pin=pipeline.images.device.type == "cuda"))
+        while left:
+            decoded = DecodedBatches(left, sources, preparation, quarantine.killers)
+            try:
+                with worker_deaths(decoded, config.workers):
+                    pipeline.run(batches(decoded, config.workers, config.prefetch, pin))
+                break
+            except DecoderDied as death:
+                pipeline.failed |= quarantine.add(death, progress.images)
+            left = [shard for shard in todo if shard not in pipeline.finished and shard not in pipeline.failed]
     finally:
         progress.close()
     seconds = time.monotonic() - started

@@ -3,9 +3,11 @@
 Ranks share nothing but this folder::
 
     OUT/options.json              the options that the values depend on, written by the first process
+    OUT/config.yaml               the whole config of the last job that wrote here, for precompute/verify.py
     OUT/shards/<id>.tmp-<rank>/   a shard that is being written
     OUT/shards/<id>/              a finished shard: MDS files, index.json, rejected.jsonl and done.json; the folder is
                                   renamed to this name when it is complete
+    OUT/unreadable/<id>.json      why an input shard could not be read; it is tried again at the next start
     OUT/null_text.npy             embedding of the empty caption, where captions are embedded
     OUT/index.json, OUT/rejected.jsonl, OUT/manifest.json
                                   of all shards, written by the process that finds all of them done, the manifest last
@@ -17,6 +19,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,11 @@ from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from precompute.totals import counts_text, totals
 
 OPTIONS = "options.json"
+CONFIG = "config.yaml"
 DONE = "done.json"
 INDEX = "index.json"
+UNREADABLE = "unreadable"
+CLOCKS = 5.0  # seconds by which the clocks of machines and of their file system may differ
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
 
@@ -149,18 +155,40 @@ class OutputSet:
                 raise
             shutil.rmtree(partial)
 
-    def merge(self, fields: dict[str, Any], options: dict[str, Any]) -> Manifest:
+    def note_unreadable(self, shard: str, problem: str) -> None:
+        """Writes down that an input shard could not be read, for the ranks that finish later."""
+        write_json(self.out / UNREADABLE / f"{shard}.json", {"shard": shard, "problem": problem})
+
+    def forget_unreadable(self, shard: str) -> None:
+        """A shard is tried again."""
+        (self.out / UNREADABLE / f"{shard}.json").unlink(missing_ok=True)
+
+    def unreadable(self, since: float) -> dict[str, str]:
+        """Input shards that could not be read, each with the problem.
+
+        Args:
+            since: time in seconds; what an earlier job wrote down is not counted.
+        """
+        found = {}
+        for path in sorted((self.out / UNREADABLE).glob("*.json")):
+            if path.stat().st_mtime >= since - CLOCKS:
+                values = _read_json(path, remove=path)
+                found[values["shard"]] = values["problem"]
+        return found
+
+    def merge(self, fields: dict[str, Any], options: dict[str, Any], leave_out: Collection[str] = ()) -> Manifest:
         """Writes the index, the rejected samples and the manifest of all shards, the manifest last.
 
         Args:
             fields: the manifest's fields that are not counted from the shards.
             options: see `claim`.
+            leave_out: shards that are not in the set.
 
         Raises:
             ValueError: a shard was made with other options or is damaged, or there is no sample at all.
         """
         entries, rejected_lines, markers = [], [], []
-        for shard in self.shards:
+        for shard in (shard for shard in self.shards if shard not in leave_out):
             marker = self._done(shard)
             self._compare(marker["options"], options)
             markers.append(marker)

@@ -49,6 +49,7 @@ class EncodePipeline:
 
     Attributes:
         failed: after `run`, the shards that could not be read, each with its reason.
+        finished: shards whose folders are complete.
         waited: seconds in which the encoders had nothing to do.
     """
 
@@ -64,12 +65,15 @@ class EncodePipeline:
         self.open_writer, self.publish, self.progress = open_writer, publish, progress
         self.writers: dict[InputShard, ShardWriter] = {}
         self.failed: dict[InputShard, str] = {}
+        self.finished: set[InputShard] = set()
         self.waited = 0.0
         self._results: queue.Queue[EncodedBatch | None] = queue.Queue(maxsize=4)
         self._error: BaseException | None = None
 
     def run(self, batches: Iterable[DecodedBatch]) -> None:
         """Encodes every batch and returns when all of them are written. Removes the folders of unfinished shards.
+
+        It may be called again, for what is left after an error.
 
         Raises:
             Any error of a worker, of the encoders or of the writer.
@@ -94,6 +98,7 @@ class EncodePipeline:
             thread.join()
             for writer in self.writers.values():
                 writer.abandon()
+            self.writers.clear()
         if self._error is not None:
             raise self._error
 
@@ -168,6 +173,7 @@ class EncodePipeline:
         for shard in [shard for shard, writer in self.writers.items() if writer.complete]:
             done = self.writers.pop(shard).finish()
             self.publish(shard)
+            self.finished.add(shard)
             self.progress.shard_done(done["samples"] + sum(done["rejected"].values()))
         rejected = len(batch.rejected) + len(result.rejected)
         self.progress.update(len(batch.images) - len(result.rejected), rejected)

@@ -29,11 +29,11 @@ def totals(markers: list[dict[str, Any]]) -> dict[str, Any]:
         "reencoded": sum(marker["reencoded"] for marker in markers),
         "rejected": dict(sorted(rejected.items())),
         "upscaled": {r: sum(marker["upscaled"][r] for marker in markers) for r in resolutions},
-        "latents": {r: _moments([marker["latents"][r] for marker in markers]) for r in statistics},
+        "latents": {r: moments([marker["latents"][r] for marker in markers]) for r in statistics},
     }
 
 
-def _moments(sums: list[dict[str, Any]]) -> dict[str, list[float]]:
+def moments(sums: list[dict[str, Any]]) -> dict[str, list[float]]:
     """mean, std and sample_std per channel, from sums of the posterior's mean, squared mean and variance."""
 
     def total(name: str) -> list[float]:

@@ -76,9 +76,12 @@ def test_a_complete_set_is_skipped_without_torch(encoded, tmp_path):
 
 def test_shipped_recipes():
     config = load_config(ROOT / "yamls" / "sd2_encode.yaml", [], EncodeConfig, missing=[])
-    assert config.resolutions == [256, 512] and image_shape(config.image_encoder) == ((4, 8), False)
+    assert config.resolutions == [256] and image_shape(config.image_encoder) == ((4, 8), False)
     assert text_shape(config.text_encoder) == ((77, 1024), True)
     assert config.text_encoder.args["layer"] == "penultimate"
+    large = load_config(ROOT / "yamls" / "sd2_encode_512.yaml", [], EncodeConfig, missing=[])
+    assert large.resolutions == [512] and large.out != config.out and large.text_encoder == config.text_encoder
+    assert [c.filter.args["min_side"] for c in (config, large)] == [256, 512]
     config = load_config(ROOT / "yamls" / "openmoji_encode.yaml", [], EncodeConfig, missing=[])
     assert list(config.sources) == ["train", "val"]
     for name in ("sd2_encode", "openmoji_encode"):

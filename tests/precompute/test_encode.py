@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from torch.utils.data import get_worker_info
 
+from data.locks import held
 from data.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
@@ -215,9 +217,7 @@ def test_changed_weights_are_refused(recipe, tmp_path, vae_folder, capsys):
     assert "made with image_weights" in expect_error([path, f"image_encoder.path={tmp_path / 'retrained'}"], capsys)
 
 
-def test_values_that_are_not_finite_are_encoded_again_in_fp32(
-    encoded, read, recipe, vae_folder, tmp_path, monkeypatch
-):
+def test_values_that_are_not_finite_are_encoded_again_in_fp32(encoded, read, recipe, vae_folder, tmp_path, monkeypatch):
     """The bf16 results of two images are not finite; those of a third image are not finite in fp32 either."""
     encode = KLVae.encode
 
@@ -318,8 +318,89 @@ def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path,
     assert "1 input shards could not be read" in error and "the server is gone" in error
     out = tmp_path / "out" / "train"
     assert len(list((out / "shards").iterdir())) == 2 and not (out / "manifest.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(TarSource, "read", broken)
+        error = expect_error([path, "leave_out_unreadable=true"], capsys)
+    assert "1 input shards could not be read" in error and Manifest.read(out).shards == 2
+    assert_same([s for s in read(encoded) if not s["key"].startswith("00001")], read(out))
     main([path])
     assert_same(read(encoded), read(out))
+    assert not list((out / "unreadable").iterdir()) and Manifest.read(out).shards == 3
+
+
+def test_the_last_rank_names_what_the_others_could_not_read(recipe, tmp_path, monkeypatch, capsys):
+    """A rank that fails earlier than the others would make the launcher stop them."""
+    path = recipe(workers=0)
+    read_shard = TarSource.read
+
+    def broken(self, shard):
+        if shard.startswith("00001"):
+            raise EOFError("a library's own error")
+        return read_shard(self, shard)
+
+    monkeypatch.setattr(TarSource, "read", broken)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")  # its only shard is the broken one
+    main([path])
+    assert "rank 1 could not read: 00001" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "0")
+    error = expect_error([path], capsys)
+    assert "1 input shards could not be read" in error and "EOFError a library's own error" in error
+    assert len(list((tmp_path / "out" / "train" / "shards").iterdir())) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_picture_that_kills_the_decoder_is_rejected_and_the_job_goes_on(
+    encoded, read, recipe, tmp_path, monkeypatch, capsys, number
+):
+    decode = Filter.decode
+
+    def kill(self, sample, shrink_to=None):
+        if sample.key == "00001_003":
+            os.kill(os.getpid(), number)
+        return decode(self, sample, shrink_to)
+
+    monkeypatch.setattr(Filter, "decode", kill)
+    main([recipe(workers=2)])
+    assert_same([s for s in read(encoded) if s["key"] != "00001_003"], read(tmp_path / "out" / "train"))
+    assert Manifest.read(tmp_path / "out" / "train").rejected["kills_decoder"] == 1
+    assert "at sample 3 of 00001" in capsys.readouterr().out
+
+
+def test_a_shard_that_kills_its_reader_is_given_up(encoded, read, recipe, tmp_path, monkeypatch, capsys):
+    read_shard = TarSource.read
+
+    def kill(self, shard):
+        for number, sample in enumerate(read_shard(self, shard)):
+            if number == 2 and shard.startswith("00001"):
+                os._exit(3)
+            yield sample
+
+    monkeypatch.setattr(TarSource, "read", kill)
+    error = expect_error([recipe(workers=1), "leave_out_unreadable=true"], capsys)
+    assert "1 input shards could not be read" in error and "die at sample 2 of 00001" in error
+    assert_same([s for s in read(encoded) if not s["key"].startswith("00001")], read(tmp_path / "out" / "train"))
+
+
+def test_two_jobs_do_not_write_into_one_folder(recipe, tmp_path, capsys):
+    ready, started = os.pipe()
+    wait, end = os.pipe()
+    child = os.fork()
+    if not child:  # the other job
+        os.close(end)
+        with held(tmp_path / "out" / ".lock-0", ""):
+            os.write(started, b".")
+            os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        error = expect_error([recipe()], capsys)
+    finally:
+        os.close(end)
+        os.close(wait)
+        os.waitpid(child, 0)
+    assert f"out: another encode job writes into {tmp_path / 'out'} (process {child} on " in error
+    main([recipe()])
 
 
 def test_a_shard_that_workers_count_differently_stays_undone(

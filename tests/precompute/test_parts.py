@@ -76,7 +76,10 @@ def test_writer_keeps_the_source_order(tmp_path):
     write(output, "a", [sample("a0"), Rejected("a1", "broken_image", "why"), sample("a2")], {"x": 1})
     assert output.remaining() == ["empty"] and not output.is_complete({})
     write(output, "empty", [Rejected("e0", "empty_caption")], {"x": 1})
-    fields = dict.fromkeys(("image_encoder", "text_encoder", "filter", "columns", "software"), {})
+    fields = dict.fromkeys(("filter", "columns", "software"), {})
+    images = {"channels": 2, "downsample": 2, "scaling_factor": 1.0, "shift_factor": 0.0}
+    texts = {"length": 1, "width": 1, "tokenizer": ""}
+    fields |= {"image_encoder": {"weights_hash": "", **images}, "text_encoder": {"weights_hash": "", **texts}}
     fields |= {"resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "dtype": "float16"}
     fields |= {"normalisation": "", "caption_policy": "", "request": {"r": [8]}}
     manifest = output.merge(fields, {"x": 1})

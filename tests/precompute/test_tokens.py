@@ -20,7 +20,7 @@ from recipes.config.recipe import ConfigError, load_config
 from recipes.encoders import base
 from recipes.encoders.dvae import DVAEEncoder, dvae
 from recipes.encoders.vae import KLVae
-from recipes.models.dvae.network import load_dvae, save_dvae
+from recipes.models.dvae.files import load_dvae, save_dvae
 
 BAD = {"00001_000", "00001_002", "00002_001"}
 

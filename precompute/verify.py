@@ -1,0 +1,57 @@
+"""Check an encoded set: its files against their hashes, and random records against a second encoding of their images.
+
+    python precompute/verify.py runs/openmoji/latents/train
+    python precompute/verify.py yamls/openmoji_encode.yaml --records=64 --seed=0 --out=runs/verified
+
+The argument is the folder of one set, or the YAML of the job that encoded some, with the overrides that it was given.
+Every file is read once. `records` random samples are read from their source again and encoded at other batch sizes and
+in fp32. Writes figures as LABEL.json and decoded samples beside the originals as LABEL.png into `--out`, by default
+the folder `verified` beside the sets. Exits with status 1 if the set does not hold.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from data.threads import set_default_threads
+from precompute.config import EncodeConfig
+from precompute.output import CONFIG
+from recipes.config.command_line import fail, read_command_line, user_errors
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--records", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out")
+    options, rest = parser.parse_known_args(arguments)
+    label = None
+    if rest and Path(rest[0]).is_dir():
+        folder = Path(rest[0]).absolute()
+        if not (folder / CONFIG).is_file():
+            fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
+        label = folder.name
+        rest = [str(folder / CONFIG), *rest[1:], f"out={folder.parent}"]
+    command = read_command_line(rest, EncodeConfig, __doc__)
+    config: EncodeConfig = command.config
+    if options.records < 1:
+        fail([f"--records={options.records}; give 1 or more"])
+    if command.dry_run:
+        fail(["--dry-run: verify.py only reads, it has nothing to try"])
+    if label is not None and label not in config.sources:
+        fail([f"{rest[0]}: names no source {label}; the folder of a set has its source's name"])
+    set_default_threads(spare=0)
+    with user_errors():
+        from precompute.verification import verify
+
+        out = Path(options.out or f"{config.out}/verified")
+        holds = verify(config, [label] if label else list(config.sources), options.records, options.seed, out)
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

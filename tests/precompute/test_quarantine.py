@@ -1,0 +1,50 @@
+"""Which samples and shards are left out when decoding processes die."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from precompute.batch import InputShard, Position
+from precompute.decode import DecoderDied, Places
+from precompute.quarantine import LIMIT, Quarantine
+
+SHARDS = [InputShard("train", "a"), InputShard("train", "b")]
+
+
+def death(shard, number):
+    return DecoderDied("DataLoader worker (pid 7) is killed by signal: Segmentation fault.", [Position(shard, number)])
+
+
+def test_two_deaths_reject_a_sample_and_a_third_gives_its_shard_up():
+    quarantine = Quarantine()
+    assert quarantine.add(death(SHARDS[0], 3), 0) == {} and not quarantine.killers
+    assert quarantine.add(death(SHARDS[1], 3), 1) == {} and not quarantine.killers
+    assert quarantine.add(death(SHARDS[0], 3), 2) == {}
+    assert quarantine.killers == {Position(SHARDS[0], 3)}
+    assert quarantine.add(death(SHARDS[0], 3), 3) == {SHARDS[0]: "processes that read it die at sample 3 of a"}
+
+
+def test_deaths_without_an_image_between_them_end_the_job():
+    quarantine = Quarantine()
+    for number in range(LIMIT):
+        quarantine.add(death(SHARDS[0], number), 5)
+    with pytest.raises(ValueError, match="a decoding process died .*Segmentation fault.*shm"):
+        quarantine.add(death(SHARDS[0], LIMIT), 5)
+    quarantine.add(death(SHARDS[0], LIMIT), 6)
+
+
+def test_a_death_that_is_of_no_sample_ends_the_job():
+    with pytest.raises(ValueError, match="a decoding process died"):
+        Quarantine().add(DecoderDied("DataLoader worker (pid 7) exited unexpectedly", []), 0)
+
+
+def test_places_are_those_of_processes(monkeypatch):
+    places = Places(SHARDS)
+    for worker, (process, shard, number) in enumerate([(70, SHARDS[0], 5), (71, SHARDS[1], 2), (72, SHARDS[1], 9)]):
+        monkeypatch.setattr("precompute.decode.get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        places.mark(shard, number)
+    assert places.of({72, 70, 5}) == [Position(SHARDS[0], 5), Position(SHARDS[1], 9)]
+    monkeypatch.setattr("precompute.decode.get_worker_info", lambda: None)
+    places.mark(SHARDS[1], 1)  # in the process of the encoders
+    assert len(places.of({70, 71, 72})) == 3

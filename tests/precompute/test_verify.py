@@ -1,0 +1,169 @@
+"""precompute/verify.py on sets that the encode job made, and on copies that were damaged in one way each."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from streaming.base.hashing import get_hash
+
+from precompute.verify import main
+
+
+@pytest.fixture(scope="module")
+def other_vae(tmp_path_factory, vae_folder) -> Path:
+    """The same architecture with other weights."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    folder = tmp_path_factory.mktemp("other_vae")
+    vae = AutoencoderKL.from_pretrained(vae_folder)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    vae.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(latent_sets, tmp_path) -> Path:
+    """A copy of the validation set, six samples."""
+    return Path(shutil.copytree(latent_sets / "val", tmp_path / "sets" / "val"))
+
+
+def verify(capsys, folder, *arguments) -> tuple[int, list[str], list[str]]:
+    """(exit status, all lines, fault lines)."""
+    capsys.readouterr()
+    status = main([str(folder), *arguments])
+    lines = capsys.readouterr().out.splitlines()
+    return status, lines, [line.strip() for line in lines if line.strip().startswith("fault: ")]
+
+
+def change(folder: Path, column: str, row: int, values: np.ndarray, rehash: bool) -> None:
+    """Writes a column of a stored sample anew; with `rehash`, the index has the hash of the changed file."""
+    from streaming.base.format import reader_from_json
+
+    from data.column_reader import ColumnReader
+
+    index = json.loads((folder / "index.json").read_text())
+    entry = index["shards"][0]
+    reader = ColumnReader(reader_from_json(str(folder), None, entry), {column: column}, ("key",))
+    stored = reader.get_item(row).arrays[column].tobytes()
+    path = folder / entry["raw_data"]["basename"]
+    data = path.read_bytes()
+    assert data.count(stored) == 1
+    data = data.replace(stored, values.astype(np.float16).tobytes())
+    path.write_bytes(data)
+    if rehash:
+        entry["raw_data"]["hashes"] = {name: get_hash(name, data) for name in entry["raw_data"]["hashes"]}
+        (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_a_set_of_latents_holds(latent_sets, tmp_path, capsys):
+    status, lines, faults = verify(capsys, latent_sets / "train", "--records=12", f"--out={tmp_path}")
+    assert (status, faults) == (0, []) and lines[-1].strip() == "holds"
+    values = json.loads((tmp_path / "train.json").read_text())
+    assert values["samples"] == 40 and values["hashes"] == values["files"] == 4
+    assert set(values["again"]) == {"batches of 1", "batches of 5", "batches of 16", "fp32"}
+    for columns in values["again"].values():
+        assert set(columns) == {"mean_16", "std_16", "mean_32", "std_32", "text"}
+        assert all(difference["worst"] < 1e-3 for difference in columns.values())
+    # Twelve pairs of 32 pixels, four pairs in a row, enlarged to 128.
+    assert Image.open(tmp_path / "train.png").size[0] == 8 * (128 + 6) + 6
+
+
+def test_sets_of_tokens_hold_when_the_yaml_of_their_job_is_given(token_sets, tmp_path, capsys):
+    yaml = token_sets / "encode.yaml"
+    status, lines, faults = verify(capsys, yaml, "--records", "5", "--out", str(tmp_path))
+    assert (status, faults) == (0, [])
+    for label in ("train", "val"):
+        values = json.loads((tmp_path / f"{label}.json").read_text())
+        assert values["again"]["fp32"]["tokens_32"]["mean"] == 0
+        assert 1 < values["used"]["tokens_32"] <= 32
+        assert (tmp_path / f"{label}.png").is_file()
+
+
+def test_a_flipped_byte_is_found(copy, tmp_path, capsys):
+    path = next(copy.glob("shards/*/shard.*.mds"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    status, _, (fault,) = verify(capsys, copy, f"--out={tmp_path / 'out'}")
+    assert status == 1 and str(path) in fault and "xxh3_64" in fault
+
+
+def test_a_lost_and_a_shortened_file_are_found(copy, tmp_path, capsys):
+    path = next(copy.glob("shards/*/shard.*.mds"))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "the index says" in verify(capsys, copy, f"--out={tmp_path / 'out'}")[2][0]
+    path.unlink()
+    assert "missing" in verify(capsys, copy, f"--out={tmp_path / 'out'}")[2][0]
+
+
+def test_weights_of_another_vae_are_found(copy, other_vae, tmp_path, capsys):
+    status, _, (fault,) = verify(capsys, copy, f"image_encoder.path={other_vae}", f"--out={tmp_path / 'out'}")
+    assert status == 1 and "image_encoder.weights_hash" in fault
+
+
+def test_latents_of_another_vae_are_found_where_the_manifest_hides_it(copy, other_vae, tmp_path, capsys):
+    from recipes.encoders.vae import kl_vae
+
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["image_encoder"]["weights_hash"] = kl_vae(path=str(other_vae)).weights_hash
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    status, _, faults = verify(capsys, copy, f"image_encoder.path={other_vae}", f"--out={tmp_path / 'out'}")
+    ways = 4  # three batch sizes, and fp32; of four columns, those of captions are the same
+    assert status == 1 and len(faults) == 4 * ways and all("relative error" in fault for fault in faults)
+
+
+def test_values_that_are_not_finite_are_found(copy, tmp_path, capsys):
+    change(copy, "mean_32", 2, np.full((4, 16, 16), np.nan), rehash=True)
+    status, _, faults = verify(capsys, copy, f"--out={tmp_path / 'out'}")
+    assert status == 1 and faults == ["fault: column mean_32: 1,024 values are not finite"]
+
+
+def test_changed_latents_are_found_by_their_statistics(copy, tmp_path, capsys):
+    change(copy, "mean_16", 1, np.zeros((4, 8, 8)), rehash=True)
+    status, _, faults = verify(capsys, copy, f"--out={tmp_path / 'out'}")
+    assert status == 1 and len(faults) == 3 and "mean of the latents at 16" in faults[0]
+
+
+def test_a_changed_record_is_found_by_encoding_it_again(copy, tmp_path, capsys):
+    stored = np.zeros((12, 16))
+    change(copy, "text", 3, stored, rehash=True)  # the manifest has no statistics of embeddings
+    status, _, faults = verify(capsys, copy, f"--out={tmp_path / 'out'}")
+    assert status == 1 and len(faults) == 4 and all("column text" in fault for fault in faults)
+
+
+def test_a_set_whose_source_has_changed_is_found(copy, drawings, tmp_path, capsys):
+    source = f"sources.val.urls={drawings}/train/00000.tar"
+    status, _, faults = verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")
+    assert status == 1 and len(faults) == 2 and all("does not give it" in fault for fault in faults)
+
+
+def test_a_source_that_was_moved_is_found_by_its_names(copy, drawings, tmp_path, capsys):
+    shutil.copytree(drawings / "val", tmp_path / "moved")
+    source = f"sources.val.urls={tmp_path}/moved/*.tar"
+    assert verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--records=0"], "--records=0; give 1 or more"),
+        (["--dry-run"], "nothing to try"),
+    ],
+)
+def test_wrong_arguments_cost_one_line(arguments, message, copy, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([str(copy), *arguments])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_config_says_what_to_give(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "give the YAML of the job" in capsys.readouterr().err
