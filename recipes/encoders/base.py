@@ -215,7 +215,15 @@ class TokenEncoder(ImageEncoder):
 
     @abstractmethod
     def decode(self, tokens: Tensor) -> Tensor:
-        """Images float32 (B, 3, H, W) in [0, 1] of tokens int64 (B, h, w)."""
+        """Images float32 (B, 3, H, W) in [0, 1] of tokens int64 (B, h, w). Raises as `need_decoder`."""
+
+    @abstractmethod
+    def need_decoder(self) -> None:
+        """Called before work whose result `decode` will take.
+
+        Raises:
+            ValueError: the files hold the encoder alone.
+        """
 
     def facts(self) -> dict[str, Any]:
         """See `ImageEncoder.facts`."""
@@ -242,7 +250,8 @@ class TextEncoder(FrozenEncoder, ABC):
     Attributes:
         length: number of tokens of an embedding.
         width: width of the vector of each token.
-        layer: the block whose output is used: "last" or "penultimate", in both cases after the final layer norm.
+        layer: the block whose output is used, after the final layer norm: "last", "penultimate", or "embedding" for
+            what enters the first block.
         tokenizer_id: a readable name.
         tokenize: list of captions -> int64 (B, length). It needs no network, so that worker processes can call it.
     """
@@ -262,4 +271,12 @@ class TextEncoder(FrozenEncoder, ABC):
         """Embeddings float32 (B, length, width) of tokens int64 (B, length) on the encoder's device.
 
         `exact` as in `ImageEncoder.store`.
+        """
+
+    @abstractmethod
+    def for_transformers(self) -> tuple[Any, Any]:
+        """transformers' `CLIPTextModel`, in fp32 on the CPU, and its tokenizer. Its `last_hidden_state` is `encode`'s.
+
+        Raises:
+            ValueError: an encoder that transformers cannot represent.
         """

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
 from recipes.encoders.base import TokenEncoder
-from recipes.models.dvae.network import DOWNSAMPLE, load_dvae
+from recipes.models.dvae.files import load_dvae
+from recipes.models.dvae.network import DOWNSAMPLE
 from recipes.models.sampling import Precision
 
 
@@ -20,13 +21,13 @@ def dvae(
     precision: Literal["fp16", "bf16", "fp32"] = "fp32",
     channels_last: bool = True,
 ) -> DVAEEncoder:
-    """A dVAE that a training run exported, or one in the layout of the public release. Nothing is unpickled.
+    """A dVAE that a training run exported, or one in a public layout, with or without a decoder. Nothing is unpickled.
 
     The token at each grid position is the most likely code. If two codes are almost equally likely, another precision,
     device or batch size can change the choice by rounding.
 
     Args:
-        path: a local folder with the dVAE's files (see `recipes.models.dvae.network.load_dvae`).
+        path: a local folder with the dVAE's files (see `recipes.models.dvae.files.load_dvae`).
         precision: number format of inference; on a CPU fp16 becomes fp32. The logits, and the convolution that computes
             them, are always fp32.
         channels_last: use the channels_last memory format, which is faster in half precision on GPUs.
@@ -66,6 +67,14 @@ class DVAEEncoder(TokenEncoder):
     def _output(self) -> nn.Module:
         return self.module.encoder.blocks.output.conv
 
+    def need_decoder(self) -> None:
+        """See `TokenEncoder.need_decoder`."""
+        if self.module.decoder is None:
+            raise ValueError(
+                f"image_encoder.path: {self.id} holds the encoder of a dVAE alone, which makes tokens, and no decoder "
+                "to make images of them; encode with a folder that holds both (docs/dalle.md)"
+            )
+
     @torch.no_grad()
     def logits(self, images: Tensor, exact: bool = False) -> Tensor:
         """See `TokenEncoder.logits`."""
@@ -74,4 +83,5 @@ class DVAEEncoder(TokenEncoder):
     @torch.no_grad()
     def decode(self, tokens: Tensor) -> Tensor:
         """See `TokenEncoder.decode`."""
+        self.need_decoder()
         return self._network(exact=False)[0].decode(tokens)

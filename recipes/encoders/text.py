@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ def open_clip_text(
     path: InputPath | None = None,
     model: str = "ViT-H-14",
     pretrained: str | None = None,
-    layer: Literal["penultimate", "last"] = "penultimate",
+    layer: Literal["penultimate", "last", "embedding"] = "penultimate",
     precision: Literal["fp16", "bf16", "fp32"] = "fp16",
 ) -> OpenClipText:
     """The text tower of an OpenCLIP model, without its projection. The default layer is that of Stable Diffusion 2.
@@ -30,7 +31,9 @@ def open_clip_text(
         path: a local folder with open_clip_config.json and open_clip_model.safetensors, instead of the next two keys.
         model: a model of open_clip, or local-dir:FOLDER, which is the same as `path`.
         pretrained: a tag of open_clip's weights (laion2b_s32b_b79k), or a local .safetensors file.
-        layer: the block whose output is normalised by the final layer norm and kept.
+        layer: the block whose output is normalised by the final layer norm and kept; embedding: the vectors of tokens
+            and positions before the first block, which tell rare words of a small set apart where the blocks of a tower
+            that was trained on few captions do not.
         precision: number format of inference; on a CPU fp16 becomes fp32.
 
     Raises:
@@ -149,9 +152,16 @@ class OpenClipText(TextEncoder):
         """See `TextEncoder.encode_tokens`."""
         return self._network(exact)[0](tokens).float()
 
+    def for_transformers(self) -> tuple[Any, Any]:
+        """See `TextEncoder.for_transformers`."""
+        from recipes.encoders.clip_layout import clip_text_model, clip_tokenizer
+
+        tokenizer = clip_tokenizer(self.tokenize, self.id)
+        return clip_text_model(self._network(exact=True)[0], self.id, tokenizer), tokenizer
+
     def _prepare(self, module: nn.Module) -> nn.Module:
-        if self.layer == "penultimate":
-            module.blocks = module.blocks[:-1]
+        if self.layer != "last":
+            module.blocks = module.blocks[:-1] if self.layer == "penultimate" else module.blocks[:0]
         return module
 
 
@@ -222,9 +232,16 @@ class HFClipText(TextEncoder):
         """See `TextEncoder.encode_tokens`."""
         return self._network(exact)[0](input_ids=tokens).last_hidden_state.float()
 
+    def for_transformers(self) -> tuple[Any, Any]:
+        """See `TextEncoder.for_transformers`."""
+        model, tokenizer = copy.deepcopy(self._network(exact=True)[0]).cpu(), copy.deepcopy(self.tokenize.tokenizer)
+        tokenizer.model_max_length = self.length
+        return model, tokenizer
+
     def _prepare(self, module: nn.Module) -> nn.Module:
         if self.layer == "penultimate":
             module.text_model.encoder.layers = module.text_model.encoder.layers[:-1]
+            module.config.num_hidden_layers -= 1
         return module
 
 
@@ -246,6 +263,7 @@ def _size(tokenizer: Any) -> int:
 
 
 def _check_vocabulary(id: str, tokenizer: Any, rows: int) -> None:
-    size = len(tokenizer) if hasattr(tokenizer, "__len__") else _size(tokenizer)
+    # Several names may stand for one token.
+    size = max(tokenizer.get_vocab().values()) + 1 if hasattr(tokenizer, "get_vocab") else _size(tokenizer)
     if size > rows:
         raise ValueError(f"text_encoder: {id} embeds {rows} tokens, its tokenizer has {size}; they do not fit together")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,8 @@ def kl_vae(
     revision: str | None = None,
     precision: Literal["fp16", "bf16", "fp32"] = "fp16",
     channels_last: bool = True,
+    fused: bool = True,
+    compiled: bool = False,
     slicing: bool = False,
 ) -> KLVae:
     """A KL autoencoder of diffusers (`AutoencoderKL`). Only safetensors are read.
@@ -29,6 +32,9 @@ def kl_vae(
         revision: branch, tag or commit of a hub id.
         precision: number format of inference; on a CPU fp16 becomes fp32.
         channels_last: use the channels_last memory format, which is faster in half precision on GPUs.
+        fused: compute each GroupNorm with its SiLU in one kernel on GPUs (in channels_last), attention on views, and
+            residual blocks without copies; results differ in rounding.
+        compiled: compile the encoder's network with torch.compile when it first encodes, once for each size of batches.
         slicing: encode one image at a time, to save memory at high resolutions.
 
     Raises:
@@ -53,9 +59,34 @@ def kl_vae(
         except OSError as error:  # the hub client's error for a missing network, repository or file
             raise cannot_load("image_encoder.path", path, error) from error
         vae.use_slicing = slicing
+        if fused:
+            fuse(vae, norms=channels_last)
+        if compiled:
+            vae.encoder.compile(dynamic=False)
         return vae.to(memory_format=torch.channels_last) if channels_last else vae
 
     return KLVae(load, path if subfolder is None else f"{path}/{subfolder}", precision)
+
+
+def fuse(vae: nn.Module, norms: bool) -> None:
+    """Change a diffusers autoencoder in place, so that it computes the same with fewer kernels and copies.
+
+    Args:
+        vae: an `AutoencoderKL`, whose weights and their names stay.
+        norms: also compute GroupNorm and SiLU in one kernel, which takes channels_last.
+    """
+    from diffusers.models.attention_processor import Attention
+
+    from recipes.models.blocks.attention import AttentionOnViews, sdpa, takes
+    from recipes.models.blocks.lean import make_lean
+    from recipes.models.blocks.norms import fuse_group_norms
+
+    make_lean(vae)
+    for block in vae.modules():
+        if isinstance(block, Attention) and takes(block):
+            block.set_processor(AttentionOnViews(sdpa))
+    if norms:
+        fuse_group_norms(vae, measured=False)
 
 
 class KLVae(LatentEncoder):
@@ -92,3 +123,21 @@ class KLVae(LatentEncoder):
         raw = latents.float() / self.scaling_factor + self.shift_factor
         pixels = vae.decode(raw.to(dtype)).sample  # B3HW in about [-1, 1]
         return pixels.float().add(1.0).div(2.0).clamp(0.0, 1.0)
+
+    @torch.no_grad()
+    def for_diffusers(self) -> nn.Module:
+        """An `AutoencoderKL` in fp32 on the CPU whose latents need no shift, which pipelines of diffusers may ignore.
+
+        The shift moves into the 1 x 1 convolutions on both sides of the latents, so that pictures stay the same.
+
+        Raises:
+            ValueError: latents with a shift, and no such convolutions.
+        """
+        vae = copy.deepcopy(self._network(exact=True)[0]).cpu().to(memory_format=torch.contiguous_format)
+        if self.shift_factor:
+            if vae.quant_conv is None or vae.post_quant_conv is None:
+                raise ValueError(f"image_encoder: {self.id} has a shift_factor, and no convolution to move it into")
+            vae.quant_conv.bias[: self.channels] -= self.shift_factor
+            vae.post_quant_conv.bias += self.shift_factor * vae.post_quant_conv.weight.sum((1, 2, 3))
+            vae.register_to_config(shift_factor=None)
+        return vae

@@ -1,12 +1,15 @@
-"""Strict loading of weights, from safetensors or from state dicts that hold tensors only."""
+"""Strict loading of weights: safetensors, folders of diffusers, or state dicts that hold tensors only."""
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -20,16 +23,24 @@ def load_safetensors(module: nn.Module, file: Path) -> None:
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such weights; expected a folder that a training run exported")
-    load_tensors(module, load_file(file), file)
+    load_tensors(module, _load_safetensors(file), file)
 
 
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], file: Path) -> None:
+def _load_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:  # which is no ValueError
+        raise ValueError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
+
+
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], file: Path, assign: bool = False) -> None:
     """Load every one of `tensors` into `module`.
 
     Args:
         module: the module to load into.
         tensors: its state dict.
         file: the file that they come from, for messages.
+        assign: make them the module's own, instead of copying their values; for a module on the meta device.
 
     Raises:
         ValueError: a tensor is missing, unknown, or of another shape.
@@ -45,21 +56,88 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], file: Path) -
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(f"{file} does not fit the model: {'; '.join(problems[:3])}{more}")
-    module.load_state_dict(tensors)
+    module.load_state_dict(tensors, assign=assign)
+
+
+DIFFUSERS = "diffusion_pytorch_model"
+# Fields of a diffusers config that change nothing of what a network computes from given weights.
+FREE = ("sample_size", "dropout", "force_upcast", "upcast_attention", "scaling_factor", "shift_factor")
+
+
+def load_diffusers(module: Any, folder: Path, part: str | None = None) -> None:
+    """Load a folder that diffusers' `save_pretrained` wrote, of one network or of a whole pipeline.
+
+    Weights in 16 bits, and in several files, are read too. What shapes do not show, such as the number of attention
+    heads, is compared by the configs.
+
+    Args:
+        module: a network of diffusers.
+        folder: of the network, or of the pipeline.
+        part: the network's folder in a pipeline.
+
+    Raises:
+        FileNotFoundError: no weights in safetensors.
+        ValueError: a tensor is missing, unknown, or of another shape; a config of another network.
+    """
+    if part is not None and (folder / part / "config.json").is_file():
+        folder = folder / part
+    tensors, file = _read_diffusers(folder)
+    load_tensors(module, tensors, file)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name, own in module.config.items():
+        if not name.startswith("_") and name not in FREE and name in config and not _same(own, config[name]):
+            differs = f"{name} is {config[name]}, the recipe's network has {_plain(own)}"
+            raise ValueError(f"{folder / 'config.json'}: {differs}")
+
+
+def _read_diffusers(folder: Path) -> tuple[dict[str, Tensor], Path]:
+    whole, index = folder / f"{DIFFUSERS}.safetensors", folder / f"{DIFFUSERS}.safetensors.index.json"
+    if index.is_file() and not whole.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / Path(name).name for name in names]
+    else:
+        files = [next((f for f in (whole, folder / f"{DIFFUSERS}.fp16.safetensors") if f.is_file()), whole)]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        pickled = " (a .bin file is a pickle, which is never read)" if (folder / f"{DIFFUSERS}.bin").is_file() else ""
+        raise FileNotFoundError(
+            f"{missing[0]}: no such weights{pickled}; expected a folder that diffusers or a training run wrote"
+        )
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}, files[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of configs mean the same; one value may stand for all levels."""
+    one, other = _plain(one), _plain(other)
+    if isinstance(one, list) != isinstance(other, list):
+        values, single = (one, other) if isinstance(one, list) else (other, one)
+        return all(value == single for value in values)
+    return one == other
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of a PyTorch file that holds a state dict and nothing else.
+    """The tensors of a safetensors file, or of a PyTorch file that holds a state dict, directly or as `state_dict`.
 
     Raises:
-        ValueError: a PyTorch file that holds anything else. No code in it is run.
+        ValueError: a damaged file, or a PyTorch file that holds anything else. No code in it is run.
     """
     if file.suffix == ".safetensors":
-        return load_file(file)
+        return _load_safetensors(file)
     try:
         values = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file}: holds more than tensors; save its state_dict() instead") from error
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
+        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
+        raise ValueError(f"{file}: not a file of tensors ({reason}); copy it again") from error
+    if isinstance(values, dict) and isinstance(values.get("state_dict"), dict):
+        values = values["state_dict"]
     if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
         raise ValueError(f"{file}: holds no tensors by name; save a state_dict()")
     return dict(values)

@@ -1,4 +1,4 @@
-"""The discrete autoencoder of DALL-E: images to a grid of codes and back. The network and its files, no training.
+"""The discrete autoencoder of DALL-E: images to a grid of codes and back. The network, no training.
 
 Ramesh et al. 2021 ("Zero-Shot Text-to-Image Generation"), section 2.1 and appendix A, with the parameter names of the
 public release, so that its checkpoints load unchanged.
@@ -8,43 +8,37 @@ Letters: B images, R side in pixels, G = R / 8 side of the grid of codes, K code
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from recipes.models.weights import load_tensors, read_tensors
+from recipes.models.precision import without_autocast
 
 EPSILON = 0.1  # distance of mapped pixels from 0 and 1, where the logit is infinite
 GROUPS = 4
 DOWNSAMPLE = 2 ** (GROUPS - 1)
-KIND = "dvae"
-PartTensors = dict[str, tuple[Path, dict[str, Tensor]]]  # encoder and decoder: the file, and its tensors
 
 
 class DVAE(nn.Module):
     """Encoder and decoder, both convolutional ResNets of four groups of bottleneck blocks."""
 
-    def __init__(self, *, codes: int = 8192, hidden: int = 256, blocks: int = 2, initial: int = 128) -> None:
+    def __init__(self, *, codes: int = 8192, hidden: int = 256, blocks: int = 2, initial: int | None = 128) -> None:
         """Build it with new weights. The defaults are the published sizes.
 
         Args:
             codes: K, the size of the codebook.
             hidden: width of the first encoder group. It doubles in each group; the decoder has the reverse.
             blocks: residual blocks per group.
-            initial: width of the decoder's first layer.
+            initial: width of the decoder's first layer; None: there is no decoder, for tokenising only.
 
         Raises:
             ValueError: a size out of range.
         """
         super().__init__()
-        if codes < 2 or blocks < 1 or initial < 1 or hidden < 4 or hidden % 4:
+        if codes < 2 or blocks < 1 or initial is not None and initial < 1 or hidden < 4 or hidden % 4:
             raise ValueError(
                 f"dvae: codes {codes}, hidden {hidden}, blocks {blocks}, initial {initial}: give at least 2 codes, "
                 "1 block and 1 initial channel, and a hidden width that is a multiple of 4"
@@ -52,7 +46,7 @@ class DVAE(nn.Module):
         self.sizes = {"codes": codes, "hidden": hidden, "blocks": blocks, "initial": initial}
         self.codes = codes
         self.encoder = CodeEncoder(codes, hidden, blocks)
-        self.decoder = CodeDecoder(codes, hidden, blocks, initial)
+        self.decoder = None if initial is None else CodeDecoder(codes, hidden, blocks, initial)
 
     def logits(self, pixels: Tensor) -> Tensor:
         """The logits of all codes, (B, K, G, G) float32, of images (B, 3, R, R) in [0, 1].
@@ -111,12 +105,8 @@ class Conv(nn.Module):
         padding = self.w.shape[-1] // 2
         if not self.full_precision:
             return F.conv2d(x, self.w, self.b, padding=padding)
-        with _no_autocast(x.device.type):
+        with without_autocast(x.device):
             return F.conv2d(x.float(), self.w.float(), self.b.float(), padding=padding)
-
-
-def _no_autocast(device: str) -> AbstractContextManager:
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()  # meta
 
 
 class Block(nn.Module):
@@ -229,83 +219,3 @@ def map_pixels(pixels: Tensor) -> Tensor:
 def unmap_pixels(mapped: Tensor) -> Tensor:
     """The inverse of `map_pixels`, clamped to [0, 1]."""
     return ((mapped - EPSILON) / (1 - 2 * EPSILON)).clamp(0, 1)
-
-
-def save_dvae(network: DVAE, folder: Path) -> None:
-    """Write config.json (the sizes), encoder.safetensors and decoder.safetensors, with the public release's names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in ("encoder", "decoder"):
-        tensors = {name: tensor.contiguous() for name, tensor in getattr(network, part).state_dict().items()}
-        save_file(tensors, folder / f"{part}.safetensors")
-    (folder / "config.json").write_text(json.dumps({"kind": KIND, **network.sizes}, indent=2), encoding="utf-8")
-
-
-def load_dvae(folder: Path) -> DVAE:
-    """Open a folder that `save_dvae` wrote, or one in the public release's layout.
-
-    The latter has encoder.safetensors and decoder.safetensors, or encoder.pt and decoder.pt: state dicts with names
-    such as `blocks.group_1.block_1.res_path.conv_1.w`. The published encoder.pkl and decoder.pkl are pickled programs,
-    which are not opened here. docs/dalle.md describes how to extract the tensors from them.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the tensors are not those of a dVAE.
-    """
-    parts = _read(folder)
-    with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
-        network = DVAE(**_sizes(folder, parts))
-    network.to_empty(device="cpu")
-    _fill(network, parts)
-    return network.eval()
-
-
-def load_dvae_into(network: DVAE, folder: Path) -> None:
-    """Load the weights of such a folder into a network of the same sizes. Raises as `load_dvae`."""
-    _fill(network, _read(folder))
-
-
-def _fill(network: DVAE, parts: PartTensors) -> None:
-    for part, (file, tensors) in parts.items():
-        load_tensors(getattr(network, part), tensors, file)
-
-
-def _read(folder: Path) -> PartTensors:
-    return {part: _read_part(folder, part) for part in ("encoder", "decoder")}
-
-
-def _read_part(folder: Path, part: str) -> tuple[Path, dict[str, Tensor]]:
-    for name in (f"{part}.safetensors", f"{part}.pt"):
-        if (folder / name).is_file():
-            return folder / name, read_tensors(folder / name)
-    pickled = (folder / f"{part}.pkl").is_file()
-    hint = f"; {part}.pkl is a pickled program: docs/dalle.md says how to convert it" if pickled else ""
-    raise FileNotFoundError(f"{folder}: no {part}.safetensors and no {part}.pt of a dVAE{hint}")
-
-
-def _sizes(folder: Path, parts: PartTensors) -> dict[str, int]:
-    """The sizes in config.json if there is one, otherwise those of the tensors."""
-    if (folder / "config.json").is_file():
-        return _config(folder / "config.json")
-    encoder, decoder = parts["encoder"][1], parts["decoder"][1]
-    try:
-        hidden, colours = encoder["blocks.input.w"].shape[:2]
-        initial, codes = decoder["blocks.input.w"].shape[:2]
-    except (KeyError, ValueError):
-        raise ValueError(f"{folder}: the tensors are not those of a dVAE: no blocks.input.w in both files") from None
-    if colours != 3:
-        raise ValueError(f"{folder}: encoder and decoder are swapped, or the images have {colours} channels")
-    blocks = sum(name.startswith("blocks.group_1.") and name.endswith(".res_path.conv_1.w") for name in encoder)
-    return {"codes": codes, "hidden": hidden, "blocks": blocks, "initial": initial}
-
-
-def _config(file: Path) -> dict[str, int]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not readable as JSON: {error}") from None
-    if not isinstance(values, dict) or values.get("kind") != KIND:
-        raise ValueError(f'{file}: is not that of a dVAE, whose "kind" is "{KIND}"')
-    sizes = {name: values.get(name) for name in ("codes", "hidden", "blocks", "initial")}
-    if not all(type(size) is int for size in sizes.values()):
-        raise ValueError(f"{file}: expected whole numbers for {', '.join(sizes)}, got {sizes}")
-    return sizes

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from recipes.models.dvae.files import load_dvae_into, save_dvae
 from recipes.models.dvae.loss import kl_to_uniform, logit_laplace, relax
-from recipes.models.dvae.network import DVAE, load_dvae_into, map_pixels, save_dvae, unmap_pixels
+from recipes.models.dvae.network import DVAE, map_pixels, unmap_pixels
 from recipes.models.task import Task
 
 

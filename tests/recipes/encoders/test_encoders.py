@@ -77,9 +77,49 @@ def test_vae_with_scale_and_shift(vae_folder):
 def test_vae_options_change_no_value(vae_folder):
     images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     one = kl_vae(path=str(vae_folder), precision="fp32").encode(images)
-    other = kl_vae(path=str(vae_folder), precision="fp32", channels_last=False, slicing=True).encode(images)
+    for options in ({"channels_last": False, "slicing": True}, {"fused": False}):
+        other = kl_vae(path=str(vae_folder), precision="fp32", **options).encode(images)
+        for left, right in zip(one, other, strict=True):
+            torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+
+
+def test_a_fused_vae_decodes_the_same_and_keeps_its_weights(vae_folder):
+    latents = torch.randn(2, 4, 8, 12)
+    fused, plain = (kl_vae(path=str(vae_folder), precision="fp32", fused=fused) for fused in (True, False))
+    torch.testing.assert_close(fused.decode(latents), plain.decode(latents), atol=1e-5, rtol=1e-5)
+    assert fused.weights_hash == plain.weights_hash
+    kinds = [type(module).__name__ for module in fused.module.modules()]
+    assert kinds.count("FusedGroupNorm") == sum(isinstance(m, torch.nn.GroupNorm) for m in plain.module.modules())
+    assert "LeanResnetBlock" in kinds and "ResnetBlock2D" not in kinds
+
+
+def test_a_compiled_vae_encodes_the_same(vae_folder, monkeypatch):
+    """Without code generation, which takes long on a CPU."""
+    compilations = []
+
+    def compile(function, **options):
+        compilations.append(options)
+        return torch._dynamo.optimize("aot_eager", dynamic=options["dynamic"])(function)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    one = kl_vae(path=str(vae_folder), precision="fp32", compiled=True).encode(images)
+    assert compilations == [{"dynamic": False}]
+    other = kl_vae(path=str(vae_folder), precision="fp32").encode(images)
     for left, right in zip(one, other, strict=True):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_fused_vae_on_a_gpu(vae_folder, compiled):
+    """Half precision: a few roundings of 2^-11 of numbers of about 1."""
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8, device="cuda")
+    plain = kl_vae(path=str(vae_folder), fused=False).to("cuda").encode(images)
+    fused = kl_vae(path=str(vae_folder), compiled=compiled).to("cuda").encode(images)
+    for left, right in zip(fused, plain, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-2, rtol=1e-2)
 
 
 def test_precision_is_that_of_the_device(vae_folder, capsys):
@@ -150,6 +190,17 @@ def test_open_clip_last_layer_is_the_plain_forward(clip, clip_folder):
     ends = text[torch.arange(4), tokens.argmax(1)]  # the end token's vector is what CLIP projects
     torch.testing.assert_close(ends @ clip.text_projection.detach(), projected, atol=1e-5, rtol=1e-5)
     assert not any("visual" in name or "projection" in name for name in encoder.module.state_dict())
+
+
+def test_open_clip_embedding_is_that_of_single_tokens(clip, clip_folder):
+    """Without blocks, the vector of a token depends on the token and its place alone."""
+    encoder = open_clip_text(path=str(clip_folder), layer="embedding", precision="fp32")
+    tokens = encoder.tokenize(CAPTIONS)
+    with torch.no_grad():
+        expected = clip.ln_final(clip.token_embedding(tokens) + clip.positional_embedding)
+    torch.testing.assert_close(encoder.encode(CAPTIONS), expected, atol=1e-6, rtol=1e-6)
+    text = encoder.encode(["a red dot", "b red star"])
+    assert (text[0, 2] == text[1, 2]).all() and (text[0, 1] != text[1, 1]).any()
 
 
 @pytest.mark.parametrize("layer", ["penultimate", "last"])

@@ -1,11 +1,15 @@
 """Weights fit exactly, or the message says where they do not."""
 
+import json
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from diffusers import UNet2DConditionModel
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from recipes.models.weights import load_safetensors
+from recipes.models.weights import load_diffusers, load_safetensors
 
 
 @pytest.fixture
@@ -52,3 +56,63 @@ def test_what_does_not_fit_changes_nothing(network, save, changes, message):
 def test_a_file_that_is_not_there(network, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such weights; expected a folder that a training run exported"):
         load_safetensors(network, tmp_path / "none.safetensors")
+
+
+UNET = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "cross_attention_dim": 8,
+    "norm_num_groups": 4,
+    "attention_head_dim": (2, 2),
+}
+
+
+def unet(**changes):
+    return UNet2DConditionModel(**UNET | changes)
+
+
+def equal(one, other):
+    return all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
+def test_folders_of_diffusers(tmp_path):
+    """Of one network or of a pipeline, in one file or in several, in 32 or 16 bits."""
+    known = unet(attention_head_dim=2, sample_size=32)  # one number stands for all levels
+    known.save_pretrained(tmp_path / "pipeline" / "unet")
+    known.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    for folder, part in (("pipeline", "unet"), ("pipeline/unet", None), ("pipeline/unet", "unet"), ("parts", "unet")):
+        found = unet()
+        load_diffusers(found, tmp_path / folder, part)
+        assert equal(found, known), folder
+    known.half().save_pretrained(tmp_path / "half", variant="fp16")
+    found = unet()
+    load_diffusers(found, tmp_path / "half")
+    assert found.dtype == torch.float32 and equal(found, known.float())
+
+
+def test_folders_of_other_networks(tmp_path):
+    known = unet()
+    known.save_pretrained(tmp_path / "unet")
+    with pytest.raises(ValueError, match="does not fit the model"):
+        load_diffusers(unet(layers_per_block=2), tmp_path / "unet")
+    with pytest.raises(ValueError, match=r"attention_head_dim is \[2, 2\], the recipe's network has \[1, 2\]"):
+        load_diffusers(unet(attention_head_dim=(1, 2)), tmp_path / "unet")
+    with pytest.raises(ValueError, match="norm_num_groups is 4, the recipe's network has 2"):
+        load_diffusers(unet(norm_num_groups=2), tmp_path / "unet")
+    with pytest.raises(FileNotFoundError, match="no such weights; expected a folder that diffusers or a training run"):
+        load_diffusers(known, tmp_path)
+    file = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="a .bin file is a pickle, which is never read"):
+        load_diffusers(known, tmp_path / "unet")
+    # A part of several that is missing.
+    known.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    index = json.loads((tmp_path / "parts" / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    last = sorted(set(index["weight_map"].values()))[-1]
+    shutil.move(tmp_path / "parts" / last, tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=last):
+        load_diffusers(known, tmp_path / "parts")

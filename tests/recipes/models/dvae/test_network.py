@@ -1,71 +1,15 @@
 """The dVAE against a reading of the published architecture that shares nothing with it but the names of the tensors."""
 
-import json
 import math
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from recipes.models.dvae.network import DVAE, load_dvae, map_pixels, save_dvae, unmap_pixels
-
-SIZES = {"codes": 24, "hidden": 8, "blocks": 2, "initial": 5}
-
-
-def small(seed=0, **changes):
-    torch.manual_seed(seed)
-    return DVAE(**(SIZES | changes))
-
-
-def pictures(count=2, side=16, seed=3):
-    """(B, 3, R, R) in [0, 1]: patches of 8 x 8 of a colour each, with some noise."""
-    generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(count, 3, -(-side // 8), -(-side // 8), generator=generator)
-    patches = F.interpolate(coarse, scale_factor=8)[..., :side, :side]
-    return (patches + 0.1 * torch.randn(patches.shape, generator=generator)).clamp(0, 1)
-
-
-# --- the public layout, as its files have it -------------------------------------------------------------------------
-
-
-def public_layout(codes, hidden, blocks, initial):
-    """Name -> shape of every tensor of the two public files."""
-
-    def convolution(shapes, name, inputs, outputs, size):
-        shapes[f"{name}.w"], shapes[f"{name}.b"] = (outputs, inputs, size, size), (outputs,)
-
-    parts = {"encoder": {}, "decoder": {}}
-    convolution(parts["encoder"], "blocks.input", 3, hidden, 7)
-    convolution(parts["decoder"], "blocks.input", codes, initial, 1)
-    for part, before, factors, sizes in (
-        ("encoder", hidden, (1, 2, 4, 8), (3, 3, 3, 1)),
-        ("decoder", initial, (8, 4, 2, 1), (1, 3, 3, 3)),
-    ):
-        for group, factor in enumerate(factors, 1):
-            for block in range(1, blocks + 1):
-                name, width = f"blocks.group_{group}.block_{block}", factor * hidden
-                if before != width:
-                    convolution(parts[part], f"{name}.id_path", before, width, 1)
-                widths = [before, width // 4, width // 4, width // 4, width]
-                for number in range(4):
-                    path = f"{name}.res_path.conv_{number + 1}"
-                    convolution(parts[part], path, widths[number], widths[number + 1], sizes[number])
-                before = width
-    convolution(parts["encoder"], "blocks.output.conv", 8 * hidden, codes, 1)
-    convolution(parts["decoder"], "blocks.output.conv", hidden, 6, 1)
-    return parts
-
-
-def random_checkpoint(**sizes):
-    generator = torch.Generator().manual_seed(11)
-
-    def new(shape):
-        scale = 1.4 / math.sqrt(math.prod(shape[1:])) if len(shape) > 1 else 0.02
-        return scale * torch.randn(shape, generator=generator)
-
-    return {part: {name: new(shape) for name, shape in p.items()} for part, p in public_layout(**sizes).items()}
+from recipes.models.dvae.files import load_dvae
+from recipes.models.dvae.network import DVAE, map_pixels, unmap_pixels
+from tests.recipes.models.dvae.checkpoints import SIZES, pictures, public_layout, random_checkpoint, small
 
 
 def convolve(x, tensors, name):
@@ -181,82 +125,6 @@ def test_pixels_come_back():
     torch.testing.assert_close(mapped[[0, -1]], torch.tensor([0.1, 0.9]))
     torch.testing.assert_close(unmap_pixels(mapped), pixels)
     assert unmap_pixels(torch.tensor([0.0, 1.0])).tolist() == [0, 1]
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_export_comes_back(tmp_path):
-    network, x = small(), pictures()
-    save_dvae(network.to(memory_format=torch.channels_last), tmp_path / "dvae")
-    assert {f.name for f in (tmp_path / "dvae").iterdir()} == {
-        "config.json", "encoder.safetensors", "decoder.safetensors",
-    }  # fmt: skip
-    state = torch.get_rng_state()
-    again = load_dvae(tmp_path / "dvae")
-    assert (torch.get_rng_state() == state).all()
-    assert all((a == b).all() for a, b in zip(network.state_dict().values(), again.state_dict().values(), strict=True))
-    assert (again.tokens(x) == network.tokens(x)).all()
-    assert set(load_file(tmp_path / "dvae/encoder.safetensors")) == set(public_layout(**SIZES)["encoder"])
-
-
-def test_what_is_no_dvae_is_said(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no encoder.safetensors and no encoder.pt of a dVAE$"):
-        load_dvae(tmp_path)
-    (tmp_path / "encoder.pkl").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match="encoder.pkl is a pickled program: docs/dalle.md says how to convert"):
-        load_dvae(tmp_path)
-    (tmp_path / "encoder.pt").write_bytes(pickle.dumps(Program()))
-    with pytest.raises(ValueError, match="encoder.pt: holds more than tensors; save its state_dict"):
-        load_dvae(tmp_path)
-    assert not Program.ran
-    torch.save({"step": 3}, tmp_path / "encoder.pt")
-    with pytest.raises(ValueError, match="encoder.pt: holds no tensors by name"):
-        load_dvae(tmp_path)
-    torch.save({"conv.weight": torch.zeros(2)}, tmp_path / "encoder.pt")
-    torch.save({"conv.weight": torch.zeros(2)}, tmp_path / "decoder.pt")
-    with pytest.raises(ValueError, match="the tensors are not those of a dVAE"):
-        load_dvae(tmp_path)
-
-
-class Program:
-    """What unpickling would run."""
-
-    ran = False
-
-    def __reduce__(self):
-        return setattr, (Program, "ran", True)
-
-
-def test_tensors_must_fit_exactly(tmp_path):
-    parts = random_checkpoint(**SIZES)
-    for part, tensors in parts.items():
-        save_file(tensors, tmp_path / f"{part}.safetensors")
-    del parts["decoder"]["blocks.group_4.block_2.res_path.conv_3.b"]
-    save_file(parts["decoder"], tmp_path / "decoder.safetensors")
-    with pytest.raises(ValueError, match="decoder.safetensors does not fit the model: missing blocks.group_4.block_2"):
-        load_dvae(tmp_path)
-    for part, other in (("encoder", "decoder"), ("decoder", "encoder")):
-        save_file(parts[part], tmp_path / f"{other}.safetensors")
-    with pytest.raises(ValueError, match="encoder and decoder are swapped, or the images have 24 channels"):
-        load_dvae(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json: not readable as JSON"),
-        ("[1]", 'config.json: is not that of a dVAE, whose "kind" is "dvae"'),
-        ('{"kind": "unet"}', 'config.json: is not that of a dVAE, whose "kind" is "dvae"'),
-        (json.dumps({"kind": "dvae", **SIZES, "codes": "24"}), "config.json: expected whole numbers for codes"),
-        (json.dumps({"kind": "dvae", **SIZES, "codes": 25}), "encoder.safetensors does not fit the model"),
-    ],
-)
-def test_a_wrong_config(tmp_path, text, message):
-    save_dvae(small(), tmp_path)
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_dvae(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"codes": 1}, {"hidden": 6}, {"blocks": 0}, {"initial": 0}])

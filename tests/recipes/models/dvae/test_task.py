@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from recipes.algorithms.sharding.shard import shard
+from recipes.models.dvae.files import load_dvae
 from recipes.models.dvae.loss import relax
-from recipes.models.dvae.network import load_dvae
 from recipes.models.dvae.task import DiscreteAutoencoder
 
 SIZES = {"codes": 24, "hidden": 8, "blocks": 1, "initial": 5}

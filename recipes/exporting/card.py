@@ -1,0 +1,75 @@
+"""The model card of an export: what was trained, on what, and three lines that draw a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data.manifest import NAME as MANIFEST
+from data.manifest import Manifest
+
+SNIPPETS = {
+    "diffusers": """\
+from diffusers import StableDiffusionPipeline
+pipeline = StableDiffusionPipeline.from_pretrained("{folder}")
+pipeline("red heart", num_inference_steps=25, guidance_scale={guidance:g}).images[0].save("red_heart.png")
+""",
+    # Run from a checkout of the repository.
+    "native": """\
+from recipes.generation.exports import draw
+images = draw("{folder}", ["red heart"], seeds=[0], guidance={guidance:g})  # (1, H, W, 3) uint8
+images[0]
+""",
+}
+
+
+def model_card(export: Path, layout: str, out: str, guidance: float | None) -> str:
+    """The Markdown text of README.md, with the metadata that model hubs read at its top.
+
+    Args:
+        export: the native export, with export.json and, for encoded data, its manifest.
+        layout: native, or diffusers for a pipeline of diffusers.
+        out: name of the folder, for the snippet.
+        guidance: default of the guidance of the model's family; None: it generates nothing from captions.
+    """
+    record = json.loads((export / "export.json").read_text(encoding="utf-8"))
+    facts = {
+        "Run": record["run_name"],
+        "Trained for": f"{record['batches']:,} batches, {record['samples']:,} samples",
+        "Weights": record.get("weights", "as trained"),
+        **{name.capitalize(): record[name] for name in ("family", "denoiser", "objective") if name in record},
+    }
+    if "resolution" in record:
+        facts["Resolution"] = f"{record['resolution']} pixels"
+    if (export / MANIFEST).is_file():
+        facts |= _of_manifest(Manifest.read(export))
+    lines = ["---"]
+    if layout == "diffusers":
+        lines += ["library_name: diffusers"]
+    if guidance is not None:
+        lines += ["pipeline_tag: text-to-image"]
+    lines += ["---", "", f"# {record['run_name']}", ""]
+    if guidance is not None:
+        snippet = SNIPPETS[layout].format(folder=out, guidance=guidance)
+        lines += ["```python", snippet.rstrip(), "```", ""]
+    lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in facts.items()), ""]
+    return "\n".join(lines)
+
+
+def _of_manifest(manifest: Manifest) -> dict[str, Any]:
+    """What encoded the training data, and how."""
+    facts = {
+        "Training images": f"{manifest.samples:,}",
+        "Crop": f"{manifest.crop}, {manifest.crops} per image",
+        "Captions": manifest.caption_policy,
+        "Normalisation": manifest.normalisation,
+    }
+    for title, encoder in (("Image encoder", manifest.image_encoder), ("Text encoder", manifest.text_encoder)):
+        if encoder is not None:
+            facts[title] = f"{encoder['id']}, {encoder['precision']}, sha256 {encoder['weights_hash']}"
+    return facts | {"Encoded with": ", ".join(f"{name} {version}" for name, version in manifest.software.items())}
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,0 +1,107 @@
+"""The weights in a checkpoint of either engine, whole or sharded, without the trainer or the devices that wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from recipes.engines.conversion import PREFIX
+from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, read_file
+from recipes.engines.plain_pickles import ALLOWED, load_plain
+from recipes.engines.sharded_files import METADATA, Sharded
+
+AVERAGE = "ScheduledEMA"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What an export takes of a checkpoint.
+
+    Attributes:
+        path: where it was read from.
+        weights: the task's tensors, by its own names.
+        average: the averaged ones of its trained parameters; empty if the run had no average yet.
+        batches, samples: that the run had trained on.
+    """
+
+    path: Path
+    weights: dict[str, Tensor]
+    average: dict[str, Tensor]
+    batches: int
+    samples: int
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that `path` is or, if it is the folder of a run, the newest one in it; None if it is neither.
+
+    Args:
+        path: a file, a folder of a sharded checkpoint, a link to one of them, or a run's folder.
+    """
+    newest = [path / "checkpoints" / name for name in (LATEST, "latest-rank0.pt")]
+    found = [path] if path.is_file() or (path / METADATA).is_file() else [link for link in newest if link.exists()]
+    if not found:
+        return None
+    # A run that went on under the other engine has one of each.
+    checkpoint = max((link.resolve() for link in found), key=lambda file: file.stat().st_mtime)
+    return checkpoint.parent if checkpoint.suffix == ".distcp" else checkpoint
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The weights of a checkpoint. A whole one's stay on the disk until they are used.
+
+    Args:
+        path: as `find_checkpoint` gives it.
+
+    Raises:
+        FileNotFoundError, ValueError: not a whole checkpoint of this repository's runs.
+    """
+    if path.is_dir():
+        return _sharded(path)
+    state = load_plain(path, lazily=True)
+    if isinstance(state, dict) and state.get("format") == FORMAT:
+        return _of_lightning(path, state)
+    if isinstance(state, dict) and "timestamp" in state.get("state", {}):
+        state = state["state"]
+        return _of_composer(path, state["model"], state["algorithms"], state["timestamp"]["Timestamp"])
+    raise ValueError(f"{path}: not a checkpoint of a run; give one of runs/<run_name>/checkpoints")
+
+
+def _sharded(path: Path) -> Checkpoint:
+    """Only the weights are read, not the optimizer's state."""
+    sharded = Sharded.open(path)
+    if (path / REST).is_file():
+        weights = _under("weights.", sharded.values(lambda name: name.startswith("weights.")))
+        return _of_lightning(path, {**read_file(path / REST), "weights": weights})
+    times = "state.timestamp.Timestamp."
+    of_state = ("state.model.", "state.algorithms", times)
+    values = sharded.values(lambda name: name.startswith(of_state), ALLOWED)
+    weights = _under("state.model.", values)
+    if not weights or "state.algorithms" not in values:
+        raise ValueError(f"{path}: not a checkpoint of a run; it holds no weights under state.model")
+    return _of_composer(path, weights, values["state.algorithms"], _under(times, values))
+
+
+def _under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _of_lightning(path: Path, state: dict[str, Any]) -> Checkpoint:
+    counts = state["counts"]
+    return _checkpoint(path, state["weights"], state["levers"], counts["batch"], counts["sample"])
+
+
+def _of_composer(path: Path, weights: dict[str, Tensor], levers: list[Any], times: dict[str, Any]) -> Checkpoint:
+    return _checkpoint(path, weights, dict(levers), int(times["batch"]), int(times["sample"]))
+
+
+def _checkpoint(path: Path, weights: dict[str, Tensor], levers: dict[str, Any], batch: int, sample: int) -> Checkpoint:
+    average = levers.get(AVERAGE, {}).get("average", {})
+    return Checkpoint(path, _plain(weights), _plain(average), batch, sample)
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous ones, as safetensors wants them, by the task's names: without Composer's name of the task."""
+    return {name.removeprefix(PREFIX): tensor.contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,155 @@
+"""A checkpoint as this repository's own export: what the `export` callback would have written at that batch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from callbacks.export import export
+from data.encoded_sets import EncodedSet
+from data.files import write_json
+from data.loading import Loading
+from data.manifest import NAME as MANIFEST
+from recipes.config.build import build, build_on_meta, encoders_of
+from recipes.config.recipe import Recipe, load_config
+from recipes.config.values import ConfigError
+from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
+from recipes.generation.exports import Weights, find_network, read_record
+from recipes.models.task import Task
+from recipes.models.weights import load_tensors
+from recipes.planning.opening import CONFIG
+
+# What an encoded set must have in common with the model.
+CHECKED = ("channels", "text_width", "codes", "side")
+
+
+def from_checkpoint(
+    path: Path, folder: Path, weights: Weights | None, recipe_file: Path | None, data: Path | None
+) -> None:
+    """Write an export of a checkpoint. No data is read but the encoded set's manifest and what lies beside it.
+
+    Args:
+        path: of the checkpoint.
+        folder: to write.
+        weights: averaged or as trained; None: averaged if there are any.
+        recipe_file: the run's resolved config; None: config.yaml in the run's folder.
+        data: folder with the manifest of the training data; None: the recipe's, or the run's own export.
+
+    Raises:
+        FileNotFoundError: the recipe, the manifest or an encoder is missing.
+        ValueError: a checkpoint of another recipe, or an encoder that did not encode the training data.
+    """
+    checkpoint = read_checkpoint(path)
+    recipe = read_recipe(path.parents[1] / CONFIG if recipe_file is None else recipe_file)
+    task = build_on_meta(recipe.model)
+    averaged = load(task, checkpoint, weights)
+    loading, bundle = training_data(recipe, task.requirements(), path.parents[1] / "export", data)
+    record = {
+        "run_name": recipe.run_name,
+        "batches": checkpoint.batches,
+        "samples": checkpoint.samples,
+        "checkpoint": path.name,
+        "weights": "averaged" if averaged else "as trained",
+    }
+    export(task, loading, folder, record, complete=False)
+    if loading.manifest is not None:
+        for name in ("image_encoder", "text_encoder"):
+            if bundle is not None and (bundle / name).is_dir() and not (folder / name).exists():
+                shutil.copytree(bundle / name, folder / name)
+        encoders_of(loading.manifest, folder)  # now, and not when somebody else opens the folder
+
+
+def read_recipe(file: Path) -> Recipe:
+    """The resolved config of a run; paths in it need not exist any more.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it has mistakes.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; give the config of the checkpoint's run: --recipe FILE")
+    try:
+        return load_config(file, [], Recipe, missing=[])
+    except ConfigError as error:
+        raise ValueError(f"{file}: {error.lines[0]}") from None
+
+
+def load(task: Task, checkpoint: Checkpoint, weights: Weights | None) -> bool:
+    """Load a checkpoint's weights into a task on the meta device; returns whether they are averaged.
+
+    Raises:
+        ValueError: they do not fit, or averaged ones are requested and there are none.
+    """
+    if weights == "ema" and not checkpoint.average:
+        raise ValueError(f"--weights ema: {checkpoint.path} holds no averaged weights; use raw")
+    averaged = bool(checkpoint.average) and weights != "raw"
+    tensors = {**checkpoint.weights, **(checkpoint.average if averaged else {})}
+    own = task.state_dict()
+    # Averages are kept in 32 bits, whatever the parameters have.
+    tensors = {name: t.to(own[name].dtype) if name in own else t for name, t in tensors.items()}
+    load_tensors(task, tensors, checkpoint.path, assign=True)
+    return averaged
+
+
+def training_data(
+    recipe: Recipe, requirements: dict[str, Any], export_of_run: Path, data: Path | None
+) -> tuple[Loading, Path | None]:
+    """What an export needs to know of the training data, without a loader, and a folder that may hold the encoders.
+
+    Raises:
+        FileNotFoundError: the manifest, the null caption or the vocabulary is missing.
+        ValueError: the set does not fit the model.
+    """
+    args = recipe.data.args
+    if "streams" not in args:
+        return Loading(loader=None), None
+    beside = export_of_run if (export_of_run / MANIFEST).is_file() else None
+    places = [EncodedSet(str(data), None, {})] if data is not None else [next(iter(build(args["streams"]).values()))]
+    if data is None and beside is not None:
+        places.append(EncodedSet(str(beside), None, {}))
+    for place in places:
+        try:
+            manifest = place.manifest()
+            break
+        except FileNotFoundError as error:
+            missing = error
+    else:
+        raise FileNotFoundError(f"{missing}; or give a folder that has the manifest: --data FOLDER")
+    manifest.check(resolution=args["resolution"], **{n: v for n, v in requirements.items() if n in CHECKED})
+    loading = Loading(
+        loader=None,
+        manifest=manifest,
+        resolution=args["resolution"],
+        null_text=place.null_text() if manifest.kind == "latents" else None,
+        vocabulary=vocabulary(args["vocabulary"], place) if "vocabulary" in args else None,
+    )
+    return loading, data or beside
+
+
+def vocabulary(named: str, place: EncodedSet) -> Path:
+    """The recipe's vocabulary or, if it has gone, the copy in an export.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    copy = Path(place.local, "vocabulary.json")
+    found = next((file for file in (Path(named), copy) if file.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{named}: no such vocabulary; give a folder that has a copy of it: --data FOLDER")
+    return found
+
+
+def from_export(source: Path, folder: Path, weights: Weights | None) -> None:
+    """Copy an export with one kind of weights.
+
+    Raises:
+        FileNotFoundError: averaged weights are requested, and there are none.
+    """
+    record, chosen = read_record(source), find_network(source, weights)
+    raw = find_network(source, "raw")
+    networks = {raw.name, f"{raw.name}_ema"}
+    shutil.copytree(source, folder, ignore=lambda at, names: {"done.json", *networks} if Path(at) == source else set())
+    shutil.copytree(chosen, folder / raw.name)
+    record["weights"] = "as trained" if chosen == raw else "averaged"
+    write_json(folder / "export.json", record, indent=2)

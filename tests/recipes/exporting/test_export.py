@@ -1,0 +1,306 @@
+"""Checkpoints of both engines, whole and sharded, as folders that other programs open: the same weights, the same
+pictures, and one clear line for what cannot be exported."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file, save_file
+
+from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.engines.lightning.checkpoint_format import LATEST
+from recipes.engines.sharded_files import Sharded
+from recipes.export import main
+from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
+from recipes.generation.exports import draw, find_export, load_pipeline
+from recipes.models.latent_diffusion.unet import UNet
+from tests.recipes.exporting.runs import a_run
+
+ROOT = Path(__file__).resolve().parents[3]
+CAPTIONS = ["a red dot", "a blue star!", ""]
+KINDS = [(engine, sharded) for engine in ("composer", "lightning") for sharded in (False, True)]
+EMA = "algorithms.scheduled_ema={name: scheduled_ema, half_life: 4ba, start: 3ba}"
+AUTOREGRESSIVE = [
+    "model={layers: 2, width: 32, heads: 2, text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3}",
+    "data={resolution: 32, positions: 16, workers: 0}",
+    "evals.val={resolution: 32, positions: 16, workers: 0}",
+]
+
+
+def export(*arguments):
+    main([str(argument) for argument in arguments])
+
+
+def refuse(capsys, *arguments):
+    """The one line that a refused command says."""
+    with pytest.raises(SystemExit) as end:
+        export(*arguments)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and error.startswith("error: ")
+    return error
+
+
+def pictures(pipeline, captions, monkeypatch, **options):
+    """Of our own pipeline, before they are rounded to 8 bits: (N, H, W, 3) in [0, 1]."""
+    name = "recipes.models.latent_diffusion.pipeline.to_uint8"
+    with monkeypatch.context() as patch:
+        patch.setattr(name, lambda images: images.permute(0, 2, 3, 1).numpy())
+        return pipeline.generate(captions, seeds=list(range(len(captions))), **options)
+
+
+def theirs(folder, captions, **options):
+    """The same of diffusers' pipeline."""
+    pipeline = StableDiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(captions))]
+    return pipeline(captions, generator=generators, output_type="np", **options).images
+
+
+def test_a_trained_run_draws_the_same_pictures_in_diffusers(exported, tmp_path, monkeypatch, capsys):
+    output = Path(exported[0].output)
+    export(output / "checkpoints" / "latest-rank0.pt", tmp_path / "out")
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/out (diffusers)\n")
+    ours = pictures(load_pipeline(output / "export", "cpu", "fp32"), CAPTIONS, monkeypatch, steps=8, guidance=3.0)
+    found = theirs(tmp_path / "out", CAPTIONS, num_inference_steps=8, guidance_scale=3.0)
+    assert found.shape == ours.shape == (3, 16, 16, 3)  # the training resolution is the default
+    assert ours.std() > 0.05 and np.abs(ours[0] - ours[1]).max() > 0.01
+    # The null caption's embedding is stored in 16 bits, and computed in 32 bits by diffusers.
+    assert np.abs(found - ours).max() < 1e-3
+    # The run's own export gives the same, and there the weights are as the callback wrote them.
+    export(output, tmp_path / "raw", "--weights", "raw")
+    export(output / "export", tmp_path / "of_export", "--weights", "raw")
+    known = load_file(output / "export" / "unet" / "diffusion_pytorch_model.safetensors")
+    for folder in ("out", "raw", "of_export"):
+        written = load_file(tmp_path / folder / "unet" / "diffusion_pytorch_model.safetensors")
+        assert written.keys() == known.keys() and all(torch.equal(written[name], known[name]) for name in known)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
+    recipe = small_recipe(tmp_path / "run", EMA)
+    path, task = a_run(recipe)
+    export(path, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
+    assert index["tokenizer"] == ["transformers", "CLIPTokenizer"]
+    scheduler = json.loads((tmp_path / "out" / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["prediction_type"] == recipe.model.args["objective"].args.get("prediction", "epsilon")
+    written = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
+    known = task.denoiser.network.state_dict()
+    assert all(torch.equal(written[name], known[name] / 2) for name in known)  # the average
+    export(path, tmp_path / "raw", "--weights", "raw")
+    written = load_file(tmp_path / "raw" / "unet" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(written[name], known[name]) for name in known)
+    assert not list((tmp_path / "out").rglob("*.bin")) and not list((tmp_path / "out").rglob("*.pt"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    for fact in (
+        recipe.run_name,
+        "5 batches, 40 samples",
+        "averaged",
+        "16 pixels",
+        "library_name: diffusers",
+        manifest["image_encoder"]["weights_hash"],
+        manifest["text_encoder"]["weights_hash"],
+        'StableDiffusionPipeline.from_pretrained("out")',
+    ):
+        assert fact in card, fact
+
+
+def test_rectified_flow_in_diffusers(small_recipe, tmp_path, monkeypatch):
+    # More than one channel per group: norms of single values would amplify rounding.
+    recipe = small_recipe(tmp_path / "run", "model.objective={name: rectified_flow}", "model.denoiser.norm_groups=8")
+    path, _ = a_run(recipe, average=False)
+    export(path, tmp_path / "out")
+    export(path, tmp_path / "native", "--layout", "native")
+    steps = 8
+    pipeline = load_pipeline(find_export(tmp_path / "native"), "cpu", "fp32")
+    ours = pictures(pipeline, CAPTIONS, monkeypatch, steps=steps, guidance=3.0)
+    sigmas = np.linspace(1, 0, steps, endpoint=False)
+    found = theirs(tmp_path / "out", CAPTIONS, sigmas=sigmas, guidance_scale=3.0)
+    assert np.abs(found - ours).max() < 1e-3
+    # The scheduler's own times differ by up to 0.001.
+    found = theirs(tmp_path / "out", CAPTIONS, num_inference_steps=steps, guidance_scale=3.0)
+    assert np.abs(found - ours).max() < 1e-2
+
+
+def test_a_denoiser_that_diffusers_does_not_have(small_recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(UNet, "for_diffusers")  # what is left is every denoiser's
+    path, _ = a_run(small_recipe(tmp_path / "run"), average=False)
+    error = refuse(capsys, path, tmp_path / "out", "--layout", "diffusers")
+    assert "--layout diffusers: diffusers has no pipeline for the denoiser unet; use native" in error
+    assert not (tmp_path / "out").exists()
+    export(path, tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "written in the native layout" in said and said.endswith("(native)\n")
+    assert find_export(tmp_path / "out") == tmp_path / "out"
+
+
+@pytest.mark.parametrize(("engine", "sharded"), KINDS)
+def test_checkpoints_of_both_engines(small_recipe, tmp_path, engine, sharded):
+    recipe = small_recipe(tmp_path / "run", EMA)
+    path, task = a_run(recipe, engine, sharded)
+    assert find_checkpoint(tmp_path / "run") == find_checkpoint(path) == path
+    assert find_checkpoint(path.parent / ("latest-rank0.pt" if engine == "composer" else LATEST)) == path
+    found = read_checkpoint(path)
+    known = task.state_dict()
+    assert (found.batches, found.samples) == (5, 40)
+    assert found.weights.keys() == known.keys()
+    assert found.average.keys() == {name for name, _ in task.named_parameters()}
+    assert all(torch.equal(tensor, known[name]) for name, tensor in found.weights.items())
+    assert all(torch.equal(tensor, known[name] / 2) for name, tensor in found.average.items())
+
+
+def test_only_the_weights_of_a_sharded_checkpoint_are_read(small_recipe, tmp_path, monkeypatch):
+    path, _ = a_run(small_recipe(tmp_path / "run", EMA), "composer", sharded=True)
+    read = []
+    load = Sharded._load
+    monkeypatch.setattr(Sharded, "_load", lambda self, info: read.append(info.length) or load(self, info))
+    read_checkpoint(path)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert sum(read) < 0.8 * size  # weights and averages, without the moments
+
+
+@pytest.mark.slow
+def test_what_two_ranks_sharded(two_ranks, tmp_path):
+    from tests.recipes.algorithms.sharding.fsdp_ranks import RUNS
+
+    runs = two_ranks(RUNS)
+    for run in ("sharded", "full"):
+        export(runs / run, tmp_path / run)
+        export(runs / run, tmp_path / f"{run}_raw", "--weights", "raw")
+        for folder, part in ((run, "unet_ema"), (f"{run}_raw", "unet")):
+            written = load_file(tmp_path / folder / "unet" / "diffusion_pytorch_model.safetensors")
+            known = load_file(runs / run / "export" / part / "diffusion_pytorch_model.safetensors")
+            assert all(torch.equal(written[name], known[name]) for name in known), folder
+
+
+def test_a_sharded_checkpoint_is_put_together_again(tmp_path):
+    """Nested as it was, with parts of one tensor from several files."""
+    values = {"a": {"b": torch.arange(6.0).view(2, 3), "c": [torch.tensor(1.5), {"d": 3}]}, "e": (1, "x")}
+    dcp.save(values, checkpoint_id=tmp_path / "whole")
+    sharded = Sharded.open(tmp_path / "whole")
+    found = sharded.nested()
+    assert torch.equal(found["a"]["b"], values["a"]["b"]) and found["a"]["c"][1] == {"d": 3} and found["e"] == (1, "x")
+    assert found["a"]["c"][0].shape == () and found["a"]["c"][0] == 1.5
+    assert list(sharded.values(lambda name: name == "e")) == ["e"]
+    for file in (tmp_path / "whole").glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(ValueError, match="missing; copy the whole folder"):
+        sharded.nested()
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("run_by_pickle",)
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "ep1-ba1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "ep1-ba1" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    torch.save({"state": Evil()}, tmp_path / "checkpoints" / "ep1-ba1.ckpt")
+    for name in ("ep1-ba1", "ep1-ba1.ckpt"):
+        with pytest.raises(ValueError, match="not what PyTorch writes|not a checkpoint (of a run|that)"):
+            read_checkpoint(tmp_path / "checkpoints" / name)
+    values = {"state.model.x": Evil(), "state.algorithms": Evil()}
+    dcp.save(values, checkpoint_id=tmp_path / "values")
+    with pytest.raises(ValueError, match="not readable as a part of a checkpoint"):
+        read_checkpoint(tmp_path / "values")
+    assert not (tmp_path / "run_by_pickle").exists()
+
+
+def dalle(token_sets, output, *overrides):
+    paths = [
+        f"data.streams.train.path={token_sets}/train",
+        f"evals.val.streams.val.path={token_sets}/val",
+        f"data.vocabulary={token_sets}/vocabulary.json",
+    ]
+    arguments = [*AUTOREGRESSIVE, *paths, f"output={output}", "training.device=cpu", *overrides]
+    return load_config(ROOT / "yamls" / "openmoji_dalle.yaml", arguments, Recipe)
+
+
+def test_a_token_model_draws_in_three_lines(token_sets, tmp_path, capsys):
+    path, task = a_run(dalle(token_sets, tmp_path / "run"))
+    export(path, tmp_path / "out")
+    assert capsys.readouterr().out.endswith("(native)\n")
+    out = tmp_path / "out"
+    assert {"transformer", "vocabulary.json", "image_encoder", "README.md"} <= {file.name for file in out.iterdir()}
+    assert not (out / "transformer_ema").exists() and not (out / "done.json").exists()
+    written, known = load_file(out / "transformer" / "model.safetensors"), task.network.state_dict()
+    assert all(torch.equal(written[name], known[name] / 2) for name in known)
+    # The model card's lines, run as they are.
+    code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) == 3
+    names = {}
+    exec(code.replace('"out"', f'"{out}"'), names)
+    assert names["images"].shape == (1, 32, 32, 3) and names["images"].dtype == np.uint8
+    assert (names["images"] == draw(out, ["red heart"], seeds=[0], guidance=1.0)).all()
+
+
+def test_other_models_keep_their_own_format(tmp_path, drawings):
+    source = [f"data.source.urls={drawings}/train/*.tar", "evals={}", f"output={tmp_path}/run"]
+    small = ["model={channels: [8, 16], norm_groups: 4}", "training.device=cpu"]
+    recipe = load_config(ROOT / "yamls" / "openmoji_vae.yaml", [*source, *small], Recipe)
+    path, task = a_run(recipe, average=False)
+    export(path, tmp_path / "out")
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL.from_pretrained(tmp_path / "out", low_cpu_mem_usage=False)
+    known = task.network.state_dict()
+    assert all(torch.equal(tensor, known[name]) for name, tensor in vae.state_dict().items())
+    assert recipe.run_name in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):
+    recipe = small_recipe(tmp_path / "run")
+    path, _ = a_run(recipe, average=False)
+    out = tmp_path / "out"
+    assert "no such checkpoint" in refuse(capsys, tmp_path / "none", out)
+    assert "no exported run" in refuse(capsys, tmp_path, out)
+    assert "--weights ema" in refuse(capsys, path, out, "--weights", "ema")
+    assert "not a checkpoint" in refuse(capsys, tmp_path / "run" / "config.yaml", out)
+    # A checkpoint of another recipe.
+    other = small_recipe(tmp_path / "other", "model.denoiser.blocks=2")
+    (tmp_path / "other.yaml").write_text(to_yaml(other))
+    assert "ep1-ba5.ckpt does not fit the model" in refuse(capsys, path, out, "--recipe", tmp_path / "other.yaml")
+    assert "no such file; give the config" in refuse(capsys, path, out, "--recipe", tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text((tmp_path / "other.yaml").read_text().replace("global_batch", "globalbatch"))
+    assert "globalbatch" in refuse(capsys, path, out, "--recipe", tmp_path / "bad.yaml")
+    # Something else in its place.
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    assert "exists and is not an export" in refuse(capsys, path, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists() and not out.exists()
+
+
+def test_data_and_encoders_that_have_gone(small_recipe, tmp_path, latent_sets, capsys):
+    data, out = tmp_path / "data", tmp_path / "out"
+    shutil.copytree(latent_sets / "train", data)
+    recipe = small_recipe(tmp_path / "run", f"data.streams.train.path={data}")
+    path, _ = a_run(recipe, average=False)
+    manifest = json.loads((data / "manifest.json").read_text())
+    encoder = Path(manifest["text_encoder"]["component"]["path"])
+    manifest["text_encoder"]["component"]["path"] = str(tmp_path / "gone")
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    error = refuse(capsys, path, out)
+    assert "manifest.text_encoder" in error and "gone" in error
+    shutil.copytree(encoder, data / "text_encoder")
+    export(path, out, "--data", data)
+    # Weights that are not those which encoded the data.
+    tensors = load_file(data / "text_encoder" / "open_clip_model.safetensors")
+    tensors["ln_final.bias"] += 1
+    save_file(tensors, data / "text_encoder" / "open_clip_model.safetensors")
+    assert "are not those that encoded the set" in refuse(capsys, path, out, "--data", data)
+    # Without the data, unless the run's own export is there.
+    shutil.rmtree(data)
+    assert "--data FOLDER" in refuse(capsys, path, tmp_path / "again")
+    assert (out / "model_index.json").is_file()  # what was there has stayed
