@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.threads import set_default_threads
 from recipes.config.command_line import fail, user_errors
 from recipes.generation.exports import families, family_of, find_export, find_network, load_pipeline
 from recipes.models.family import Family
@@ -112,4 +113,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    set_default_threads()
     main(sys.argv[1:])

@@ -57,7 +57,7 @@ def _identify(folder: Path) -> tuple[str, str] | None:
     record = read_record(folder) if (folder / "export.json").is_file() else {}
     if "family" in record:
         name, network = record["family"], record.get("network")
-        if name not in families():
+        if not isinstance(name, str) or name not in families():
             known = ", ".join(families())
             raise ValueError(f"{folder / 'export.json'}: unknown family {name!r}; this version knows {known}")
         if not isinstance(network, str) or Path(network).name != network:
@@ -80,7 +80,7 @@ def read_record(export: Path) -> dict[str, Any]:
     file = export / "export.json"
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError(f"{file}: expected a JSON object")
@@ -113,7 +113,7 @@ def component_class(group: str, name: str) -> type:
     """
     if name not in COMPONENTS[group]:
         raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(COMPONENTS[group])}")
-    builder = _imported(COMPONENTS[group][name])
+    builder = imported(COMPONENTS[group][name])
     return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
 
 
@@ -135,13 +135,32 @@ def load_pipeline(
         FileNotFoundError: a part is missing.
         ValueError: a GPU is requested and there is none, or an encoder is not the one that encoded the training data.
     """
+    return imported(family_of(folder).pipeline)(open_parts(folder, device, precision, weights))
+
+
+def draw(folder: str | Path, captions: list[str], *, weights: Weights | None = None, **options: Any) -> Any:
+    """Images of captions by an export, (N, H, W, 3) uint8: `generate.py` as a function, on a GPU if there is one.
+
+    Args:
+        folder: an export, or a run's folder.
+        captions: N.
+        weights: averaged or as trained; None: averaged if there are any.
+        options: of `generate` of the family's pipeline: `seeds` (N), `guidance`, `batch`, and its own ones.
+    """
+    return load_pipeline(find_export(Path(folder)), "auto", "fp32", weights).generate(captions, **options)
+
+
+def open_parts(
+    folder: Path, device: Literal["auto", "cpu", "gpu"], precision: str, weights: Weights | None = None
+) -> ExportParts:
+    """What a family makes its pipeline of. Arguments and errors as of `load_pipeline`."""
     import torch
 
     if device == "gpu" and not torch.cuda.is_available():
         raise ValueError("--device gpu: PyTorch sees no GPU; use auto or cpu")
     manifest = Manifest.read(folder)
     image_encoder, text_encoder = encoders_of(manifest, folder)
-    parts = ExportParts(
+    return ExportParts(
         folder=folder,
         record=read_record(folder),
         network=find_network(folder, weights),
@@ -152,10 +171,9 @@ def load_pipeline(
         device="cuda" if device != "cpu" and torch.cuda.is_available() else "cpu",
         precision=precision,
     )
-    return _imported(family_of(folder).pipeline)(parts)
 
 
-def _imported(target: str) -> Any:
+def imported(target: str) -> Any:
     """The object that "module:name" names."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -50,14 +50,21 @@ class Reranker:
             images: (N, H, W, 3) uint8.
             batch: images embedded at once.
         """
-        found = []
-        for start in range(0, len(captions), batch):
-            pixels = torch.from_numpy(images[start : start + batch]).to(self.device)
-            texts = self.tokenize(captions[start : start + batch]).to(self.device)
-            image = self.network.encode_image(self._prepare(pixels), normalize=True)  # (B, E)
-            text = self.network.encode_text(texts, normalize=True)  # (B, E)
-            found.append((image.float() * text.float()).sum(1).cpu().numpy())
-        return np.concatenate(found)
+        return (self.embed_images(images, batch) * self.embed_captions(captions, batch)).sum(1)
+
+    @torch.no_grad()
+    def embed_images(self, images: np.ndarray, batch: int = 64) -> np.ndarray:
+        """Embeddings (N, E) float32 of length 1, of images (N, H, W, 3) uint8."""
+        parts = (torch.from_numpy(images[i : i + batch]).to(self.device) for i in range(0, len(images), batch))
+        found = [self.network.encode_image(self._prepare(pixels), normalize=True) for pixels in parts]  # (B, E) each
+        return torch.cat(found).float().cpu().numpy()
+
+    @torch.no_grad()
+    def embed_captions(self, captions: list[str], batch: int = 64) -> np.ndarray:
+        """Embeddings (N, E) float32 of length 1, of N captions."""
+        parts = (self.tokenize(captions[i : i + batch]).to(self.device) for i in range(0, len(captions), batch))
+        found = [self.network.encode_text(texts, normalize=True) for texts in parts]  # (B, E) each
+        return torch.cat(found).float().cpu().numpy()
 
     def _prepare(self, pixels: Tensor) -> Tensor:
         """Images uint8 (B, H, W, 3) to the input of the image tower, (B, 3, h, w) float32."""

@@ -192,7 +192,7 @@ def test_exports_of_before_their_record_named_the_family(tmp_path, export):
         ({"network": "../unet"}, "network '../unet' is not the name of a folder"),
         ({"network": None}, "network None is not the name of a folder"),
         ({"objective": "os"}, "unknown objective 'os'; this version knows ddpm"),
-        ({"denoiser": "os"}, "unknown denoiser 'os'; this version knows unet"),
+        ({"denoiser": "os"}, "unknown denoiser 'os'; this version knows unet, dit"),
     ],
 )
 def test_a_record_names_only_what_there_is(tmp_path, export, capsys, changes, message):

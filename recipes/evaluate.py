@@ -1,0 +1,122 @@
+"""How good an export's images are: FID and other figures by a YAML, or retrieval accuracy.
+
+With a YAML (docs/evaluation.md), images are compared with a reference; any launcher starts several ranks:
+
+    python recipes/evaluate.py runs/openmoji_diffusion/export yamls/openmoji_evaluate.yaml sampling.guidance=3
+
+Without one, retrieval accuracy says how well images fit their captions, by a contrastive model that took no part in
+training them.
+
+For each caption of each set one image is drawn. The contrastive model orders all captions of all sets by how well they
+fit the image; `top1` and `top5` are the shares of images whose own caption comes first, or among the first five. The
+same figures for the real images say what the contrastive model itself can see.
+
+python recipes/evaluate.py runs/openmoji_diffusion/export --retrieval runs/openmoji_judge/export \\
+    --sets seen="runs/openmoji/tars/train/*.tar" held_out="runs/openmoji/tars/val/*.tar" --number 169
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from data.threads import set_default_threads
+from recipes.config.command_line import fail, user_errors
+from recipes.evaluation.command import main as evaluate_by_yaml
+from recipes.generation.exports import find_export, find_network, load_pipeline
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="export folder of a run, or the run's folder")
+    parser.add_argument("--retrieval", required=True, metavar="FOLDER", help="open_clip folder, or MODEL/TAG")
+    parser.add_argument("--sets", nargs="+", required=True, metavar="NAME=TARS", help="captioned images, in tars")
+    parser.add_argument("--number", type=int, help="captions drawn from each set (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn captions and images (default: %(default)s)")
+    parser.add_argument("--guidance", type=float, help="classifier-free guidance (default: the family's)")
+    parser.add_argument("--steps", type=int, help="network evaluations per image, of a diffusion model")
+    parser.add_argument("--batch", type=int, default=64, help="images sampled at once (default: %(default)s)")
+    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the network")
+    parser.add_argument("--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged if any)")
+    parser.add_argument("--out", type=Path, help="JSON file to write, in addition to the table on standard output")
+    options = parser.parse_args(arguments)
+    if options.number is not None and options.number < 1:
+        fail([f"--number: {options.number}; give 1 or more"])
+    return options
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of every set, and what they depend on."""
+    folder = find_export(options.checkpoint)
+    import numpy as np
+
+    from data.sources.tars import TarSource
+    from recipes.encoders.base import weights_hash
+    from recipes.generation.reranking import Reranker
+    from recipes.generation.retrieval import accuracy, ranks, read_pairs
+
+    pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
+    model = Reranker(options.retrieval, pipeline.device)
+    own = {name: value for name in ("guidance", "steps") if (value := getattr(options, name)) is not None}
+    sets = {}
+    for entry in options.sets:
+        name, _, urls = entry.partition("=")
+        if not urls or name in sets:
+            fail([f"--sets: {entry}; give NAME=TARS, each name once"])
+        sets[name] = read_pairs(TarSource(urls=urls), options.number, options.seed, pipeline.resolution)
+    captions = sorted({caption for _, _, everything in sets.values() for caption in everything})
+    places = {caption: i for i, caption in enumerate(captions)}
+    texts = model.embed_captions(captions)
+    result: dict[str, Any] = {
+        "export": str(folder),
+        "weights": find_network(folder, options.weights).name,
+        "judge": {"name": options.retrieval, "weights_hash": weights_hash(model.network)},
+        "seed": options.seed,
+        "options": own,
+        "captions": len(captions),
+        "sets": {},
+    }
+    for name, (drawn, real, _) in sets.items():
+        seeds = [options.seed + i for i in range(len(drawn))]
+        made = pipeline.generate(drawn, seeds=seeds, batch=options.batch, **own)
+        index = np.array([places[caption] for caption in drawn])
+        result["sets"][name] = {
+            kind: accuracy(ranks(model.embed_images(images), texts, index))
+            for kind, images in (("generated", made), ("real", real))
+        }
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures as a Markdown table."""
+    lines = ["| set | images | number | top 1 | top 5 | median rank |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, kinds in result["sets"].items():
+        for kind, figures in kinds.items():
+            shares = f"{figures['top1']:.1%} | {figures['top5']:.1%} | {figures['median_rank']:g}"
+            lines.append(f"| {name} | {kind} | {figures['images']} | {shares} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) > 1 and arguments[1].endswith((".yaml", ".yml")):
+        evaluate_by_yaml(arguments, __doc__)
+        return
+    options = parse(arguments)
+    with user_errors():
+        result = evaluate(options)
+        if options.out is not None:
+            from data.files import write_json
+
+            write_json(options.out, result, indent=2)
+        print(table(result))
+
+
+if __name__ == "__main__":
+    set_default_threads()
+    main(sys.argv[1:])

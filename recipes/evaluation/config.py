@@ -1,0 +1,113 @@
+"""The keys of an evaluation. Nothing slow is imported here: mistakes are reported before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from recipes.config.values import ConfigError
+
+
+@dataclass(kw_only=True)
+class Extractor:
+    """The network whose features the metrics compare."""
+
+    kind: Literal["inception", "contrastive"] = "inception"
+    """inception: InceptionV3 as FID defines it (torch-fidelity); contrastive: the picture tower of an open_clip model,
+    whose figures compare with those of the same tower only."""
+    path: str | None = None
+    """inception: local file of the weights, null to fetch them from torch-fidelity's release; contrastive: an open_clip
+    folder, such as the export of a contrastive_text run, or MODEL/TAG."""
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """The pictures that generated ones are compared with, and where captions come from."""
+
+    source: Annotated[Any, "source"]
+    """Pictures with captions."""
+    images: int | None = None
+    """Number of pictures, drawn without replacement; null: all."""
+
+
+@dataclass(kw_only=True)
+class Rerank:
+    """Figures against the size of the pool from which a contrastive model takes the best image (DALL-E, figure 9c)."""
+
+    by: str
+    """The contrastive model: an open_clip folder, or MODEL/TAG."""
+    pools: list[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    """Sizes of the pool."""
+
+    def __post_init__(self) -> None:
+        self.pools = list(self.pools)
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """An evaluation of an export."""
+
+    out: str
+    """Folder of the report, of finished work (an interrupted evaluation goes on) and of the reference's features."""
+    reference: Reference
+    """The pictures that generated ones are compared with, and where captions come from."""
+    images: int | None = None
+    """Number of generated images, one per caption; null: one per caption of the reference."""
+    seed: int = 0
+    """Image i is drawn by seed + i; it also draws the captions and the reference's pictures."""
+    metrics: list[Literal["fid", "kid", "inception_score", "precision_recall", "clip_score"]] = ("fid", "kid")
+    """Figures to compute."""
+    extractor: Extractor = field(default_factory=Extractor)
+    """The network whose features the metrics compare."""
+    clip: str | None = None
+    """The contrastive model of clip_score: an open_clip folder, or MODEL/TAG."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Options of the model's family as `recipes/generate.py` has them: guidance, steps, sampler, temperature, ..."""
+    sweeps: dict[str, list[Any]] = field(default_factory=dict)
+    """Options of sampling, each with values that are tried one after another, such as guidance: [1, 2, 4, 8]."""
+    rerank: Rerank | None = None
+    """Figures against the size of a pool of candidates; null: none."""
+    blur: list[int] = (0,)
+    """Radii in pixels of the blur of both sides (DALL-E, figures 9a and 9b); 0: none."""
+    kid_subsets: int = 100
+    """Number of KID's subsets."""
+    kid_subset_size: int = 1000
+    """Pictures per subset of KID."""
+    neighbours: int = 3
+    """Neighbours that span a sphere of precision and recall."""
+    splits: int = 10
+    """Parts over which the Inception Score is averaged."""
+    weights: Literal["ema", "raw"] | None = None
+    """Averaged weights, or those of the last batch; null: averaged if there are any."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """auto: a GPU if there is one."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of the network."""
+    batch: int = 16
+    """Images drawn at once. Results depend on it by rounding only."""
+    chunk: int = 64
+    """Captions per unit of work, which one rank finishes and stores."""
+
+    def __post_init__(self) -> None:
+        self.metrics, self.blur = list(self.metrics), list(self.blur)
+        lines = []
+        if not self.metrics:
+            lines.append("metrics: empty; name at least one")
+        if self.extractor.kind == "contrastive" and self.extractor.path is None:
+            lines.append("extractor.path: missing; name the contrastive model's folder")
+        if self.extractor.kind == "contrastive" and "inception_score" in self.metrics:
+            lines.append("metrics: inception_score needs classes, which a contrastive model does not have; remove it")
+        if "clip_score" in self.metrics and self.clip is None:
+            lines.append("clip: missing; name the contrastive model of clip_score")
+        for name in ("batch", "chunk", "kid_subsets", "neighbours", "splits"):
+            if getattr(self, name) < 1:
+                lines.append(f"{name}: {getattr(self, name)}; give 1 or more")
+        if 0 not in self.blur or min(self.blur) < 0:
+            lines.append(f"blur: {self.blur}; give radii of 0 or more, 0 among them")
+        if self.rerank is not None and (not self.rerank.pools or min(self.rerank.pools) < 1):
+            lines.append(f"rerank.pools: {self.rerank.pools}; give sizes of 1 or more")
+        for name, values in self.sweeps.items():
+            if not values:
+                lines.append(f"sweeps.{name}: empty; give at least one value")
+        if lines:
+            raise ConfigError(lines)

@@ -1,0 +1,161 @@
+"""The work of an evaluation: images drawn and turned into features, chunk by chunk, by any number of ranks.
+
+A chunk is a fixed range of captions. Its images depend on the captions and the seed alone, so who draws it, and beside
+what, does not matter. Finished chunks are files: an interrupted evaluation goes on with the missing ones, also with
+another number of ranks. Ranks share nothing but this folder, and need no process group.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.files import atomic_write
+from recipes.evaluation.config import Evaluation
+from recipes.evaluation.reference import blurred, fingerprint
+from recipes.generation.reranking import Reranker
+
+POLL = 0.2  # seconds between looks at what other ranks have finished
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to draw all images.
+
+    Attributes:
+        name: such as guidance=3.
+        options: of `generate` of the family's pipeline.
+        pools: sizes of the pool from which the best image is taken; empty: there is one candidate.
+        radii: of the blur.
+    """
+
+    name: str
+    options: dict[str, Any]
+    pools: tuple[int, ...] = ()
+    radii: tuple[int, ...] = (0,)
+
+
+def variants(config: Evaluation) -> list[Variant]:
+    """What a config asks for: the sampling as it is, with all radii of blur; each value of a sweep; the pools."""
+    found = [Variant("sampling", dict(config.sampling), radii=tuple(config.blur))]
+    for option, values in config.sweeps.items():
+        found += [Variant(f"{option}={value}", {**config.sampling, option: value}) for value in values]
+    if config.rerank is not None:
+        found.append(Variant("rerank", dict(config.sampling), pools=tuple(sorted(set(config.rerank.pools)))))
+    return found
+
+
+@dataclass
+class Job:
+    """Draws a config's images.
+
+    Attributes:
+        config: of the evaluation.
+        captions: one per image.
+        pipeline: of the export.
+        extractor: a `Features`.
+        clip: scores images and captions; None: no metric asks for it.
+        reranker: takes the best of a pool; None: no pools.
+        identity: what the images depend on besides the captions and the options, such as the weights.
+        folder: of finished chunks.
+    """
+
+    config: Evaluation
+    captions: list[str]
+    pipeline: Any
+    extractor: Any
+    clip: Reranker | None
+    reranker: Reranker | None
+    identity: dict[str, Any]
+    folder: Path
+
+    def run(self, rank: int, world: int) -> None:
+        """Draw this rank's share of the chunks that are not finished."""
+        for number, (variant, start) in enumerate(self.chunks()):
+            file = self.file(variant, start)
+            if number % world == rank and not file.is_file():
+                arrays = self.draw(variant, start)
+                with atomic_write(file) as partial, open(partial, "wb") as stream:
+                    np.savez(stream, **arrays)
+
+    def chunks(self) -> Iterator[tuple[Variant, int]]:
+        """Every variant's first captions of chunks."""
+        for variant in variants(self.config):
+            for start in range(0, len(self.captions), self.config.chunk):
+                yield variant, start
+
+    def file(self, variant: Variant, start: int) -> Path:
+        """Where a chunk is stored. The name changes with everything that its numbers depend on."""
+        facts = {
+            **self.identity,
+            "captions": self.captions[start : start + self.config.chunk],
+            "start": start,
+            "total": len(self.captions),
+            "seed": self.config.seed,
+            "options": variant.options,
+            "pools": variant.pools,
+            "radii": variant.radii,
+        }
+        return self.folder / f"{fingerprint(facts)}.npz"
+
+    def draw(self, variant: Variant, start: int) -> dict[str, np.ndarray]:
+        """The arrays of a chunk: `features`, `logits` and `scores`, each followed by a radius or the size of a pool."""
+        captions = self.captions[start : start + self.config.chunk]
+        if variant.pools:
+            return self._draw_pools(variant, captions, start)
+        images = self._images(captions, start, variant.options)
+        arrays: dict[str, np.ndarray] = {}
+        for radius in variant.radii:
+            arrays |= self._measure(blurred(images, radius), captions, radius)
+        return arrays
+
+    def _draw_pools(self, variant: Variant, captions: list[str], start: int) -> dict[str, np.ndarray]:
+        """The best of the first k candidates, for each k. The first one is the image without a pool."""
+        best = np.full(len(captions), -np.inf, np.float32)
+        kept: np.ndarray | None = None
+        arrays: dict[str, np.ndarray] = {}
+        for candidate in range(max(variant.pools)):
+            images = self._images(captions, start + candidate * len(self.captions), variant.options)
+            scores = self.reranker.scores(captions, images)
+            better = scores > best
+            kept = images if kept is None else np.where(better[:, None, None, None], images, kept)
+            best = np.maximum(best, scores)
+            if candidate + 1 in variant.pools:
+                arrays |= self._measure(kept, captions, candidate + 1)
+        return arrays
+
+    def _images(self, captions: list[str], first: int, options: dict[str, Any]) -> np.ndarray:
+        seeds = [self.config.seed + first + i for i in range(len(captions))]
+        return self.pipeline.generate(captions, seeds=seeds, batch=self.config.batch, **options)
+
+    def _measure(self, images: np.ndarray, captions: list[str], label: int) -> dict[str, np.ndarray]:
+        arrays = self.extractor(images)
+        if self.clip is not None:
+            arrays["scores"] = self.clip.scores(captions, images)
+        return {f"{name}_{label}": array for name, array in arrays.items()}
+
+    def collect(self, variant: Variant) -> dict[int, dict[str, np.ndarray]]:
+        """A variant's arrays over all captions, by radius or size of the pool. Waits for chunks of other ranks."""
+        parts = []
+        for start in range(0, len(self.captions), self.config.chunk):
+            file = self.file(variant, start)
+            while not file.is_file():
+                time.sleep(POLL)
+            with np.load(file, allow_pickle=False) as arrays:
+                parts.append(dict(arrays))
+        found: dict[int, dict[str, np.ndarray]] = {}
+        for name in parts[0]:
+            kind, _, label = name.rpartition("_")
+            found.setdefault(int(label), {})[kind] = np.concatenate([part[name] for part in parts])
+        return found
+
+
+def ranks() -> tuple[int, int]:
+    """This process's number and the number of processes, as launchers say."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

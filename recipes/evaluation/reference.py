@@ -1,0 +1,123 @@
+"""The reference of an evaluation: its pictures, its captions, and features of the pictures that are computed once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from data.files import atomic_write
+from data.log import log
+from data.sources.base import DecodedSample, Sample
+from data.sources.filters import Filter
+from data.transforms import resize_and_crop
+
+RESIZE = "shorter side to the resolution, centre crop, Lanczos (box filter where much smaller)"
+
+
+def fingerprint(values: Any) -> str:
+    """Twelve letters that change with JSON-compatible values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_reference(source: Any, images: int | None, seed: int) -> list[Sample]:
+    """Samples of a source, drawn without replacement, in stored order.
+
+    Raises:
+        ValueError: the source has no samples, or fewer than are asked for.
+    """
+    found = [sample for shard in source.shards() for sample in source.read(shard) if isinstance(sample, Sample)]
+    if not found:
+        raise ValueError("reference.source: empty; name pictures with captions")
+    if images is not None and images > len(found):
+        raise ValueError(f"reference.images: {images} wanted, and the source has {len(found)}")
+    order = np.random.default_rng(seed).permutation(len(found))[:images]
+    return [found[i] for i in sorted(order)]
+
+
+def captions_of(samples: list[Sample], images: int | None, seed: int) -> list[str]:
+    """The captions that images are generated for: one per picture, drawn without replacement as far as that goes.
+
+    Raises:
+        ValueError: more are asked for than there are.
+    """
+    captions = [sample.caption.strip() for sample in samples]
+    if images is None:
+        return captions
+    if images > len(captions):
+        raise ValueError(f"images: {images} wanted, and the reference has {len(captions)} captions")
+    order = np.random.default_rng([seed, 1]).permutation(len(captions))[:images]
+    return [captions[i] for i in sorted(order)]
+
+
+def blurred(pictures: np.ndarray, radius: int) -> np.ndarray:
+    """Pictures (N, H, W, 3) uint8 after a Gaussian blur of a radius in pixels (Pillow's); 0 changes nothing."""
+    if radius == 0:
+        return pictures
+    filter = ImageFilter.GaussianBlur(radius)
+    return np.stack([np.asarray(Image.fromarray(picture).filter(filter)) for picture in pictures])
+
+
+def decoded(samples: list[Sample], resolution: int) -> np.ndarray:
+    """Central squares (N, resolution, resolution, 3) uint8 of the samples that decode."""
+    decoder = Filter()
+    kept = [sample for sample in (decoder.decode(sample) for sample in samples) if isinstance(sample, DecodedSample)]
+    if len(kept) < len(samples):
+        log.warning(f"reference: {len(samples) - len(kept)} of {len(samples)} pictures do not decode and are left out")
+    squares = [resize_and_crop(sample.image, resolution)[0] for sample in kept]
+    return np.stack(squares) if squares else np.empty((0, resolution, resolution, 3), np.uint8)
+
+
+def content(samples: list[Sample]) -> str:
+    """A digest of samples: of their keys, captions and files."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        image = sample.image if isinstance(sample.image, bytes) else sample.image.tobytes()
+        digest.update(f"{sample.key}\0{sample.caption}\0{len(image)}\0".encode() + hashlib.sha256(image).digest())
+    return digest.hexdigest()
+
+
+def reference_features(
+    samples: list[Sample], resolution: int, radii: list[int], extractor: Any, folder: Path, batch: int = 256
+) -> dict[int, np.ndarray]:
+    """Features (N, D) of the reference by radius of blur, from the cache in `folder` where they are there.
+
+    Args:
+        samples: of the reference.
+        resolution: side in pixels that they get first, that of the generated images.
+        radii: of the blur, in pixels.
+        extractor: a `Features`.
+        folder: of the cache.
+        batch: pictures in memory at once.
+    """
+    facts = {"content": content(samples), "resolution": resolution, "resize": RESIZE, "extractor": extractor.hash}
+    files = {radius: folder / f"{fingerprint({**facts, 'blur': radius})}.npy" for radius in radii}
+    missing = [radius for radius, file in files.items() if not file.is_file()]
+    if missing:
+        found: dict[int, list[np.ndarray]] = {radius: [] for radius in missing}
+        for start in range(0, len(samples), batch):
+            pictures = decoded(samples[start : start + batch], resolution)
+            for radius in missing if len(pictures) else []:
+                found[radius].append(extractor(blurred(pictures, radius))["features"])
+        for radius, parts in found.items():
+            _save(files[radius], np.concatenate(parts) if parts else np.empty((0, 0), np.float32))
+    return {radius: np.load(file, allow_pickle=False) for radius, file in files.items()}
+
+
+def _save(file: Path, array: np.ndarray) -> None:
+    def write(partial: Path) -> None:
+        with open(partial, "wb") as stream:
+            np.save(stream, array, allow_pickle=False)
+
+    save_atomically(file, write)
+
+
+def save_atomically(file: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` with a path that becomes `file`."""
+    with atomic_write(file) as partial:
+        write(partial)

@@ -1,0 +1,125 @@
+"""An evaluation from its config to its report."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.log import log
+from recipes.config.build import build
+from recipes.config.values import plain_values
+from recipes.encoders.base import weights_hash
+from recipes.evaluation.config import Evaluation
+from recipes.evaluation.extractors import build_extractor
+from recipes.evaluation.figures import check_counts, figures
+from recipes.evaluation.job import Job, Variant, ranks, variants
+from recipes.evaluation.reference import RESIZE, captions_of, content, read_reference, reference_features
+from recipes.evaluation.report import write_report
+from recipes.generation.exports import family_of, find_export, find_network, load_pipeline, read_record
+from recipes.generation.reranking import Reranker
+
+
+def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
+    """Evaluate an export. Every rank calls it; the first one returns the report and writes it.
+
+    Raises:
+        FileNotFoundError: a part of the export, the reference or a network is missing.
+        ValueError: an option that the model's family does not have; fewer pictures than a metric needs.
+    """
+    rank, world = ranks()
+    folder = find_export(export)
+    check_options(config, folder)
+    samples = read_reference(build(config.reference.source), config.reference.images, config.seed)
+    captions = captions_of(samples, config.images, config.seed)
+    check_counts(config, len(captions), len(samples))
+    if torch.cuda.is_available() and config.device != "cpu":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    pipeline = load_pipeline(folder, config.device, config.precision, config.weights)
+    extractor = build_extractor(config.extractor, pipeline.device)
+    network = find_network(folder, config.weights)
+    clip = Reranker(config.clip, pipeline.device) if "clip_score" in config.metrics else None
+    reranker = None if config.rerank is None else Reranker(config.rerank.by, pipeline.device)
+    identity = {
+        "network": digest(network),
+        "manifest": digest(folder / "manifest.json"),
+        "record": {name: value for name, value in read_record(folder).items() if name in ("objective", "resolution")},
+        "extractor": extractor.hash,
+        "clip": None if clip is None else weights_hash(clip.network),
+        "rerank": None if reranker is None else weights_hash(reranker.network),
+        "precision": config.precision,
+    }
+    job = Job(config, captions, pipeline, extractor, clip, reranker, identity, Path(config.out, "work"))
+    job.run(rank, world)
+    if rank != 0:
+        return None
+    radii = list(config.blur)
+    resolution = config.sampling.get("resolution") or pipeline.resolution
+    reference = reference_features(samples, resolution, radii, extractor, Path(config.out, "reference"))
+    result = {
+        "export": str(folder),
+        "weights": f"{network.name}, sha256 {identity['network']}",
+        "images": len(captions),
+        "seeds": f"{config.seed} to {config.seed + len(captions) - 1}",
+        "reference": f"{len(reference[0])} pictures of {_one_line(config.reference.source)}",
+        "reference content": content(samples),
+        "resolution": resolution,
+        "resize of the reference": RESIZE,
+        "extractor": extractor.name,
+        "extractor hash": extractor.hash,
+        "resize of the extractor": extractor.resize,
+        "sampling": config.sampling or "the family's defaults",
+        "contrastive model of clip_score": "none" if clip is None else f"{config.clip}, sha256 {identity['clip']}",
+        "rows": [row for variant in variants(config) for row in rows_of(job, variant, reference)],
+    }
+    write_report(result, Path(config.out))
+    log.info(f"report: {config.out}/report.md")
+    return result
+
+
+def rows_of(job: Job, variant: Variant, reference: dict[int, Any]) -> list[dict[str, Any]]:
+    """One row of the table per radius or size of the pool of a variant."""
+    rows = []
+    for label, arrays in job.collect(variant).items():
+        if variant.pools:
+            varied, against = {"pool": label}, reference[0]
+        elif variant.name == "sampling":
+            varied, against = {"blur": label}, reference[label]
+        else:
+            option = variant.name.partition("=")[0]
+            varied, against = {option: variant.options[option]}, reference[0]
+        text = ", ".join(f"{name} {value}" for name, value in varied.items())
+        rows.append({"label": text, "varied": varied, "figures": figures(job.config, arrays, against)})
+    return rows
+
+
+def check_options(config: Evaluation, export: Path) -> None:
+    """
+    Raises:
+        ValueError: an option of sampling or of a sweep that the model's family does not have.
+    """
+    family = family_of(export)
+    known = {"guidance", *(flag.removeprefix("--").replace("-", "_") for flag in family.options)}
+    for section in ("sampling", "sweeps"):
+        for name in getattr(config, section):
+            if name not in known:
+                options = ", ".join(sorted(known))
+                raise ValueError(f"{section}.{name}: no option of {family.title} models, which have {options}")
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file, or of a folder's files and their names, in sixteen letters."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    total = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            total.update(f"{file.name}\0".encode() + hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()[:16]
+
+
+def _one_line(source: Any) -> str:
+    values = plain_values(source)
+    return f"{values.pop('name')} {values}"

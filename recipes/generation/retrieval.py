@@ -1,0 +1,62 @@
+"""Retrieval accuracy: how often a contrastive model finds an image's own caption among all captions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from data.sources.base import Sample, Source
+from data.sources.filters import Filter
+from data.transforms import resize_and_crop
+
+
+def read_pairs(source: Source, number: int | None, seed: int, side: int) -> tuple[list[str], np.ndarray, list[str]]:
+    """Images with captions for an evaluation, drawn without replacement.
+
+    Args:
+        source: images with captions.
+        number: how many are drawn; None: all.
+        seed: of the draw.
+        side: of the images in pixels.
+
+    Returns:
+        The drawn captions (n), their images (n, side, side, 3) uint8, and all captions of the source.
+
+    Raises:
+        ValueError: the source has fewer usable images.
+    """
+    decoder = Filter()
+    found = [sample for shard in source.shards() for sample in source.read(shard) if isinstance(sample, Sample)]
+    if not found or number is not None and len(found) < number:
+        raise ValueError(f"--number: {number} images wanted, {len(found)} found; give fewer, or another set")
+    order = np.random.default_rng(seed).permutation(len(found))[:number]
+    drawn = [decoder.decode(found[i]) for i in sorted(order)]
+    drawn = [sample for sample in drawn if hasattr(sample, "image")]
+    images = np.stack([resize_and_crop(sample.image, side)[0] for sample in drawn])
+    return [sample.caption for sample in drawn], images, [sample.caption.strip() for sample in found]
+
+
+def ranks(images: np.ndarray, captions: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """How many captions fit each image better than its own, plus one: (N,) int64. Captions that fit equally well count.
+
+    So a model that gives every caption the same score finds nothing.
+
+    Args:
+        images: (N, E), of length 1.
+        captions: (M, E), of length 1, no caption twice.
+        own: (N,), the index of each image's own caption.
+    """
+    similarities = images @ captions.T  # (N, M)
+    own_similarities = np.take_along_axis(similarities, own[:, None], axis=1)  # (N, 1)
+    return (similarities >= own_similarities).sum(axis=1)
+
+
+def accuracy(found: np.ndarray) -> dict[str, Any]:
+    """Shares of `ranks` that are at most 1 and at most 5, their median, and how many there are."""
+    return {
+        "images": len(found),
+        "top1": round(float((found <= 1).mean()), 4),
+        "top5": round(float((found <= 5).mean()), 4),
+        "median_rank": float(np.median(found)),
+    }

@@ -1,0 +1,165 @@
+"""An evaluation from an export to its report, with real metrics on small models; interrupted and over two ranks."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from recipes.config.recipe import load_config
+from recipes.evaluation import command
+from recipes.evaluation.config import Evaluation
+from recipes.evaluation.run import evaluate
+from recipes.exporting.write import write_export
+from recipes.models.latent_diffusion.pipeline import DiffusionPipeline
+from tests.recipes.exporting.runs import a_run
+
+USAGE = "recipes/evaluate.py EXPORT YAML"
+
+
+@pytest.fixture(scope="module")
+def export(small_recipe, tmp_path_factory):
+    """A small diffusion model with new weights."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    path, _ = a_run(small_recipe(folder / "run"), average=False)
+    write_export(path, folder / "export", layout="native")
+    return folder / "export"
+
+
+@pytest.fixture
+def write(tmp_path, drawings, clip_folder):
+    """Writes the YAML of an evaluation with some changes, and gives its path."""
+
+    def make(**changes):
+        values = {
+            "out": str(tmp_path / "report"),
+            "reference": {"source": {"name": "tars", "urls": f"{drawings}/train/*.tar"}, "images": 12},
+            "images": 7,
+            "seed": 3,
+            "metrics": ["fid", "kid", "precision_recall", "clip_score"],
+            "extractor": {"kind": "contrastive", "path": str(clip_folder)},
+            "clip": str(clip_folder),
+            "sampling": {"steps": 2},
+            "kid_subset_size": 5,
+            "kid_subsets": 3,
+            "chunk": 3,
+            "device": "cpu",
+        }
+        (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(values | changes))
+        return tmp_path / "evaluate.yaml"
+
+    return make
+
+
+def read(path, *overrides):
+    return load_config(path, list(overrides), Evaluation)
+
+
+def figures(result):
+    return {row["label"]: row["figures"] for row in result["rows"]}
+
+
+def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, monkeypatch):
+    path = write(
+        blur=[0, 2],
+        sweeps={"guidance": [1.0, 6.0], "sampler": ["ddim"]},
+        rerank={"by": str(clip_folder), "pools": [1, 3]},
+    )
+    command.main([str(export), str(path)], USAGE)
+    said = capsys.readouterr().out
+    result = json.loads((tmp_path / "report" / "report.json").read_text())
+    found = figures(result)
+    assert list(found) == ["blur 0", "blur 2", "guidance 1.0", "guidance 6.0", "sampler ddim", "pool 1", "pool 3"]
+    assert all(np.isfinite(list(row.values())).all() for row in found.values())
+    assert found["pool 1"] == found["blur 0"] != found["guidance 6.0"]
+    assert found["pool 3"]["clip_score"] >= found["pool 1"]["clip_score"]
+    assert found["blur 2"]["fid"] != found["blur 0"]["fid"]
+    assert (tmp_path / "report" / "report.md").read_text() in said
+    assert {file.name for file in (tmp_path / "report").glob("*.png")} == {"blur.png", "guidance.png", "pool.png"}
+    # What the figures depend on.
+    assert (
+        result["images"] == 7 and result["seeds"] == "3 to 9" and result["reference"].startswith("12 pictures of tars")
+    )
+    assert str(clip_folder) in result["extractor"] and len(result["extractor hash"]) == 64
+    assert len(result["reference content"]) == 64 and "Lanczos" in result["resize of the reference"]
+
+    # Nothing is drawn again, and the reference is not read through the network again.
+    def forbidden(*_, **__):
+        raise AssertionError("it was done before")
+
+    monkeypatch.setattr(DiffusionPipeline, "generate", forbidden)
+    monkeypatch.setattr("recipes.evaluation.reference.decoded", forbidden)
+    assert figures(evaluate(export, read(path))) == found
+
+
+def test_any_number_of_ranks_and_any_batch(export, write, tmp_path, monkeypatch):
+    alone = figures(evaluate(export, read(write())))
+    path = write(out=str(tmp_path / "two"), batch=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        result = evaluate(export, read(path))
+        assert (result is None) == (rank == "1")
+    for label, row in figures(result).items():
+        for name, value in row.items():
+            # Another batch may round a pixel to the next level.
+            assert value == pytest.approx(alone[label][name], rel=0.02, abs=1e-3), name
+
+
+def refuse(export, path, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main([str(export), str(path)], USAGE)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and error.startswith("error: ")
+    return error
+
+
+def test_what_cannot_be_evaluated(export, write, tmp_path, capsys):
+    assert "no such export" in refuse(tmp_path / "none", write(), capsys)
+    assert "no exported run" in refuse(tmp_path, write(), capsys)
+    assert "kid needs 50 generated pictures, and there are 7" in refuse(export, write(kid_subset_size=50), capsys)
+    assert "images: 13 wanted, and the reference has 12 captions" in refuse(export, write(images=13), capsys)
+    assert "sampling.temperature: no option of diffusion models" in refuse(
+        export, write(sampling={"temperature": 1.0}), capsys
+    )
+    (tmp_path / "empty").mkdir()
+    nothing = {"source": {"name": "folder", "path": str(tmp_path / "empty")}}
+    assert "reference" in refuse(export, write(reference=nothing), capsys)
+    assert "metrics" in refuse(export, write(metrics=["fidd"]), capsys)
+    missing = {"kind": "inception", "path": str(tmp_path / "none.pth")}
+    assert "extractor.path: no file" in refuse(export, write(extractor=missing), capsys)
+    assert not list((tmp_path / "report").glob("*.json"))
+
+
+def test_a_dry_run_counts(export, write, capsys, clip_folder):
+    path = write(sweeps={"guidance": [1.0, 2.0]}, rerank={"by": str(clip_folder), "pools": [1, 8]})
+    command.main([str(export), str(path), "--dry-run"], USAGE)
+    assert "11 images per caption" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_inception_with_weights_from_a_file(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+    from torch_fidelity import feature_extractor_inceptionv3 as theirs
+
+    from recipes.evaluation.extractors import inception
+
+    class New(theirs.FeatureExtractorInceptionV3):
+        def load_state_dict(self, *_, **__):
+            pass
+
+    torch.manual_seed(0)
+    torch.save({}, tmp_path / "none.pth")
+    known = New("inception-v3-compat", ["2048", "logits_unbiased"], str(tmp_path / "none.pth"))
+    save_file(known.state_dict(), tmp_path / "weights.safetensors")
+    extractor = inception(str(tmp_path / "weights.safetensors"), "cpu")
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    found = extractor(pictures)
+    features, logits = known(torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous())
+    assert found["features"].shape == (2, 2048) and found["logits"].shape == (2, 1008)
+    np.testing.assert_allclose(found["features"], features.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["logits"], logits.numpy(), rtol=1e-5, atol=1e-6)
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="does not fit InceptionV3"):
+        inception(str(tmp_path / "other.safetensors"), "cpu")

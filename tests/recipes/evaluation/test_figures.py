@@ -1,0 +1,130 @@
+"""Figures against plain computations, and what they refuse."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+from PIL import Image, ImageFilter
+
+from recipes.config.values import ConfigError
+from recipes.evaluation.config import Evaluation, Extractor, Reference, Rerank
+from recipes.evaluation.figures import figures
+from recipes.evaluation.reference import blurred, fingerprint
+from recipes.evaluation.report import curves, markdown, write_report
+
+
+def config(**changes):
+    values = {"kid_subsets": 1, "kid_subset_size": 40, "neighbours": 3, "splits": 2, "clip": "x"} | changes
+    metrics = ["fid", "kid", "precision_recall", "inception_score", "clip_score"]
+    return Evaluation(**{"out": "x", "reference": Reference(source=None), "metrics": metrics} | values)
+
+
+@pytest.fixture
+def sets():
+    """Features of 40 generated pictures and of as many of a reference, with logits and scores."""
+    rng = np.random.default_rng(0)
+    generated = {
+        "features": rng.normal(size=(40, 6)).astype(np.float32),
+        "logits": rng.normal(size=(40, 5)).astype(np.float32),
+        "scores": rng.normal(size=40).astype(np.float32),
+    }
+    return generated, (0.8 * rng.normal(size=(40, 6)) + 0.5).astype(np.float32)
+
+
+def test_figures_are_those_of_their_definitions(sets):
+    generated, reference = sets
+    found = figures(config(), generated, reference)
+    x, y = generated["features"].astype(np.float64), reference.astype(np.float64)
+    # Heusel et al. 2017: |mu - mu'|^2 + tr(C + C' - 2 (C C')^(1/2))
+    cx, cy = np.cov(x, rowvar=False), np.cov(y, rowvar=False)
+    root = scipy.linalg.sqrtm(cx @ cy).real
+    fid = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(cx + cy - 2 * root)
+    assert found["fid"] == pytest.approx(fid, rel=1e-5)
+    # Binkowski et al. 2018: the unbiased estimate with the kernel (x y / d + 1)^3, here over one subset of all
+    kernel = lambda a, b: (a @ b.T / 6 + 1) ** 3  # noqa: E731
+    off = 1 - np.eye(40)
+    kid = (kernel(x, x) * off).sum() / 1560 + (kernel(y, y) * off).sum() / 1560 - 2 * kernel(x, y).mean()
+    assert found["kid"] == pytest.approx(kid, rel=1e-4)
+
+    # Kynkaanniemi et al. 2019: the share that lies within the third neighbour's distance of any of the other set
+    def covered(points, centres):
+        radii = [np.sort(np.linalg.norm(centres - centre, axis=1))[3] for centre in centres]
+        return np.mean([any(np.linalg.norm(centres - point, axis=1) <= radii) for point in points])
+
+    assert found["precision"] == pytest.approx(covered(x, y), abs=1e-6)
+    assert found["recall"] == pytest.approx(covered(y, x), abs=1e-6)
+    assert 0 < found["recall"] < 1
+    assert found["clip_score"] == pytest.approx(100 * np.maximum(generated["scores"], 0).mean(), rel=1e-5)
+    # Salimans et al. 2016: exp of the mean divergence from the mean, over one part
+    p = np.exp(generated["logits"]) / np.exp(generated["logits"]).sum(1, keepdims=True)
+    score = np.exp((p * np.log(p / p.mean(0))).sum(1).mean())
+    assert figures(config(splits=1), generated, reference)["inception_score"] == pytest.approx(score, rel=1e-4)
+
+
+def test_equal_sets_are_at_no_distance(sets):
+    generated, _ = sets
+    found = figures(config(), generated, generated["features"])
+    assert abs(found["fid"]) < 1e-6 and found["precision"] == found["recall"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kid_subset_size": 41}, "kid needs 41 generated pictures, and there are 40; or make kid_subset_size smaller"),
+        ({"neighbours": 40}, "precision_recall needs 41 generated pictures, and there are 40"),
+        ({"splits": 50}, "inception_score needs 50 images, and there are 40"),
+    ],
+)
+def test_fewer_pictures_than_a_metric_needs(sets, changes, message):
+    generated, reference = sets
+    with pytest.raises(ValueError, match=message):
+        figures(config(**changes), generated, reference)
+    with pytest.raises(ValueError, match="fid needs 2 reference pictures, and there are 0"):
+        figures(config(metrics=["fid"]), generated, reference[:0])
+    generated["features"][3, 2] = np.nan
+    with pytest.raises(ValueError, match="features are not finite"):
+        figures(config(), generated, reference)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": []}, "metrics: empty"),
+        ({"extractor": Extractor(kind="contrastive")}, "extractor.path: missing"),
+        ({"extractor": Extractor(kind="contrastive", path="x")}, "inception_score needs classes"),
+        ({"clip": None}, "clip: missing"),
+        ({"chunk": 0}, "chunk: 0; give 1 or more"),
+        ({"blur": [1, 2]}, r"blur: \[1, 2\]; give radii of 0 or more, 0 among them"),
+        ({"rerank": Rerank(by="x", pools=[])}, "rerank.pools"),
+        ({"sweeps": {"steps": []}}, "sweeps.steps: empty"),
+    ],
+)
+def test_configs_that_cannot_be(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+def test_a_blur_is_pillows():
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 9, 9, 3), dtype=np.uint8)
+    assert blurred(pictures, 0) is pictures
+    known = np.asarray(Image.fromarray(pictures[1]).filter(ImageFilter.GaussianBlur(2)))
+    assert (blurred(pictures, 2)[1] == known).all()
+
+
+def test_fingerprints():
+    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1}) != fingerprint({"a": 1, "b": [3]})
+    assert len(fingerprint({})) == 12
+
+
+def test_a_report(tmp_path):
+    rows = [
+        {"label": f"blur {radius}", "varied": {"blur": radius}, "figures": {"fid": 10.5 - radius, "kid": 0.1}}
+        for radius in (0, 2, 1)
+    ]
+    rows += [{"label": "sampler ddim", "varied": {"sampler": "ddim"}, "figures": {"fid": 3.0, "kid": 0.2}}]
+    result = {"export": "a|b", "sampling": {"steps": 3}, "rows": rows}
+    assert [value for value, _ in curves(result)["blur"]] == [0, 1, 2] and "sampler" not in curves(result)
+    text = markdown(result)
+    assert "| blur 1 | 9.5 | 0.1 |" in text and "| export | a\\|b |" in text and "| sampling | steps 3 |" in text
+    write_report(result, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["blur.png", "report.json", "report.md"]
+    assert Image.open(tmp_path / "blur.png").size[0] > 200

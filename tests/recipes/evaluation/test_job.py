@@ -1,0 +1,108 @@
+"""The work of an evaluation gives the same numbers whoever does it, and is done once."""
+
+import zlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from recipes.evaluation.config import Evaluation, Reference, Rerank
+from recipes.evaluation.job import Job, variants
+
+CAPTIONS = [f"caption {i}" for i in range(11)]
+
+
+class Pipeline:
+    """Images that depend on caption, seed and options alone; it counts them."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def generate(self, captions, *, seeds, batch, guidance=1.0):
+        self.drawn += len(captions)
+        states = [(zlib.crc32(caption.encode()), seed) for caption, seed in zip(captions, seeds, strict=True)]
+        draws = [np.random.default_rng([*state, int(guidance)]) for state in states]
+        return np.stack([draw.integers(0, 256, (4, 4, 3), dtype=np.uint8) for draw in draws])
+
+
+def mean(images):
+    return {"features": images.reshape(len(images), -1).astype(np.float32)[:, :5]}
+
+
+SCORER = SimpleNamespace(scores=lambda captions, images: images.reshape(len(images), -1).mean(1).astype(np.float32))
+
+
+@pytest.fixture
+def job(tmp_path):
+    def make(folder="work", **changes):
+        values = {"sweeps": {"guidance": [1, 4]}, "blur": [0, 1], "chunk": 4, "seed": 5} | changes
+        config = Evaluation(out="x", reference=Reference(source=None), rerank=Rerank(by="x", pools=[4, 1, 2]), **values)
+        pipeline = Pipeline()
+        return Job(config, CAPTIONS, pipeline, mean, SCORER, SCORER, {"network": "abc"}, tmp_path / folder)
+
+    return make
+
+
+def collected(job):
+    return {variant.name: job.collect(variant) for variant in variants(job.config)}
+
+
+def same(one, other):
+    for name, labels in one.items():
+        for label, arrays in labels.items():
+            for kind, array in arrays.items():
+                assert np.array_equal(array, other[name][label][kind]), (name, label, kind)
+    return True
+
+
+def test_results_do_not_depend_on_the_ranks_or_the_batch(job):
+    alone = job("alone")
+    alone.run(0, 1)
+    many = job("many", batch=3)
+    for rank in (2, 0, 1):
+        many.run(rank, 3)
+    other = job("chunks", chunk=11)
+    other.run(0, 1)
+    found = collected(alone)
+    assert list(found) == ["sampling", "guidance=1", "guidance=4", "rerank"]
+    assert found["sampling"][0]["features"].shape == (11, 5) and list(found["sampling"]) == [0, 1]
+    assert same(found, collected(many)) and same(found, collected(other))
+    assert not np.array_equal(found["guidance=1"][0]["features"], found["guidance=4"][0]["features"])
+
+
+def test_finished_work_is_not_done_again(job):
+    first = job()
+    first.run(0, 1)
+    number = len(first.captions)
+    assert first.pipeline.drawn == number * (1 + 2 + 4)
+    again = job()
+    again.run(0, 1)
+    assert again.pipeline.drawn == 0
+    variant = variants(first.config)[0]
+    first.file(variant, 8).unlink()
+    again.run(0, 1)
+    assert again.pipeline.drawn == 3  # the last chunk of the plain sampling
+    # Other weights, seeds or options are other work.
+    for changed in (job(seed=6), job(sampling={"guidance": 2.0})):
+        assert changed.file(variants(changed.config)[0], 0) != first.file(variant, 0)
+    changed = job()
+    changed.identity["network"] = "other"
+    assert changed.file(variant, 0) != first.file(variant, 0)
+
+
+def test_the_best_of_a_pool(job):
+    done = job()
+    done.run(0, 1)
+    pools = done.collect(variants(done.config)[-1])
+    assert list(pools) == [1, 2, 4]
+    candidates = np.stack(
+        [Pipeline().generate(CAPTIONS, seeds=[5 + i + 11 * k for i in range(11)], batch=1) for k in range(4)]
+    )  # (4, 11, 4, 4, 3)
+    scores = candidates.reshape(4, 11, -1).mean(2)
+    for size, arrays in pools.items():
+        best = scores[:size].argmax(0)
+        known = mean(candidates[best, np.arange(11)])["features"]
+        assert np.array_equal(arrays["features"], known), size
+    assert (pools[4]["scores"] >= pools[1]["scores"]).all()
+    plain = done.collect(variants(done.config)[0])
+    assert np.array_equal(pools[1]["features"], plain[0]["features"])

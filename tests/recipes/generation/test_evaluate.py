@@ -1,0 +1,84 @@
+"""Retrieval accuracy: ranks against a plain loop, and the command on a small export."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipes.evaluate import main
+from recipes.generation.retrieval import accuracy, ranks, read_pairs
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def test_ranks_are_those_of_a_loop():
+    rng = np.random.default_rng(0)
+    images, captions = unit(rng.normal(size=(20, 4))), unit(rng.normal(size=(9, 4)))
+    own = rng.integers(9, size=20)
+    for image, index, rank in zip(images, own, ranks(images, captions, own), strict=True):
+        better = [caption for caption in captions if caption @ image > captions[index] @ image + 1e-9]
+        assert len(better) + 1 == rank
+
+
+def test_a_model_that_sees_nothing_finds_nothing():
+    same = unit(np.ones((6, 3)))
+    found = ranks(same, same, np.arange(6))
+    assert accuracy(found) == {"images": 6, "top1": 0.0, "top5": 0.0, "median_rank": 6.0}
+
+
+def test_shares_are_of_ranks():
+    assert accuracy(np.array([1, 1, 4, 5, 6])) == {"images": 5, "top1": 0.4, "top5": 0.8, "median_rank": 4.0}
+
+
+class Pairs:
+    """A source of images whose caption is their colour."""
+
+    def shards(self):
+        return ["a"]
+
+    def read(self, shard):
+        from PIL import Image
+
+        from data.sources.base import Rejected, Sample
+
+        for level in range(6):
+            yield Sample(str(level), Image.new("RGB", (10, 8), (level, 0, 0)), f" red {level}\n")
+        yield Rejected("x", "missing_image")
+
+
+def test_pairs_stay_together():
+    captions, images, everything = read_pairs(Pairs(), 4, 3, 5)
+    assert len(captions) == len(set(captions)) == 4 and images.shape == (4, 5, 5, 3)
+    assert [f"red {image[0, 0, 0]}" for image in images] == captions
+    assert everything == [f"red {level}" for level in range(6)]
+    assert read_pairs(Pairs(), 4, 3, 5)[0] == captions != read_pairs(Pairs(), 4, 4, 5)[0]
+    assert len(read_pairs(Pairs(), None, 0, 5)[0]) == 6
+    with pytest.raises(ValueError, match="--number: 7 images wanted, 6 found"):
+        read_pairs(Pairs(), 7, 0, 5)
+
+
+def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
+    export, tars = Path(exported[0].output, "export"), sorted(Path(drawings).rglob("*.tar"))
+    assert tars
+    out = tmp_path / "scores.json"
+    sets = ["--sets", f"seen={tars[0]}", f"other={tars[-1]}"]
+    command = [str(export), "--retrieval", str(clip_folder), *sets, "--number", "3", "--steps", "2", "--device", "cpu"]
+    main([*command, "--out", str(out)])
+    shown = capsys.readouterr().out
+    assert shown.count("\n") == 6 and "| other | generated | 3 |" in shown
+    first = json.loads(out.read_text())
+    assert set(first["sets"]) == {"seen", "other"} and set(first["sets"]["seen"]) == {"generated", "real"}
+    assert len(first["judge"]["weights_hash"]) == 64 and first["options"] == {"steps": 2}
+    main([*command, "--out", str(out), "--batch", "2"])
+    assert json.loads(out.read_text()) == first  # whatever the batch
+    for wrong, message in (
+        (["--sets", "seen"], "--sets: seen; give NAME=TARS"),
+        (["--number", "0"], "--number: 0; give 1 or more"),
+        (["--retrieval", str(tmp_path / "none")], "no file"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*command, *wrong])
+        assert end.value.code == 2 and message in capsys.readouterr().err
