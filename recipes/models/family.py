@@ -14,6 +14,10 @@ from typing import Any
 from data.manifest import Manifest
 
 
+class NotInDiffusersError(ValueError):
+    """diffusers has no such network, or no such sampler."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models that generate images.
@@ -27,6 +31,8 @@ class Family:
             `generate`; one that is not given is left to the default there, so `default` must not be set here.
         pipeline: "module:function" of a function that takes `ExportParts` and returns the family's pipeline, which has
             `device` and `generate(captions, *, seeds, batch, guidance, <options>)` -> (N, H, W, 3) uint8.
+        diffusers: "module:function" of a function that takes `ExportParts` and a new folder and writes a pipeline of
+            diffusers into it, or raises `NotInDiffusersError`; None: diffusers has none.
     """
 
     title: str
@@ -34,6 +40,7 @@ class Family:
     guidance: float
     options: dict[str, dict[str, Any]]
     pipeline: str
+    diffusers: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ class Task(nn.Module):
 
     Attributes:
         eval_names: names of those results of `evaluate` that are averaged over a validation set and logged.
+        eval_weights: name in `eval_names` -> name of the result of `evaluate`, (B,), that weighs each sample in the
+            average, such as its number of tokens. Samples have equal weights by default.
+        eval_sums: name in `eval_names` -> names of other results and their factors. The figure is then the sum of the
+            factors times those results' averages, instead of an average of its own.
         entry_points: names of the methods, besides `forward` and `evaluate`, through which callers run the network,
             such as `denoise`, `sample` or `reconstruct`. FSDP gathers the parameters for calls of these methods too.
         scheduled: names of scalar buffers that the `scheduled_value` callback may set in the course of a run.
@@ -42,6 +47,8 @@ class Task(nn.Module):
     """
 
     eval_names: tuple[str, ...] | list[str] = ()
+    eval_weights: Mapping[str, str] = {}
+    eval_sums: Mapping[str, Mapping[str, float]] = {}
     entry_points: tuple[str, ...] = ()
     scheduled: tuple[str, ...] = ()
     compares_samples: bool = False
@@ -52,12 +59,28 @@ class Task(nn.Module):
         """The training losses of a batch.
 
         Args:
-            batch: tensors by name, with the sample as their first dimension B.
+            batch: tensors by name, with the sample as their first dimension B, and the means that `batch_means` names.
 
         Returns:
             Scalars by name. `total` is minimised; the others are detached and only logged.
         """
         raise NotImplementedError
+
+    def batch_means(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the loss must know of the whole batch: values of each sample whose means over the batch it needs.
+
+        A batch is divided over ranks and into microbatches, and the losses of the parts are averaged by their numbers
+        of samples. A loss that divides by anything else, such as the number of tokens, therefore needs it of the whole
+        batch. Engines call this before they divide the batch, average the values over all samples of all ranks, and
+        add the means to the batch under the same names.
+
+        Args:
+            batch: as in `forward`, on the host, and before transforms on the device.
+
+        Returns:
+            Tensors (B,) by name. By default none: the loss is a mean over samples.
+        """
+        return {}
 
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The validation results of each sample, without gradients and without the global random generator.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-CHUNK = 1024  # rows whose logits are in memory at once: 100 MB for 24,576 tokens
+CHUNK = 4096  # rows whose logits are in memory at once: 400 MB for 24,576 tokens, and as much for their softmax
 # cuBLAS can multiply 16-bit matrices into float32 results; torch offers it since 2.8.
 WIDE_PRODUCT = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
 
@@ -38,41 +40,76 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
         losses = hidden.new_empty(len(hidden), dtype=_wide(hidden.dtype))
-        normalisers = torch.empty_like(losses)  # log-sum-exp of the logits
         with torch.autocast(hidden.device.type, enabled=False):
+            columns = _factor(weight).T
             for rows in _chunks(len(hidden), chunk):
-                logits = _logits(hidden[rows], weight)  # (m, C)
-                normalisers[rows] = logits.logsumexp(1)
-                losses[rows] = normalisers[rows] - logits.gather(1, targets[rows, None].clamp(min=0))[:, 0]
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+                logits = wide_product(hidden[rows], columns)  # (m, C)
+                losses[rows] = nn.functional.cross_entropy(logits, targets[rows], ignore_index=-1, reduction="none")
+        ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk = chunk
-        return losses.masked_fill(targets < 0, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+        hidden, weight, targets = ctx.saved_tensors
         grad = grad.masked_fill(targets < 0, 0.0)
         grad_hidden = torch.empty_like(hidden)
         # 16 bits would lose precision in the sum over chunks.
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype))
         with torch.autocast(hidden.device.type, enabled=False):
+            columns = _factor(weight).T
             for rows in _chunks(len(hidden), ctx.chunk):
-                slope = _logits(hidden[rows], weight).sub_(normalisers[rows, None]).exp_()  # p, (m, C)
-                slope.scatter_add_(1, targets[rows, None].clamp(min=0), slope.new_full((len(slope), 1), -1.0))
-                slope = slope.mul_(grad[rows, None]).to(hidden.dtype)
+                likelihoods = wide_product(hidden[rows], columns).softmax(1)  # (m, C)
+                at_target = targets[rows, None].clamp(min=0)
+                likelihoods.scatter_add_(1, at_target, likelihoods.new_full(at_target.shape, -1.0))
+                slope = torch.mul(likelihoods, grad[rows, None], out=torch.empty_like(likelihoods, dtype=hidden.dtype))
+                del likelihoods
                 grad_hidden[rows] = slope @ weight
-                grad_weight += slope.T @ hidden[rows]
+                grad_weight += _narrow_product(slope.T, hidden[rows])
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(m, C), float32 or wider."""
-    if hidden.dtype == _wide(hidden.dtype):
-        return hidden @ weight.T
-    if WIDE_PRODUCT and hidden.is_cuda:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    # 16-bit numbers fit into TF32, whose products are therefore exact if TF32 is allowed.
-    return hidden.float() @ weight.float().T
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 or wider: the products of 16-bit numbers, which are exact, and their sums.
+
+    Args:
+        a: (M, K).
+        b: (K, N), of the same dtype or already as float32.
+    """
+    if a.dtype == _wide(a.dtype):
+        return a @ b
+    if b.dtype == a.dtype and _has_wide_product(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    with _tf32(a.device):
+        return a.float() @ b.float()
+
+
+@contextmanager
+def _tf32(device: torch.device) -> Iterator[None]:
+    """Let a GPU multiply in TF32, several times as fast as float32, and as exact for 16-bit numbers, which it holds."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _factor(weight: Tensor) -> Tensor:
+    """The weight as `wide_product` multiplies it, cast once and not per chunk."""
+    return weight if _has_wide_product(weight) else weight.to(_wide(weight.dtype))
+
+
+def _has_wide_product(x: Tensor) -> bool:
+    return WIDE_PRODUCT and x.is_cuda
+
+
+def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed in float32, and rounded to 16 bits only where PyTorch cannot return the sum."""
+    return wide_product(a, b) if _has_wide_product(a) else a @ b
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -124,6 +124,7 @@ def jobs(captions: list[str], batch: int) -> Iterator[tuple[list[str], int]]:
 
 def load(parts: ExportParts) -> TokenPipeline:
     """The pipeline of an export. See `recipes.generation.exports.load_pipeline`."""
+    parts.image_encoder.need_decoder()
     return TokenPipeline(
         network=load_transformer(parts.network).to(parts.device).eval(),
         image_encoder=parts.image_encoder.to(parts.device),

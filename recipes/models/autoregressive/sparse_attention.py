@@ -6,16 +6,14 @@ Letters: B batch, H heads, S positions = T text + N image, D head width, d model
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from recipes.models.autoregressive.flex import SHORTEST, Backend, FlexAttention, block_mask
 from recipes.models.autoregressive.masks import Kind, TokenLayout, dense_mask, near, visible, visible_by_columns
 
 Implementation = Literal["auto", "flex", "local", "masked"]
@@ -60,38 +58,35 @@ class MaskedAttend(Attend):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
 
 
-def flex_attend(kind: Kind, layout: TokenLayout, device: torch.device, compiled: bool = True) -> Attend:
-    """FlexAttention: computes only blocks of 128 x 128 with at least one visible pair. Needs a GPU."""
-    return _FlexColumns(layout, device, compiled) if kind == "column" else _FlexRaster(kind, layout, device, compiled)
+def flex_attend(
+    kind: Kind, layout: TokenLayout, device: torch.device, backend: Backend | None = "inductor"
+) -> Attend:
+    """FlexAttention: computes only blocks of 128 x 128 with at least one visible pair. Needs a GPU.
+
+    `backend` is that of torch.compile; None: without compilation, which computes all pairs.
+    """
+    return FlexColumns(layout, device, backend) if kind == "column" else FlexRaster(kind, layout, device, backend)
 
 
-class _FlexRaster(Attend):
-    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device, compiled: bool) -> None:
-        self.blocks = block_mask(visible(kind, layout), layout.length, device)
-        self.compiled = compiled
+class FlexRaster(Attend):
+    """The row and convolutional masks."""
+
+    def __init__(self, kind: Kind, layout: TokenLayout, device: torch.device, backend: Backend | None) -> None:
+        self.flex = FlexAttention(block_mask(visible(kind, layout), layout.length, device), backend)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _flex(self.compiled)(q, k, v, block_mask=self.blocks)
+        return self.flex(q, k, v)
 
 
-class _FlexColumns(ByColumns):
-    def __init__(self, layout: TokenLayout, device: torch.device, compiled: bool) -> None:
+class FlexColumns(ByColumns):
+    """The column mask: with the image in column order, its blocks lie next to the diagonal."""
+
+    def __init__(self, layout: TokenLayout, device: torch.device, backend: Backend | None) -> None:
         super().__init__(layout)
-        self.blocks = block_mask(visible_by_columns(layout), layout.length, device)
-        self.compiled = compiled
+        self.flex = FlexAttention(block_mask(visible_by_columns(layout), layout.length, device), backend)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _flex(self.compiled)(q, k, v, block_mask=self.blocks)
-
-
-def block_mask(sees: Callable[[Tensor, Tensor], Tensor], length: int, device: torch.device) -> BlockMask:
-    """FlexAttention's BlockMask of a mask, shared by all samples and heads."""
-    return create_block_mask(lambda b, h, query, key: sees(query, key), None, None, length, length, device=str(device))
-
-
-@functools.cache
-def _flex(compiled: bool) -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+        return self.flex(q, k, v)
 
 
 def local_attend(kind: Kind, layout: TokenLayout, device: torch.device) -> Attend:
@@ -188,23 +183,44 @@ def make_attend(implementation: Implementation, kind: Kind, layout: TokenLayout,
     """The attention for one kind of mask on one device.
 
     Args:
-        implementation: auto: flex on a GPU, otherwise local for grids of side 16 or more, else masked.
+        implementation: see `resolve`.
         kind: kind of the mask.
         layout: positions of the sequence.
         device: device of queries, keys and values.
 
     Raises:
-        ValueError: flex without a GPU.
+        ValueError: flex without a GPU, or for a short sequence.
     """
-    if implementation == "flex" and device.type != "cuda":
-        raise ValueError(f"autoregressive: attention: flex needs a GPU; use auto, local or masked on a {device.type}")
+    makers = {"flex": flex_attend, "local": local_attend, "masked": MaskedAttend}
+    return makers[resolve(implementation, layout, device.type)](kind, layout, device)
+
+
+def resolve(implementation: Implementation, layout: TokenLayout, device: str) -> Literal["flex", "local", "masked"]:
+    """The implementation to use on a type of device.
+
+    Args:
+        implementation: auto: on a GPU flex for sequences of 128 or more positions, elsewhere local for grids of side
+            16 or more, else masked.
+        layout: positions of the sequence.
+        device: type of the device.
+
+    Raises:
+        ValueError: flex without a GPU, or for a short sequence.
+    """
     if implementation == "auto":
+        if device == "cuda":
+            return "flex" if layout.length >= SHORTEST else "masked"
         # Time of local relative to masked, forward and backward on one core: 0.17 to 0.56 at a side of 32, 0.46 to
         # 0.92 at 16, and 2 to 2.5 at 8, where there is little to save.
-        on_cpu = "local" if layout.side >= 16 else "masked"
-        implementation = "flex" if device.type == "cuda" else on_cpu
-    makers = {"flex": flex_attend, "local": local_attend, "masked": MaskedAttend}
-    return makers[implementation](kind, layout, device)
+        return "local" if layout.side >= 16 else "masked"
+    if implementation == "flex" and device != "cuda":
+        raise ValueError(f"autoregressive: attention: flex needs a GPU; use auto, local or masked on a {device}")
+    if implementation == "flex" and layout.length < SHORTEST:
+        raise ValueError(
+            f"autoregressive: attention: flex is for sequences of {SHORTEST} or more positions, and these have "
+            f"{layout.length}; use auto or masked"
+        )
+    return implementation
 
 
 def transpose_grid(x: Tensor, side: int) -> Tensor:

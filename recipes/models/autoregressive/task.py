@@ -22,12 +22,14 @@ from recipes.models.weights import load_safetensors
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
+TEXT_TOKENS = "text_tokens"  # predicted text tokens per sample: in training their mean over the whole batch
 
 
 class Autoregressive(Task):
     """A transformer over text tokens followed by image tokens (Ramesh et al. 2021, section 2.2), all precomputed."""
 
     entry_points = ("sample",)
+    eval_weights = {"text_loss": TEXT_TOKENS}
     exports_average_beside = True
 
     def __init__(
@@ -56,9 +58,9 @@ class Autoregressive(Task):
             codes: size of the image codebook.
             kernel: side of the neighbourhood of the last layer's convolutional attention, an odd number.
             image_weight: weight of the image tokens' mean loss, from 0 to 1; the text tokens' mean loss has the rest.
-            attention: flex: block-sparse kernels, for a GPU; local: matrix products over the visible keys only, for a
-                CPU; masked: all keys, with a mask; auto: flex on a GPU, otherwise local for a side of 16 or more,
-                else masked.
+            attention: flex: block-sparse kernels, for a GPU and 128 positions or more; local: matrix products over the
+                visible keys only, for a CPU; masked: all keys, with a mask; auto: flex on a GPU, otherwise local for a
+                side of 16 or more, else masked; masked, too, for fewer than 128 positions on a GPU.
 
         Raises:
             ValueError: a width that is not a multiple of the heads, or a weight outside of 0 to 1.
@@ -79,6 +81,7 @@ class Autoregressive(Task):
         self.network = transformer_of(**self.sizes, attention=attention)
         self.image_weight = image_weight
         self.eval_names = ["loss", "text_loss", "image_loss"]
+        self.eval_sums = {"loss": {"text_loss": 1 - image_weight, "image_loss": image_weight}}
 
     def requirements(self) -> dict[str, int]:
         """The sizes that the data and its vocabulary must have."""
@@ -99,17 +102,24 @@ class Autoregressive(Task):
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss: by default 1/8 of the text tokens' mean loss plus 7/8 of the image tokens'.
 
-        Means are taken over the tokens of the (micro)batch. The first text token is not predicted, because nothing
-        precedes it; the last text position, a token or padding, predicts the first image token.
+        Each mean is over the tokens of the whole batch, so that every text token has the same weight, however the batch
+        is divided. The first text token is not predicted, because nothing precedes it; the last text position, a token
+        or padding, predicts the first image token.
 
         Args:
-            batch: `text` (B, T) int64 in [0, V), -1 for padding at the end; `image` (B, N) int64.
+            batch: `text` (B, T) int64 in [0, V), -1 for padding at the end; `image` (B, N) int64; `text_tokens` (B,),
+                the mean number of predicted text tokens per sample of the whole batch (see `batch_means`). Without the
+                latter, what is given is the whole batch.
 
         Returns:
             `total`, `text` and `image`, in nats per token: scalars.
         """
         text, image, there = self._losses(batch)
-        text_mean = text.sum() / there.sum().clamp(min=1)
+        tokens = batch.get(TEXT_TOKENS)
+        if tokens is None:
+            tokens = there.sum(1).float().mean()
+        # A batch without any text token has text losses of 0, which may be divided by anything.
+        text_mean = (text.sum(1) / tokens.clamp(min=1e-6)).mean()
         image_mean = image.mean()
         return {
             "total": self._weighted(text_mean, image_mean),
@@ -117,13 +127,27 @@ class Autoregressive(Task):
             "image": image_mean.detach(),
         }
 
+    def batch_means(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The number of predicted text tokens of each sample. See `Task.batch_means`."""
+        return {TEXT_TOKENS: predicted(batch["text"]).sum(1)}
+
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`text_loss` and `image_loss` in nats per token, and `loss`, their weighted sum: (B,) each."""
+        """`text_loss` and `image_loss` in nats per token, `loss`, their weighted sum, and `text_tokens`: (B,) each.
+
+        A sample without text tokens has a text loss of 0. Over a validation set, the text loss is averaged over tokens
+        as in training: such samples have no weight.
+        """
         text, image, there = self._losses(batch)
-        text_mean = text.sum(1) / there.sum(1).clamp(min=1)
+        tokens = there.sum(1)
+        text_mean = text.sum(1) / tokens.clamp(min=1)
         image_mean = image.mean(1)
-        return {"loss": self._weighted(text_mean, image_mean), "text_loss": text_mean, "image_loss": image_mean}
+        return {
+            "loss": self._weighted(text_mean, image_mean),
+            "text_loss": text_mean,
+            "image_loss": image_mean,
+            TEXT_TOKENS: tokens,
+        }
 
     def sample(self, text: Tensor, uniform: Tensor, choice: Choice, given: Tensor | None = None) -> Tensor:
         """Image tokens for captions, also while the model is sharded. See `sample_tokens`."""
@@ -136,7 +160,7 @@ class Autoregressive(Task):
         targets = torch.cat([text, image + self.network.text_vocabulary], dim=1)[:, 1:]  # (B, S - 1)
         losses = token_losses(hidden.flatten(0, 1), self.network.unembedding.weight, targets.flatten())
         of_text, of_image = losses.view_as(targets).split([text.shape[1] - 1, image.shape[1]], dim=1)
-        return of_text, of_image, text[:, 1:] >= 0
+        return of_text, of_image, predicted(text)
 
     def _weighted(self, text: Tensor, image: Tensor) -> Tensor:
         return (1 - self.image_weight) * text + self.image_weight * image
@@ -161,6 +185,11 @@ class Autoregressive(Task):
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
         load_safetensors(self.network, folder / FOLDER / WEIGHTS)
+
+
+def predicted(text: Tensor) -> Tensor:
+    """Which text tokens are predicted, (B, T - 1) bool: those of (B, T) but the first, which nothing precedes."""
+    return text[:, 1:] >= 0
 
 
 def transformer_of(

@@ -12,6 +12,7 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from recipes.models.kl_autoencoder.task import to_signed
+from recipes.models.precision import without_autocast
 from recipes.models.task import Task
 from recipes.models.weights import load_safetensors
 
@@ -71,10 +72,15 @@ class ContrastiveText(Task):
         self.eval_names = ["loss", "accuracy"]
 
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
-        """Logits (B, B): images as rows, captions as columns."""
-        images = self.network.encode_image(to_signed(batch["image"]), normalize=True)  # (B, E)
-        captions = self.network.encode_text(batch["tokens"], normalize=True)  # (B, E)
-        return self.network.logit_scale.exp().clamp(max=100) * images.float() @ captions.float().T  # (B, B)
+        """Logits (B, B), float32 also under autocast: images as rows, captions as columns.
+
+        They reach 100, where neighbouring bf16 numbers are 0.5 apart.
+        """
+        images = self.network.encode_image(to_signed(batch["image"])).float()  # (B, E)
+        captions = self.network.encode_text(batch["tokens"]).float()  # (B, E)
+        with without_autocast(images.device):
+            images, captions = (nn.functional.normalize(embedding, dim=-1) for embedding in (images, captions))
+            return self.network.logit_scale.float().exp().clamp(max=100) * images @ captions.T  # (B, B)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The symmetric contrastive loss over the pairs of this (micro)batch.

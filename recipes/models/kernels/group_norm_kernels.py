@@ -152,7 +152,7 @@ def _forward(
         tl.store(part_m2 + place, channel_m2, mask=used)
 
     if APPLY:
-        elements = (total_rows * GROUP).to(tl.float32)
+        elements = tl.cast(total_rows * GROUP, tl.float32)  # a 1 x 1 grid makes total_rows a constant, which has no .to
         if SUMS:
             group_mean = _over_groups(count * channel_mean, members) / elements
             away = channel_mean - group_mean
@@ -243,7 +243,7 @@ def _backward(
             present = (part < SPLITS)[:, None] & used[None, :]
             sum_plain = tl.sum(tl.load(part_plain + places, mask=present, other=0.0), axis=0)
             sum_normal = tl.sum(tl.load(part_normal + places, mask=present, other=0.0), axis=0)
-        elements = (total_rows * GROUP).to(tl.float32)
+        elements = tl.cast(total_rows * GROUP, tl.float32)
         mean_plain = _over_groups(scale * sum_plain, members) / elements
         mean_normal = _over_groups(scale * sum_normal, members) / elements
         dx += sample * total_rows * C

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from recipes.models.task import Task
-from recipes.models.weights import load_safetensors
+from recipes.models.weights import load_diffusers
 
 
 class KLAutoencoder(Task):
@@ -112,8 +112,8 @@ class KLAutoencoder(Task):
         self.network.save_pretrained(str(folder), safe_serialization=True)
 
     def load_export(self, folder: Path) -> None:
-        """See `Task.load_export`."""
-        load_safetensors(self.network, folder / "diffusion_pytorch_model.safetensors")
+        """See `Task.load_export`. The folder may also be a whole pipeline of diffusers."""
+        load_diffusers(self.network, folder, "vae")
 
 
 def to_signed(images: Tensor) -> Tensor:

@@ -87,6 +87,10 @@ class DDPM(Objective):
         # An error in epsilon is snr times smaller than the one in x_0, an error in v snr + 1 times.
         return clipped / (snr if self.prediction == "epsilon" else snr + 1)
 
+    def for_diffusers(self) -> Any:
+        """DPM-Solver++ with the steps of the sampler dpm++. See `Objective.for_diffusers`."""
+        return make_scheduler(self.samplers[0], self.scheduler_config)
+
     def integrate(self, predict: Predict, noise: Tensor, steps: int, sampler: str) -> Tensor:
         """See `Objective.integrate`."""
         return integrate(predict, make_scheduler(sampler, self.scheduler_config), noise, steps)

@@ -8,6 +8,8 @@ from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
+from recipes.models.family import NotInDiffusersError
+
 
 class Denoiser(nn.Module, ABC):
     """A network that predicts noise or a velocity from noisy latents, their time and a text embedding.
@@ -64,3 +66,11 @@ class Denoiser(nn.Module, ABC):
     @abstractmethod
     def open(cls, folder: Path) -> Self:
         """A new network from what `save` wrote."""
+
+    def for_diffusers(self) -> nn.Module:
+        """The network as diffusers' `StableDiffusionPipeline` takes it for its `unet`.
+
+        Raises:
+            NotInDiffusersError: diffusers has no such network, which is the default.
+        """
+        raise NotInDiffusersError(f"diffusers has no pipeline for the denoiser {self.name}")

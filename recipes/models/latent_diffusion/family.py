@@ -12,4 +12,5 @@ FAMILY = Family(
         "--resolution": {"type": int, "help": "side of the images in pixels (default: that of training)"},
     },
     pipeline="recipes.models.latent_diffusion.pipeline:load",
+    diffusers="recipes.models.latent_diffusion.diffusers_pipeline:save",
 )

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from recipes.models.family import NotInDiffusersError
+
 # Letters: B batch, C latent channels, H W latent grid, L text positions, D text width.
 
 # (noisy latents (B, C, H, W), times (B,)) -> the network's prediction (B, C, H, W)
@@ -26,12 +28,15 @@ class Objective(nn.Module, ABC):
     Attributes:
         name: the component's name in a recipe. Exports record it.
         samplers: names of the samplers; the first is the default.
+        prediction: what the network predicts, by diffusers' name for it (epsilon, v_prediction or flow_prediction);
+            None: something that it has no name for.
         eval_times: the points of the forward process at which the validation loss is computed, in the objective's own
             unit (timesteps, or times between 0 and 1).
     """
 
     name: ClassVar[str]
     samplers: ClassVar[tuple[str, ...]]
+    prediction: str | None = None
     eval_times: list[int] | list[float]
 
     @abstractmethod
@@ -60,6 +65,14 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def open(cls, folder: Path) -> Self:
         """An objective for sampling, from a folder that `save` wrote."""
+
+    def for_diffusers(self) -> Any:
+        """The default sampler as a scheduler of diffusers that `StableDiffusionPipeline` takes.
+
+        Raises:
+            NotInDiffusersError: diffusers has no such sampler, which is the default.
+        """
+        raise NotInDiffusersError(f"diffusers has no scheduler for the objective {self.name}")
 
     @abstractmethod
     def integrate(self, predict: Predict, noise: Tensor, steps: int, sampler: str) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
 from recipes.models.latent_diffusion.objective import Objective, Predict
@@ -21,6 +21,7 @@ class RectifiedFlow(Objective):
 
     name = "rectified_flow"
     samplers = ("euler",)
+    prediction = "flow_prediction"
 
     def __init__(
         self,
@@ -63,6 +64,23 @@ class RectifiedFlow(Objective):
         t = times[:, None, None, None]  # (B, 1, 1, 1)
         prediction = predict((1 - t) * x0 + t * noise, TIME_SCALE * times)
         return (prediction.float() - (noise - x0).float()).square().mean(dim=(1, 2, 3))
+
+    def for_diffusers(self) -> UniPCMultistepScheduler:
+        """UniPC of order 1 without its corrector, which is Euler's method. See `Objective.for_diffusers`.
+
+        `FlowMatchEulerDiscreteScheduler` lacks what `StableDiffusionPipeline` asks of a scheduler. UniPC's own times
+        differ from `integrate`'s by up to 0.001; the pipeline's argument `sigmas` sets them.
+        """
+        return UniPCMultistepScheduler(
+            # It rounds times down to integers, and begins 1e-6 below 1, whose time would become 999.
+            num_train_timesteps=TIME_SCALE + 1,
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            flow_shift=1.0,
+            solver_order=1,
+            disable_corrector=list(range(TIME_SCALE)),
+            steps_offset=1,  # unused with flow_sigmas; the pipeline warns about every other value
+        )
 
     def integrate(self, predict: Predict, noise: Tensor, steps: int, sampler: str) -> Tensor:
         """Euler's method in equal steps from t = 1 to t = 0. See `Objective.integrate`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
+from data.log import log
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
 from recipes.models.task import Task
@@ -106,5 +108,20 @@ class LatentDiffusion(Task):
         }
 
     def load_export(self, folder: Path) -> None:
-        """See `Task.load_export`."""
-        self.denoiser.load(folder / self.denoiser.folder)
+        """See `Task.load_export`. The folder may also be a pipeline of diffusers, or its U-Net alone."""
+        network = folder / self.denoiser.folder
+        self.denoiser.load(network if network.is_dir() else folder)
+        scheduler = folder / SCHEDULER / "scheduler_config.json"
+        if scheduler.is_file():
+            trained = prediction_of(json.loads(scheduler.read_text(encoding="utf-8")))
+            if trained != self.objective.prediction:
+                log.warning(
+                    f"{scheduler}: the weights were trained to predict {trained}, and the recipe's objective is "
+                    f"{self.objective.prediction or self.objective.name}; they have to learn it anew"
+                )
+
+
+def prediction_of(scheduler: dict[str, Any]) -> str:
+    """What a network predicts, by the config of its scheduler: epsilon, v_prediction or flow_prediction."""
+    flow = str(scheduler.get("_class_name", "")).startswith("FlowMatch")
+    return "flow_prediction" if flow else scheduler.get("prediction_type", "epsilon")

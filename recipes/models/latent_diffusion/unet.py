@@ -8,8 +8,9 @@ from typing import Self
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from recipes.models.blocks.formats import in_autocast_dtype
 from recipes.models.latent_diffusion.denoiser import Denoiser
-from recipes.models.weights import load_safetensors
+from recipes.models.weights import load_diffusers
 
 
 class UNet(Denoiser):
@@ -31,6 +32,7 @@ class UNet(Denoiser):
 
     def forward(self, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """The network's prediction (B, C, H, W). See `Denoiser.forward`."""
+        text = in_autocast_dtype(text)  # read by two layers per transformer block
         return self.network(latents, times, encoder_hidden_states=text, return_dict=False)[0]
 
     def blocks(self) -> list[nn.Module]:
@@ -51,7 +53,7 @@ class UNet(Denoiser):
 
     def load(self, folder: Path) -> None:
         """See `Denoiser.load`."""
-        load_safetensors(self.network, folder / "diffusion_pytorch_model.safetensors")
+        load_diffusers(self.network, folder)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -61,6 +63,10 @@ class UNet(Denoiser):
             str(folder), use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
         )
         return cls(network)
+
+    def for_diffusers(self) -> UNet2DConditionModel:
+        """See `Denoiser.for_diffusers`."""
+        return self.network
 
 
 def unet(

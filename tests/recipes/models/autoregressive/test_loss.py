@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.models.autoregressive.loss import token_losses
+from recipes.models.autoregressive.loss import token_losses, wide_product
 
 
 def problem(rows=23, width=6, tokens=17, seed=0):
@@ -31,6 +31,30 @@ def test_it_equals_the_unchunked_loss(rows, chunk, seed):
     gradients = torch.autograd.grad((own * share).sum(), (hidden, weight))
     for one, other in zip(gradients, torch.autograd.grad((expected * share).sum(), (hidden, weight)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_in_64_bit_it_is_the_unchunked_loss_to_ten_digits():
+    hidden, weight, targets, share = problem(50, 16, 33)
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    own, expected = token_losses(hidden, weight, targets, 7), plain(hidden, weight, targets)
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
+    gradients = torch.autograd.grad((own * share).sum(), (hidden, weight))
+    for one, other in zip(gradients, torch.autograd.grad((expected * share).sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_gradients_of_16_bit_factors_are_rounded_a_few_times(dtype, error):
+    """Half a unit in the last place is 2^-9 and 2^-12. The slope and each product are rounded once."""
+    hidden, weight, targets, share = problem(64, 32, 40)
+    hidden, weight = (x.detach().to(dtype) for x in (hidden, weight))
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    own = torch.autograd.grad((token_losses(*leaves, targets, 20) * share).sum(), leaves)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    exact = torch.autograd.grad((plain(*leaves, targets) * share).sum(), leaves)
+    for one, other in zip(own, exact, strict=True):
+        assert one.dtype == dtype
+        assert (one - other).norm() < error * other.norm()
 
 
 def test_gradients_by_finite_differences():
@@ -80,6 +104,19 @@ def test_16_bit_factors_give_32_bit_logits(dtype):
     own.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32
     assert hidden.grad.abs().max() > 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_16_bit_factors_are_exact_on_a_gpu(dtype):
+    """Whatever the setting of TF32, which stays as it is: 16-bit numbers fit into it."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    a, b = torch.randn(64, 128).to(dtype), torch.randn(128, 96).to(dtype)
+    found = wide_product(a.cuda(), b.cuda())
+    assert found.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 == before
+    # 32-bit sums of 128 products of order 1
+    torch.testing.assert_close(found.cpu().double(), a.double() @ b.double(), rtol=0, atol=5e-5)
 
 
 @pytest.mark.gpu

@@ -2,11 +2,14 @@
 
 import json
 import math
+from itertools import accumulate
 
 import pytest
 import torch
 
+from recipes.engines.metrics import figures_of
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
+from recipes.training.microbatches import with_batch_means
 
 SIZES = {
     "layers": 4, "width": 32, "heads": 2, "text_positions": 6, "text_vocabulary": 20, "side": 4, "codes": 12,
@@ -67,10 +70,55 @@ def test_every_parameter_is_trained(batch):
     assert not untrained
 
 
+def test_a_batch_may_be_divided_anyhow(batch):
+    """The loss and its gradients are those of the whole batch, whatever the microbatches, also of ranks that hold
+    different numbers of samples. In 64 bits, so that only the order of additions differs."""
+    task = small().double()
+    whole = task(batch)
+    wanted = torch.autograd.grad(whole["total"], list(task.parameters()))
+    means = with_batch_means(batch, task, torch.device("cpu"))
+    assert means["text_tokens"].tolist() == pytest.approx([11 / 5] * 5)  # 5 + 2 + 0 + 0 + 4 predicted tokens
+    for sizes in ([5], [2, 2, 1], [1, 1, 1, 1, 1], [1, 4], [3, 2]):
+        found = {name: 0 for name in whole}
+        gradients = [0] * len(wanted)
+        for size, start in zip(sizes, accumulate([0, *sizes]), strict=False):
+            losses = task({name: value[start : start + size] for name, value in means.items()})
+            share = size / 5
+            found = {name: found[name] + share * loss.detach() for name, loss in losses.items()}
+            parts = torch.autograd.grad(share * losses["total"], list(task.parameters()))
+            gradients = [one + other for one, other in zip(gradients, parts, strict=True)]
+        for name, loss in whole.items():
+            torch.testing.assert_close(found[name], loss.detach(), rtol=1e-6, atol=0)  # the mean of tokens is float32
+        for one, other in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
+
+
+def test_a_batch_without_any_text(batch):
+    task = small()
+    batch["text"][:] = -1
+    for given in (batch, with_batch_means(batch, task, torch.device("cpu"))):
+        losses = task(given)
+        losses["total"].backward()
+        assert losses["text"] == 0 and losses["total"].item() == pytest.approx(0.875 * losses["image"].item())
+    assert all(p.grad is None or p.grad.isfinite().all() for p in task.parameters())
+
+
+def test_validation_is_averaged_as_training_is(batch):
+    task = small()
+    figures = figures_of(task)
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):  # the second has captions without predicted tokens only
+        results = task.evaluate({name: value[rows] for name, value in batch.items()})
+        for figure in figures.values():
+            figure.update(results)
+    losses = task(batch)
+    for name, key in (("loss", "total"), ("text_loss", "text"), ("image_loss", "image")):
+        torch.testing.assert_close(figures[name].compute(), losses[key].detach(), rtol=1e-5, atol=0)
+
+
 def test_validation_figures_are_those_of_each_sample(batch):
     task = small()
     figures = task.evaluate(batch)
-    assert list(figures) and set(figures) == set(task.eval_names)
+    assert set(figures) == {*task.eval_names, "text_tokens"} and figures["text_tokens"].tolist() == [5, 2, 0, 0, 4]
     for row in range(5):
         alone = task({name: value[row : row + 1] for name, value in batch.items()})
         for name, key in (("loss", "total"), ("text_loss", "text"), ("image_loss", "image")):

@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.sixteen_bit.block_scaling import scale_branch
 from recipes.models.autoregressive.masks import TokenLayout, dense_mask, visible, visible_pairs
-from recipes.models.autoregressive.sparse_attention import MaskedAttend, flex_attend, local_attend
+from recipes.models.autoregressive.sparse_attention import Attend, MaskedAttend, flex_attend, local_attend
 from recipes.models.autoregressive.task import Autoregressive
-from recipes.models.autoregressive.transformer import Residual, TokenTransformer, forward_flops
+from recipes.models.autoregressive.transformer import (
+    MLP,
+    CausalAttention,
+    Residual,
+    TokenTransformer,
+    forward_flops,
+)
 
 CPU = torch.device("cpu")
 LAYOUT = TokenLayout(5, 4, 3)
@@ -56,7 +64,7 @@ def test_attention_equals_a_naive_one(make, layout, kind):
 def test_flex_attention_equals_a_naive_one(kind):
     """Its masks and its order of tokens, run without the compiler, which has no kernels for a CPU here."""
     backward = torch.__version__.startswith("2.7")  # later versions refuse it on a CPU
-    compare(flex_attend(kind, LAYOUT, CPU, compiled=False), LAYOUT, kind, backward=backward)
+    compare(flex_attend(kind, LAYOUT, CPU, backend=None), LAYOUT, kind, backward=backward)
 
 
 def test_flex_attention_is_for_a_gpu():
@@ -260,3 +268,46 @@ def test_flops():
 def test_sizes_that_do_not_divide(changes):
     with pytest.raises(ValueError, match="multiple of the number of heads"):
         small(**{"layers": 2, **changes})
+
+
+class Kernel(torch.autograd.Function):
+    """What a fused kernel of attention keeps: its inputs and its output."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = torch.empty_like(q).copy_(v)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad, grad
+
+
+class Fused(Attend):
+    def __call__(self, q, k, v):
+        return Kernel.apply(q, k, v)
+
+
+@pytest.mark.parametrize(("recomputed", "expected"), [(False, 32), (True, 8)])
+def test_activations_of_a_layer(recomputed, expected):
+    """Bytes per position and unit of width: for 64 layers, 1,280 positions and a width of 1920, 5 GB per sample."""
+    width, length = 64, 24
+    blocks = [Residual(CausalAttention(width, 2)), Residual(MLP(width))]
+    for block in blocks:
+        scale_branch(block.branch, torch.tensor(64.0), torch.zeros((), dtype=torch.int64))
+    if recomputed:
+        recompute(blocks)
+    kept = {}
+
+    def keep(tensor):
+        if length in tensor.shape:  # no weights and their 16-bit copies
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(1, length, width, requires_grad=True) * 1.0
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = blocks[1](blocks[0](x, Fused()))
+    numbers = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    statistics = 0 if recomputed else 4 * 4 * length  # means and deviations of two norms
+    assert y.dtype == torch.float32 and numbers == expected * length * width + statistics

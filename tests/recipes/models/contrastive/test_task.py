@@ -4,6 +4,7 @@ import open_clip
 import pytest
 import torch
 from open_clip.loss import ClipLoss
+from torch import nn
 
 from recipes.encoders.text import open_clip_text
 from recipes.models.contrastive.task import ContrastiveText
@@ -58,6 +59,18 @@ def test_the_temperature_is_bounded(task, batch):
         assert task._similarities(batch).abs().max() <= 100.001
     finally:
         task.network.logit_scale.data.copy_(own)
+
+
+def test_logits_are_32_bit_under_autocast(task, batch):
+    """Both towers compute in bf16; from their embeddings on, everything is float32."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = task._similarities(batch)
+        images = task.network.encode_image(to_signed(batch["image"]))
+        captions = task.network.encode_text(batch["tokens"])
+    assert images.dtype == captions.dtype == torch.bfloat16 and found.dtype == torch.float32
+    images, captions = (nn.functional.normalize(side.detach().double(), dim=-1) for side in (images, captions))
+    expected = task.network.logit_scale.detach().double().exp() * images @ captions.T
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)  # bf16 would be off by 0.03
 
 
 def test_it_learns_to_tell_captions_apart(batch):

@@ -15,6 +15,8 @@ from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm, lower_norms
 from recipes.models.kernels import fused_norm
 from recipes.models.kernels.fused_norm import Case, FusedGroupNorm, Times, fuse
+from recipes.models.kernels.geglu import geglu
+from recipes.models.kernels.geglu import reference as plain_geglu
 from recipes.models.kernels.group_norm_kernels import backward_with, forward_with, make_plan
 from recipes.models.kernels.group_norm_silu import INTERPRETED, group_norm_silu, reference
 from recipes.models.latent_diffusion.unet import unet
@@ -222,3 +224,28 @@ def test_an_error_of_the_measurement_is_raised(monkeypatch):
     fuse(norm, silu=True, measured=True)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         norm(torch.randn(2, 8, 3, 3).contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 2560), (1, 2), (7, 34), (0, 4)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_geglu(shape, dtype):
+    """PyTorch computes the reference in 32 bits of the same numbers; 16 bits round once."""
+    generator = torch.Generator().manual_seed(3)
+    x = (2 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
+    dy = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).to(dtype)
+    actual = geglu(x)
+    actual = [actual, *torch.autograd.grad(actual, x, dy)]
+    exact = x.detach().float().requires_grad_()
+    expected = plain_geglu(exact)
+    expected = [expected, *torch.autograd.grad(expected, exact, dy.float())]
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == dtype and one.shape == other.shape
+        if one.numel():
+            assert (one.float() - other).abs().max() <= TOLERANCE[dtype] * other.abs().max()
+
+
+def test_geglu_takes_inputs_and_gradients_that_are_no_runs_of_memory():
+    x = torch.randn(6, 5, dtype=torch.float32).t().requires_grad_()
+    (theirs,) = torch.autograd.grad(plain_geglu(x), x, torch.ones(3, 5).t())
+    (own,) = torch.autograd.grad(geglu(x), x, torch.ones(3, 5).t())
+    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-6)

@@ -79,6 +79,23 @@ def test_the_kernels_compile_for_hopper(name, sums, apply, tmp_path, monkeypatch
     assert "b16" not in "".join(line for line in compiled.asm["ptx"].splitlines() if "global" in line)
 
 
+@pytest.mark.parametrize("name", ["_forward", "_backward"])
+def test_the_kernels_compile_for_a_grid_of_1_x_1(name, tmp_path, monkeypatch):
+    """Triton makes an integer argument a constant of the kernel where it is 1, as the number of rows is there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(group_norm_kernels, name)
+    plan = make_plan(2, 1, 64, 32, 132)
+    values = {"C": 64, "GROUP": 2, "PART": plan.groups, "PART_P2": triton.next_power_of_2(plan.groups)}
+    values |= {"WIDTH": plan.width, "STEP": plan.step, "SPLITS": 1, "SPLITS_P2": 1, "SILU": True}
+    values |= {"SUMS": True, "APPLY": True, "total_rows": 1, "rows": plan.rows}
+    assert plan.rows == plan.splits == 1
+    signature = {arg: "constexpr" if arg in values else "*fp32" for arg in kernel.arg_names}
+    signature |= {"eps": "fp32"} if "eps" in signature else {}
+    source = ASTSource(kernel, signature, values)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": plan.warps})
+    assert len(compiled.asm["cubin"]) > 0
+
+
 def test_what_the_kernels_do_not_take_is_said():
     x, weight = torch.randn(2, 8, 3, 3), torch.ones(8)
     with pytest.raises(ValueError, match="groups divide C; got x"):

@@ -8,6 +8,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
+from recipes.config.components import COMPONENTS
+from recipes.config.schema import Component
 from recipes.generate import main
 from recipes.models.latent_diffusion.objective import seeded_noise
 from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
@@ -100,20 +102,30 @@ def test_values_that_cannot_be():
         RectifiedFlow().check_sampler("ddim")
 
 
-def test_a_run_exports_and_generates(tmp_path, small_recipe, fit):
-    """Training, validation, sample grid, export and generate.py know an objective by its name alone."""
+SIZES = {"width": 16, "layers": 1, "heads": 2, "text_width": 16}
+# Levers that have nothing to change elsewhere.
+OF_UNETS = ("attention", "channels_last", "fused_group_norm", "lean_blocks", "fused_geglu", "cudnn_benchmark")
+SMALL_DIT = Component("denoiser", "dit", SIZES, COMPONENTS["denoiser"]["dit"], "denoiser")
+
+
+@pytest.mark.parametrize(("network", "denoiser"), [("unet", None), ("transformer", SMALL_DIT)])
+def test_a_run_exports_and_generates(tmp_path, small_recipe, fit, network, denoiser):
+    """Training, validation, sample grid, export and generate.py know objective and denoiser by their names alone."""
     recipe = small_recipe(
         tmp_path / "run",
         "model.objective={name: rectified_flow, eval_times: [0.25, 0.75]}",
+        *([] if denoiser is None else [f"algorithms.{name}=null" for name in OF_UNETS]),
         "training.duration=4ba",
         "callbacks.export={name: export}",
         "callbacks.sample_grid={name: sample_grid, prompts: [a dot], steps: 2}",
     )
+    if denoiser is not None:
+        recipe.model.args["denoiser"] = denoiser
     trainer = fit(recipe)
     assert {"loss", "loss_t0.25", "loss_t0.75"} <= set(trainer.state.eval_metrics["val"])
     export = tmp_path / "run" / "export"
     record = json.loads((export / "export.json").read_text())
-    assert (record["family"], record["network"], record["objective"]) == ("latent_diffusion", "unet", "rectified_flow")
+    assert (record["family"], record["network"], record["objective"]) == ("latent_diffusion", network, "rectified_flow")
     scheduler = json.loads((export / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["_class_name"] == "FlowMatchEulerDiscreteScheduler"
     command = ["--prompts", "a dot", "a star", "--steps", "2", "--device", "cpu", "--out", str(tmp_path / "grid.png")]

@@ -12,6 +12,7 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
 from recipes.models.latent_diffusion.ddpm import DDPM
+from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
 
@@ -127,7 +128,27 @@ def test_weights_come_back_strictly(tmp_path, task, batch):
     with pytest.raises(ValueError, match="does not fit the model.*has shape"):
         small(width=32).load_export(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such weights"):
-        task.load_export(tmp_path / "unet")
+        task.load_export(tmp_path / "scheduler")
+
+
+def test_weights_of_diffusers(tmp_path, task, batch, capsys):
+    """A whole pipeline, such as Stable Diffusion 2, or its U-Net alone; another prediction is announced."""
+    network, scheduler = task.denoiser.network, task.objective
+    network.save_pretrained(tmp_path / "unet", max_shard_size="40KB")
+    scheduler.for_diffusers().save_pretrained(tmp_path / "scheduler")
+    for folder in (tmp_path, tmp_path / "unet"):
+        other = small()
+        torch.nn.init.zeros_(other.denoiser.network.conv_out.weight)
+        other.load_export(folder)
+        assert (other.evaluate(batch)["loss"] == task.evaluate(batch)["loss"]).all()
+    assert capsys.readouterr().out == ""
+    other = "v_prediction" if scheduler.prediction == "epsilon" else "epsilon"
+    small(prediction=other).load_export(tmp_path)
+    said = "".join(capsys.readouterr())
+    assert f"trained to predict {scheduler.prediction}, and the recipe's objective is {other}" in said
+    RectifiedFlow().save(tmp_path / "scheduler")
+    task.load_export(tmp_path)
+    assert "trained to predict flow_prediction" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

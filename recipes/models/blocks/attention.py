@@ -1,0 +1,85 @@
+"""Attention of diffusers' networks on views of (B, S, H, D) instead of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.models.blocks.formats import format_of
+
+# Letters: B batch, S positions, H heads, D width of a head, C = H D.
+
+# (query, key, value), (B, S, H, D) each -> (B, S, H, D)
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """PyTorch's attention. Its kernels take and give the transposed views as they are."""
+    views = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(*views).transpose(1, 2)
+
+
+def xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The memory-efficient attention of xformers."""
+    from xformers.ops import memory_efficient_attention
+
+    return memory_efficient_attention(query, key, value)
+
+
+class AttentionOnViews:
+    """A processor of diffusers' attention blocks that copies nothing.
+
+    Diffusers' processor for xformers copies query, key, value and result, each into a batch of B H; its processors
+    divide the result by a factor that is 1. Pictures stay in their memory format.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        """
+        Args:
+            kernel: computes the attention.
+        """
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        """The block's result for (B, S, C), or (B, C, h, w), and a text (B, L, E), if there is one."""
+        assert attention_mask is None
+        x = hidden_states
+        if attn.group_norm is not None:
+            x = attn.group_norm(x) if x.ndim == 4 else attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+        if x.ndim == 4:
+            x = x.flatten(2).transpose(1, 2)  # (B, S, C)
+        source = x if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            layer(tensor).unflatten(-1, (attn.heads, -1))  # (B, S, H, D)
+            for layer, tensor in ((attn.to_q, x), (attn.to_k, source), (attn.to_v, source))
+        )
+        y = self.kernel(query, key, value).flatten(2)  # (B, S, C)
+        linear, dropout = attn.to_out
+        y = dropout(linear(y))
+        if hidden_states.ndim == 4:
+            y = y.transpose(1, 2).unflatten(2, hidden_states.shape[2:])
+            y = y.contiguous(memory_format=format_of(hidden_states))
+        y = y + hidden_states if attn.residual_connection else y
+        return y if attn.rescale_output_factor == 1 else y / attn.rescale_output_factor
+
+
+def takes(attn: Attention) -> bool:
+    """Whether `AttentionOnViews` can compute a block: one without the options of other families of networks."""
+    options = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "added_kv_proj_dim")
+    return (
+        type(attn.to_q) is type(attn.to_k) is nn.Linear
+        and attn.scale_qk
+        and not attn.is_causal
+        and attn.inner_dim == attn.inner_kv_dim
+        and not any(getattr(attn, option) for option in options)
+    )

@@ -1,0 +1,266 @@
+"""A diffusion transformer over patches of latents (DiT), with text as a pooled vector and by cross-attention."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from data.files import write_json
+from recipes.models.latent_diffusion.denoiser import Denoiser
+from recipes.models.weights import load_safetensors
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+FREQUENCIES = 256  # width of the sinusoidal time embedding, as in DiT
+
+# Letters: B batch, C latent channels, H W latent grid, N patches, L text positions, T text width, D width.
+
+
+class DiT(Denoiser):
+    """Diffusion transformer (Peebles and Xie 2023, adaLN-Zero) with cross-attention to text (Chen et al. 2023).
+
+    Every block is modulated by the time and by one vector that attention pools from the text. With `cross_attention`
+    the patches of every block also attend to the vectors of the text.
+    """
+
+    name = "dit"
+    folder = "transformer"
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        text_width: int,
+        latent_channels: int = 4,
+        patch_size: int = 2,
+        text_layers: int = 0,
+        cross_attention: bool = True,
+        mlp_ratio: int = 4,
+    ) -> None:
+        """Build it with new weights. Names of weights are those of the published DiT and PixArt-alpha.
+
+        Args:
+            width: width of the patches' vectors; a multiple of 4 and of heads.
+            layers: blocks.
+            heads: attention heads of every block.
+            text_width: width of the text embedding.
+            latent_channels: channels of the latents.
+            patch_size: side of a patch in latents.
+            text_layers: transformer blocks over the text, trained with the network.
+            cross_attention: whether blocks attend to the text. Without it they are modulated only, which is cheaper.
+            mlp_ratio: width of the hidden layer of every MLP, relative to `width`.
+
+        Raises:
+            ValueError: widths do not divide.
+        """
+        super().__init__()
+        if width % heads or width % 4:
+            raise ValueError(f"dit: width {width} must be a multiple of heads ({heads}) and of 4")
+        self.config: dict[str, Any] = {
+            "width": width,
+            "layers": layers,
+            "heads": heads,
+            "text_width": text_width,
+            "latent_channels": latent_channels,
+            "patch_size": patch_size,
+            "text_layers": text_layers,
+            "cross_attention": cross_attention,
+            "mlp_ratio": mlp_ratio,
+        }
+        self.width = width
+        self.text_width, self.latent_channels = text_width, latent_channels
+        self.patch_size = self.grid_multiple = patch_size
+        self.x_embedder = nn.Linear(latent_channels * patch_size**2, width)
+        self.t_embedder = Mlp(FREQUENCIES, width, width, nn.SiLU())
+        self.y_embedder = nn.Linear(text_width, width)
+        self.y_blocks = nn.ModuleList(TextBlock(width, heads, mlp_ratio) for _ in range(text_layers))
+        self.y_norm = nn.LayerNorm(width)
+        self.y_pool = CrossAttention(width, heads)
+        self.y_query = nn.Parameter(torch.zeros(1, 1, width))
+        self.y_pooled = Mlp(width, width, width, nn.SiLU())
+        self.layers = nn.ModuleList(Block(width, heads, mlp_ratio, cross_attention) for _ in range(layers))
+        self.final_layer = FinalLayer(width, latent_channels * patch_size**2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """DiT's initialisation: each block begins as the identity, and the output as zero."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        for mlp in (self.t_embedder, self.y_pooled):
+            nn.init.normal_(mlp.fc1.weight, std=0.02)
+            nn.init.normal_(mlp.fc2.weight, std=0.02)
+        nn.init.normal_(self.y_query, std=0.02)
+        for block in self.layers:
+            nn.init.zeros_(block.adaLN_modulation.weight)
+            if block.cross_attn is not None:
+                nn.init.zeros_(block.cross_attn.proj.weight)
+        nn.init.zeros_(self.final_layer.adaLN_modulation.weight)
+        nn.init.zeros_(self.final_layer.linear.weight)
+
+    def forward(self, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
+        """The prediction (B, C, H, W). See `Denoiser.forward`."""
+        p = self.patch_size
+        height, width = latents.shape[2] // p, latents.shape[3] // p
+        x = F.pixel_unshuffle(latents, p).flatten(2).transpose(1, 2)  # BN(Cpp)
+        x = self.x_embedder(x) + grid_positions(height, width, self.width).to(x)  # BND
+        y = self.y_embedder(text)  # BLD
+        y = y + positions(torch.arange(y.shape[1], device=y.device), self.width).to(y)
+        for block in self.y_blocks:
+            y = block(y)
+        y = self.y_norm(y)
+        pooled = self.y_pool(self.y_query.repeat(len(y), 1, 1), y).squeeze(1)  # BD
+        time = self.t_embedder(positions(times, FREQUENCIES).to(self.t_embedder.fc1.weight))  # BD
+        c = F.silu(time + self.y_pooled(pooled))  # BD
+        for block in self.layers:
+            x = block(x, y, c)
+        x = self.final_layer(x, c)  # BN(Cpp)
+        return F.pixel_shuffle(x.transpose(1, 2).unflatten(2, (height, width)), p)  # BCHW
+
+    def blocks(self) -> list[nn.Module]:
+        """See `Task.blocks`."""
+        return [*self.y_blocks, *self.layers]
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and safetensors."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", self.config)
+        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, str(folder / WEIGHTS))
+
+    def load(self, folder: Path) -> None:
+        """See `Denoiser.load`."""
+        load_safetensors(self, folder / WEIGHTS)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """See `Denoiser.open`."""
+        network = cls(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        network.load(folder)
+        return network
+
+
+class Block(nn.Module):
+    """Self-attention and MLP modulated by the time (adaLN-Zero), with cross-attention to the text between them."""
+
+    def __init__(self, width: int, heads: int, mlp_ratio: int, cross_attention: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.attn = SelfAttention(width, heads)
+        self.cross_attn = CrossAttention(width, heads) if cross_attention else None
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(width, mlp_ratio * width, width, nn.GELU())
+        self.adaLN_modulation = nn.Linear(width, 6 * width)
+
+    def forward(self, x: Tensor, y: Tensor, c: Tensor) -> Tensor:
+        """x (B, N, D) for text y (B, L, D) and the activated embedding of time and text c (B, D)."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c)[:, None].chunk(6, dim=2)  # B1D each
+        x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1))
+        if self.cross_attn is not None:
+            x = x + self.cross_attn(x, y)
+        return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))
+
+
+class TextBlock(nn.Module):
+    """A pre-norm transformer block over the text."""
+
+    def __init__(self, width: int, heads: int, mlp_ratio: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = SelfAttention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = Mlp(width, mlp_ratio * width, width, nn.GELU())
+
+    def forward(self, y: Tensor) -> Tensor:
+        """y (B, L, D)."""
+        y = y + self.attn(self.norm1(y))
+        return y + self.mlp(self.norm2(y))
+
+
+class FinalLayer(nn.Module):
+    """From vectors of patches to their predictions."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.norm_final = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(width, out)
+        self.adaLN_modulation = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """(B, N, out) for x (B, N, D) and c (B, D)."""
+        shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=2)  # B1D each
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, N, D)."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B(heads)Nd each
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of patches to text."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_linear = nn.Linear(width, width)
+        self.kv_linear = nn.Linear(width, 2 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x (B, N, D) attends to y (B, L, D)."""
+        q = self.q_linear(x).unflatten(2, (self.heads, -1)).transpose(1, 2)  # B(heads)Nd
+        k, v = self.kv_linear(y).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B(heads)Ld each
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, width: int, hidden: int, out: int, act: nn.Module) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = act
+        self.fc2 = nn.Linear(hidden, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., out) for x (..., width)."""
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x * (1 + scale) + shift, for x (B, N, D) and the others (B, 1, D)."""
+    return torch.addcmul(shift, x, 1 + scale)
+
+
+def positions(values: Tensor, width: int) -> Tensor:
+    """Sinusoidal embeddings (M, width), float32, of values (M,): cosines, then sines, of wavelengths up to 10,000."""
+    half = width // 2
+    rates = torch.exp(-math.log(10000) / half * torch.arange(half, device=values.device))
+    angles = values.float()[:, None] * rates  # (M, width / 2)
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def grid_positions(height: int, width: int, channels: int) -> Tensor:
+    """Fixed embeddings (height * width, channels) of a grid: half of the channels are the row's, half the column's."""
+    rows = positions(torch.arange(height), channels // 2).repeat_interleave(width, dim=0)
+    columns = positions(torch.arange(width), channels // 2).repeat(height, 1)
+    return torch.cat([rows, columns], dim=1)

@@ -1,0 +1,122 @@
+"""The diffusion transformer: what it depends on, its start, its equality with a naive reference, and its files."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.models.latent_diffusion.dit import DiT, grid_positions, positions
+
+SIZES = {"width": 16, "layers": 2, "heads": 2, "text_width": 12, "latent_channels": 3, "patch_size": 2}
+
+
+def new(seed=0, **changes):
+    """A small network. Some of its layers start at zero, and would hide differences, so all are disturbed."""
+    torch.manual_seed(seed)
+    network = DiT(**SIZES | changes)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return network.eval()
+
+
+def inputs(count=3, height=4, width=6):
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(count, 3, height, width, generator=generator)
+    return latents, torch.tensor([0.0, 333.3, 1000.0])[:count], torch.randn(count, 5, 12, generator=generator)
+
+
+@pytest.mark.parametrize("changes", [{}, {"text_layers": 1}, {"cross_attention": False}, {"patch_size": 1}])
+def test_a_sample_depends_on_its_own_inputs_only(changes):
+    network, (latents, times, text) = new(**changes), inputs()
+    with torch.no_grad():
+        whole = network(latents, times, text)
+        single = torch.cat([network(latents[i : i + 1], times[i : i + 1], text[i : i + 1]) for i in range(3)])
+        assert whole.shape == latents.shape
+        torch.testing.assert_close(whole, single, rtol=1e-4, atol=1e-5)  # sums in another order
+        for changed in ((latents + 1, times, text), (latents, times + 50, text), (latents, times, text + 1)):
+            assert ((network(*changed) - whole).abs().amax((1, 2, 3)) > 1e-3).all()
+
+
+def test_it_starts_with_zero():
+    torch.manual_seed(0)
+    assert DiT(**SIZES)(*inputs()).abs().max() == 0
+
+
+def attention(query, key, value, heads):
+    """Attention (N, D) of one sample, head by head."""
+    rows = []
+    for q, k, v in zip(query.chunk(heads, 1), key.chunk(heads, 1), value.chunk(heads, 1), strict=True):
+        rows.append(torch.softmax(q @ k.T / q.shape[1] ** 0.5, dim=1) @ v)
+    return torch.cat(rows, dim=1)
+
+
+def norm(x):
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+
+
+def test_it_is_what_the_papers_describe():
+    """One sample, one patch at a time where that is possible, in float64."""
+    network, (latents, times, text) = new().double(), inputs(1)
+    latents, text = latents.double(), text.double()
+    patches = [latents[0, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].reshape(-1) for i in range(2) for j in range(3)]
+    x = network.x_embedder(torch.stack(patches)) + grid_positions(2, 3, 16)
+    y = network.y_norm(network.y_embedder(text[0]) + positions(torch.arange(5), 16))
+    pool = network.y_pool
+    k, v = pool.kv_linear(y).chunk(2, 1)
+    pooled = pool.proj(attention(pool.q_linear(network.y_query[0]), k, v, 2))
+    c = network.t_embedder(positions(times, 256).double()) + network.y_pooled(pooled)
+    c = c * torch.sigmoid(c)
+    for block in network.layers:
+        shift1, scale1, gate1, shift2, scale2, gate2 = block.adaLN_modulation(c).chunk(6, 1)
+        q, k, v = block.attn.qkv(norm(x) * (1 + scale1) + shift1).chunk(3, 1)
+        x = x + gate1 * block.attn.proj(attention(q, k, v, 2))
+        k, v = block.cross_attn.kv_linear(y).chunk(2, 1)
+        x = x + block.cross_attn.proj(attention(block.cross_attn.q_linear(x), k, v, 2))
+        x = x + gate2 * block.mlp(norm(x) * (1 + scale2) + shift2)
+    shift, scale = network.final_layer.adaLN_modulation(c).chunk(2, 1)
+    out = network.final_layer.linear(norm(x) * (1 + scale) + shift)
+    expected = torch.zeros_like(latents)
+    for n, patch in enumerate(out):
+        i, j = divmod(n, 3)
+        expected[0, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2] = patch.reshape(3, 2, 2)
+    # Times are embedded in float32, by sums in another order.
+    torch.testing.assert_close(network(latents, times, text), expected, rtol=1e-6, atol=1e-6)
+
+
+@given(height=st.integers(1, 9), width=st.integers(1, 9))
+@settings(max_examples=20, deadline=None)
+def test_every_place_of_a_grid_has_its_own_embedding(height, width):
+    found = grid_positions(height, width, 16)
+    assert found.shape == (height * width, 16)
+    apart = torch.cdist(found, found) + 10 * torch.eye(height * width)
+    assert apart.min() > 1e-2
+
+
+@pytest.mark.parametrize("changes", [{"text_layers": 1}, {"cross_attention": False}])
+def test_what_is_saved_is_opened(tmp_path, changes):
+    network = new(**changes)
+    network.save(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+    ]
+    opened, other = DiT.open(tmp_path).eval(), new(seed=1, **changes)
+    other.load(tmp_path)
+    for again in (opened, other):
+        assert (again(*inputs()) == network(*inputs())).all()
+    assert json.loads((tmp_path / "config.json").read_text())["layers"] == 2
+    with pytest.raises(ValueError, match="does not fit the model: unknown layers.1"):
+        new(**changes | {"layers": 1}).load(tmp_path)
+
+
+def test_widths_must_divide():
+    with pytest.raises(ValueError, match=r"dit: width 18 must be a multiple of heads \(4\) and of 4"):
+        DiT(**SIZES | {"width": 18, "heads": 4})
+
+
+def test_blocks_are_all_transformer_blocks():
+    network = new(text_layers=1)
+    assert len(network.blocks()) == 3 == len(network.recomputed_blocks())
