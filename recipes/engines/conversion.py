@@ -2,37 +2,27 @@
 
 Both hold the same things under other names; `recipes.engines.lightning.checkpoint_format` lists them. Composer's hold
 NumPy's arrays and Python's durations besides tensors. They are read with the few types that such a file needs, and
-nothing else in it is ever called. Sharded checkpoints of either engine are read by PyTorch's loader, which unpickles.
+nothing else in it is ever called (`recipes.engines.plain_pickles`, `recipes.engines.sharded_files`).
 """
 
 from __future__ import annotations
 
-import pickle
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.torch_version import TorchVersion
 
-from data.files import atomic_write
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, point_to, read_file
+from data.files import atomic_write, point_to
+from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
+from recipes.engines.plain_pickles import ALLOWED, load_plain
+from recipes.engines.sharded_files import Sharded
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
 COUNTS = ("batch", "sample", "epoch", "batch_in_epoch", "sample_in_epoch")
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-OF_COMPOSER = ("CheckpointSaver", "Generators")  # callbacks that belong to the engine and not to the recipe
-ALLOWED = [
-    np.ndarray,
-    np.dtype,
-    type(np.dtype(np.uint32)),
-    np.empty(0).__reduce__()[0],  # what rebuilds arrays; its module has another name in each version of NumPy
-    timedelta,
-    TorchVersion,
-]
+OF_COMPOSER = ("CheckpointSaver", "WholeCheckpoints", "EndIfAsked", "Generators")  # not of the recipe
 
 
 def convert(path: Path, engine: str) -> Path:
@@ -72,19 +62,9 @@ def read_parts(folder: Path) -> dict[str, Any]:
     """What ranks have written to a folder with torch.distributed.checkpoint, put together.
 
     Raises:
-        ValueError: there is nothing that they have written.
+        ValueError: there is nothing that they have written, or more than plain values.
     """
-    if not (folder / ".metadata").is_file():
-        raise ValueError(f"{folder}: not a sharded checkpoint; it has no file .metadata")
-    with TemporaryDirectory(dir=folder.parent) as temporary:
-        whole = Path(temporary, "whole.pt")
-        dcp_to_torch_save(folder, whole)
-        return _load(whole)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    with torch.serialization.safe_globals(ALLOWED):
-        return torch.load(path, map_location="cpu", weights_only=True)
+    return Sharded.open(folder).nested(ALLOWED)
 
 
 def read_composer(path: Path) -> dict[str, Any]:
@@ -93,12 +73,9 @@ def read_composer(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: not one, or one that holds other types than this repository's runs write.
     """
-    try:
-        state = read_parts(path) if path.is_dir() else _load(path)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{path}: not a checkpoint that Composer wrote for this repository: {reason}") from error
-    if not isinstance(state, dict) or "timestamp" not in state.get("state", {}):
+    state = read_parts(path) if path.is_dir() else load_plain(path)
+    inner = state.get("state") if isinstance(state, dict) else None
+    if not isinstance(inner, dict) or "timestamp" not in inner:
         raise ValueError(f"{path}: not a checkpoint of Composer; it has no timestamp")
     return state
 

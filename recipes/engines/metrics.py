@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from torchmetrics import MeanMetric
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from recipes.models.task import Task
 
 
-class MeanOf(MeanMetric):
-    """The mean of one of the figures of `evaluate`, over all samples of a validation set on all ranks."""
+class Figure(Metric):
+    """A figure of validation: a weighted sum of weighted means over all samples of a validation set on all ranks.
 
-    def __init__(self, figure: str) -> None:
+    Most figures are one mean, in which all samples have the same weight.
+    """
+
+    def __init__(self, terms: Mapping[str, float], weights: Mapping[str, str]) -> None:
         """
         Args:
-            figure: name of the figure.
+            terms: names of results of `Task.evaluate`, and the factors of their means.
+            weights: as `Task.eval_weights`.
         """
         super().__init__()
-        self.figure = figure
+        self.terms = dict(terms)
+        self.weights = dict(weights)
+        self.add_state("sums", torch.zeros(len(terms)), dist_reduce_fx="sum")
+        self.add_state("totals", torch.zeros(len(terms)), dist_reduce_fx="sum")
+
+    def update(self, results: Mapping[str, Tensor]) -> None:
+        """Add the samples of a microbatch, by what `Task.evaluate` returned for them."""
+        for number, name in enumerate(self.terms):
+            values = results[name].float()
+            weight = results[self.weights[name]].float() if name in self.weights else torch.ones_like(values)
+            self.sums[number] += (values * weight).sum()
+            self.totals[number] += weight.sum()
+
+    def compute(self) -> Tensor:
+        """The figure, a scalar. A mean whose samples all have a weight of 0 is 0."""
+        factors = torch.tensor(list(self.terms.values()), device=self.sums.device)
+        return (factors * self.sums / self.totals.clamp(min=1e-6)).sum()
+
+
+def figures_of(task: Task) -> dict[str, Figure]:
+    """New figures of a task's validation, by name."""
+    return {name: Figure(task.eval_sums.get(name, {name: 1.0}), task.eval_weights) for name in task.eval_names}

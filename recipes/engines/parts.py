@@ -18,10 +18,14 @@ from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.resilience.guard import Guard
+from recipes.algorithms.resilience.recipe_rates import RecipeRates
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe
+from recipes.engines.precision import resolve
+from recipes.engines.record import check_encoders, check_record
 from recipes.models.task import Task
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
@@ -50,17 +54,12 @@ class Place:
         """As a recipe asks for it.
 
         Raises:
-            ValueError: a GPU is asked for where PyTorch sees none, or a precision that a CPU does not have.
+            ValueError: a GPU is asked for where PyTorch sees none.
         """
         use_gpu = torch.cuda.is_available() if recipe.training.device == "auto" else recipe.training.device == "gpu"
         if use_gpu and not torch.cuda.is_available():
             raise ValueError("training.device: gpu was asked for, and PyTorch sees none; use auto or cpu")
-        precision = recipe.training.precision
-        if precision == "auto":
-            precision = "amp_bf16" if use_gpu else "fp32"
-        if not use_gpu and precision != "fp32":
-            raise ValueError(f"training.precision: {precision} needs a GPU; use fp32 or auto on a CPU")
-        return cls(use_gpu, precision, local_world_size)
+        return cls(use_gpu, resolve(recipe.training.precision, use_gpu=use_gpu), local_world_size)
 
 
 @dataclass
@@ -96,9 +95,11 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     """Build everything that a recipe names. Ranks must have been started, and seeded alike.
 
     Raises:
-        ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load.
+        ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load; the run
+            goes on, and its recipe or data is not what it was.
     """
     batch = recipe.training.device_batch(world_size())
+    changed = check_record(recipe)
     task = build(recipe.model)
     if recipe.checkpoints.load_weights:
         task.load_export(Path(recipe.checkpoints.load_weights))
@@ -109,6 +110,15 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         label: build(component, placement=load(training=False), requirements=requirements)
         for label, component in recipe.evals.items()
     }
+    check_encoders(recipe, data, evals)
+    rates = [RecipeRates()] if any(key.startswith("optimizer") for key in changed) else []
+
+    def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = build(recipe.optimizer, parameters=parameters, task=task)
+        for lever in rates:
+            lever.built(optimizer)
+        return optimizer
+
     # What builders may ask for by naming it as a parameter before their `*`.
     context = {
         "task": task,
@@ -134,9 +144,9 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         task=task,
         data=data,
         evals=evals,
-        levers=Levers(levers),
+        levers=Levers(levers, first=[Guard(recipe.training.nonfinite_limit, recipe.output), *rates]),
         callbacks=callbacks,
-        new_optimizer=lambda parameters: build(recipe.optimizer, parameters=parameters, task=task),
+        new_optimizer=new_optimizer,
         schedule=schedule,
         sharding=the_one(levers, Sharding),
         loggers={label: build(logger, **context) for label, logger in recipe.loggers.items()},
@@ -167,18 +177,35 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
 
 
 def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lever]) -> Sharding:
-    """The lever of `training.fsdp`."""
+    """The lever of `training.fsdp`.
+
+    Raises:
+        ValueError: replicas whose gradients nothing would average.
+    """
     fsdp = recipe.training.fsdp
+    replicas = fsdp.replicas_in(world_size(), place.local_world_size)
+    averaging = the_one(levers, PowerSGD)
+    if replicas > 1 and averaging is None and not place.use_gpu and torch_version() < (2, 8):
+        raise ValueError(
+            f"training.fsdp.replicas: {replicas} replicas, between which torch {torch.__version__} averages no "
+            "gradients on a CPU; use replicas: 1, the algorithm powersgd, a GPU, or torch 2.8 or newer"
+        )
     return Sharding(
         task,
         full_shard=fsdp.strategy == "FULL_SHARD",
         by_block=fsdp.wrap == "blocks",
         parameters=fsdp.parameters,
-        replicas=fsdp.replicas_in(world_size(), place.local_world_size),
+        replicas=replicas,
         sync=fsdp.sync,
-        averaging=the_one(levers, PowerSGD),
+        averaging=averaging,
         scaling=the_one(levers, ResblockGradScaling),
     )
+
+
+def torch_version() -> tuple[int, int]:
+    """PyTorch's version, such as (2, 7)."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def the_one(levers: Iterable[Lever], kind: type) -> Any:

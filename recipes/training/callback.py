@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from recipes.training.clock import Interval
+from collections.abc import Iterable
+
+from recipes.training.clock import Clock, Interval
 from recipes.training.hooks import Hooks
+from recipes.training.ranks import from_first_rank
 from recipes.training.run import Run
 
 
 class Callback(Hooks):
     """The base class of callbacks. At each moment, callbacks act after levers."""
+
+    def is_complete(self, clock: Clock) -> bool:
+        """Whether everything that `end` writes is there. A run that was killed at its end is otherwise ended again."""
+        return True
 
 
 class PeriodicCallback(Callback):
@@ -37,3 +44,8 @@ class PeriodicCallback(Callback):
 
     def act(self, run: Run) -> None:
         """Called on every rank whenever the interval has passed, and at the end of the run."""
+
+
+def is_complete(callbacks: Iterable[Callback], clock: Clock) -> bool:
+    """Whether a run that has reached its length has nothing left to write. Every rank must call it."""
+    return from_first_rank(all(callback.is_complete(clock) for callback in callbacks))

@@ -11,10 +11,17 @@ from recipes.training.run import Run
 class Levers:
     """All levers of a run. At each moment, they act in the order in which the recipe names them."""
 
-    def __init__(self, levers: Sequence[Lever]) -> None:
+    def __init__(self, levers: Sequence[Lever], first: Sequence[Lever] = ()) -> None:
+        """
+        Args:
+            levers: of the recipe, in its order.
+            first: levers that every run has. They act before the others and have no state in checkpoints.
+        """
         self._levers = list(levers)
+        self._first = list(first)
 
     def __iter__(self) -> Iterator[Lever]:
+        """The levers of the recipe."""
         return iter(self._levers)
 
     def prepare(self, run: Run) -> None:
@@ -38,5 +45,5 @@ class Levers:
         self._each(moment, run)
 
     def _each(self, moment: str, run: Run) -> None:
-        for lever in self._levers:
+        for lever in (*self._first, *self._levers):
             getattr(lever, moment)(run)

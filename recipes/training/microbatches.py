@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from recipes.models.task import Task
+from recipes.training import ranks
 
 
 def samples_of(batch: dict[str, Tensor]) -> int:
@@ -17,3 +21,29 @@ def split(batch: dict[str, Tensor], size: int | None) -> list[dict[str, Tensor]]
         {name: tensor[start : start + size] for name, tensor in batch.items()}
         for start in range(0, samples_of(batch), size)
     ]
+
+
+def with_batch_means(batch: dict[str, Tensor], task: Task, device: torch.device) -> dict[str, Tensor]:
+    """A batch together with the means that the task's loss needs, taken over the batches of all ranks.
+
+    Every engine calls this before it divides the batch. The means of all names take one all-reduce, and the host does
+    not wait for a GPU.
+
+    Args:
+        batch: the batch of this rank, on the host.
+        task: names the means, see `Task.batch_means`.
+        device: where ranks exchange numbers.
+
+    Returns:
+        The batch, with one further tensor (B,) float32 per mean, which has the same value for each sample.
+    """
+    values = task.batch_means(batch)
+    if not values:
+        return batch
+    samples = samples_of(batch)
+    # Sums of counts are exact in 64 bits, and so independent of the number of ranks.
+    sums = torch.stack([value.double().sum() for value in values.values()] + [torch.tensor(samples).double()])
+    sums = sums.to(device, non_blocking=True)
+    ranks.all_reduce(sums)
+    means = (sums[:-1] / sums[-1]).float()
+    return batch | {name: mean.expand(samples) for name, mean in zip(values, means, strict=True)}

@@ -46,3 +46,9 @@ def from_first_rank(value: Any) -> Any:
     held = [value]
     dist.broadcast_object_list(held, src=0)
     return held[0]
+
+
+def wait() -> None:
+    """Wait for all ranks. Every rank must call it."""
+    if world_size() > 1:
+        dist.barrier()

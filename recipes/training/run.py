@@ -32,6 +32,9 @@ class Run(ABC):
         loss: total loss of the last batch, averaged over all ranks; None before the first batch.
         eval_label: label of the current validation set.
         eval_figures: at `eval_end`, name -> mean over the validation set.
+        nonfinite: number of batches in a row, up to the last one, whose loss or gradients were not finite. While it is
+            above 0, no checkpoint or export is written.
+        stopping: whether a rank got a signal to stop: the engine saves a checkpoint after this batch, and ends.
     """
 
     task: Task
@@ -44,6 +47,8 @@ class Run(ABC):
     loss: float | None
     eval_label: str
     eval_figures: dict[str, float]
+    nonfinite: int = 0
+    stopping: bool = False
 
     @property
     @abstractmethod
@@ -81,6 +86,10 @@ class Run(ABC):
     @abstractmethod
     def new_parameters(self) -> AbstractContextManager:
         """A context in which parameters of the task may be replaced; when it ends, the optimizer has the new ones."""
+
+    @abstractmethod
+    def peak_rates_changed(self) -> None:
+        """The `initial_lr` of the optimizer's groups has changed: the schedule multiplies the new ones."""
 
     @abstractmethod
     def set_microbatch(self, samples: int) -> None:

@@ -54,11 +54,14 @@ class RunLevers(Algorithm):
             self.run.attach(state, logger)
             self.levers.prepare(self.run)
         elif event == Event.BEFORE_LOAD:
+            self.run.use_precision()
             self.levers.compile(self.run)
         elif event == Event.AFTER_TRAIN_BATCH:
             self.levers.finish_gradients(self.run)
         else:
-            if event == Event.BEFORE_TRAIN_BATCH:
+            if event == Event.BATCH_START:
+                self.run.complete_batch()
+            elif event == Event.BEFORE_TRAIN_BATCH:
                 self.run.begin_batch()
             elif event == Event.BEFORE_FORWARD:
                 self.run.begin_pass()
@@ -120,6 +123,11 @@ def run_callback(callback: Callback, run: ComposerRun) -> ComposerCallback:
     adapted = _named_after(callback, _RunCallback)()
     adapted.callback, adapted.run = callback, run
     return adapted
+
+
+def callbacks_of(state: State) -> list[Callback]:
+    """The recipe's callbacks among Composer's."""
+    return [callback.callback for callback in state.callbacks if isinstance(callback, _RunCallback)]
 
 
 def _named_after(hooks: Hooks, base: type) -> type:

@@ -9,24 +9,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.core import Precision, State, get_precision_context
+from composer.core import Precision as Precisions
+from composer.core import State
 from composer.distributed.fsdp2_utils import sync_optimizer_and_model_params
 from composer.loggers import Logger
 from torch import Tensor, nn
 
+from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
-from recipes.training.run import Run
+from recipes.training.microbatches import with_batch_means
+from recipes.training.run import Precision, Run
 
 
 class ComposerRun(Run):
     """Reads Composer's state at each question, so that there is nothing to keep up to date but the microbatches."""
 
-    def __init__(self, task: nn.Module) -> None:
+    def __init__(self, task: nn.Module, precision: Precision | None = None) -> None:
         """
         Args:
             task: without ComposerModel or other wrappers around it.
+            precision: of the run; None: the one that Composer was given.
         """
         self.task = task
+        self._precision = precision
         self.passes = 1
         self.pass_number = 0
         self._state: State | None = None
@@ -36,7 +41,20 @@ class ComposerRun(Run):
         """Take over Composer's state and logger; they stay the same objects for the whole run."""
         self._state, self._logger = state, logger
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(state) else torch.device("cpu")
-        self.precision = state.precision.value
+        self.precision = self._precision or state.precision.value
+
+    def complete_batch(self) -> None:
+        """Add what the loss must know of the whole batch to the batch that has arrived."""
+        self._state.batch = with_batch_means(self._state.batch, self.task, self.device)
+
+    def use_precision(self) -> None:
+        """Tell Composer of the precision once it has built everything: till then it refuses all but fp32 on a CPU.
+
+        It has no autocast context for CPUs, which `ComposerTask` enters, and its scaler is a GPU's.
+        """
+        self._state.precision = Precisions(self.precision)
+        if not self.on_gpu and self.precision == "amp_fp16":
+            self._state.scaler = gradient_scaler(self.device, self.precision)
 
     def begin_batch(self) -> None:
         """Count the microbatches of the batch that has arrived."""
@@ -92,15 +110,20 @@ class ComposerRun(Run):
 
     def autocast(self) -> AbstractContextManager:
         """See `Run`."""
-        return get_precision_context(self._state.precision, self._state.precision_config)
+        return autocast(self.device, self.precision)
 
     def gradient_scale(self) -> float:
         """See `Run`."""
-        return self._state.scaler.get_scale() if self._state.precision == Precision.AMP_FP16 else 1.0
+        return self._state.scaler.get_scale() if self.precision == "amp_fp16" else 1.0
 
     def new_parameters(self) -> AbstractContextManager:
         """See `Run`."""
         return sync_optimizer_and_model_params(self.optimizer, self._state.model)
+
+    def peak_rates_changed(self) -> None:
+        """See `Run`."""
+        for schedule in self._state.schedulers:
+            schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def set_microbatch(self, samples: int) -> None:
         """See `Run`. Composer reads the size at the start of each batch."""

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from composer import DataSpec, Evaluator, Trainer
+from composer import DataSpec, Evaluator, Event, Trainer
+from composer.trainer import trainer as composer_trainer
 from composer.utils import FSDP2Config, dist, reproducibility
+from composer.utils import checkpoint as composer_checkpoint
 
-from data.files import write_text
 from data.loading import Loading
 from data.log import log
-from recipes.config.recipe import Recipe, to_yaml
-from recipes.engines.composer.adapters import as_algorithms, run_callback
+from recipes.config.recipe import Recipe
+from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
+from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints, checkpoint_files
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
+from recipes.engines.data_parallel import data_parallel
 from recipes.engines.parts import Parts, Place, build_parts
-from recipes.planning.opening import CONFIG, opening
+from recipes.engines.plain_pickles import load_plain, plain_pickles
+from recipes.engines.record import keep_record
+from recipes.planning.opening import opening
+from recipes.training import stop
+from recipes.training.callback import is_complete
 from recipes.training.microbatches import samples_of, split
 from recipes.training.schedules import Schedule
 
@@ -33,10 +41,15 @@ def train(recipe: Recipe) -> None:
         ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load.
     """
     trainer = build_trainer(recipe)
-    if clock_of(trainer.state).ended:
+    clock = clock_of(trainer.state)
+    if clock.ended:
         log.info(f"already trained to {recipe.training.duration}: {recipe.output}")
+        if not is_complete(callbacks_of(trainer.state), clock):
+            for event in (Event.FIT_START, Event.FIT_END):
+                trainer.engine.run_event(event)
     else:
-        trainer.fit()
+        with stop.between_batches():
+            trainer.fit()
     trainer.close()
 
 
@@ -49,20 +62,53 @@ def build_trainer(recipe: Recipe) -> Trainer:
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, dist.get_local_world_size())
     parts = build_parts(recipe, place)
-    save_config(to_yaml(recipe), Path(recipe.output))
+    if dist.get_global_rank() == 0:
+        keep_record(recipe, parts.data)
     log.info(
         opening(recipe, parts.task, parts.data, parts.evals, world=dist.get_world_size(), precision=place.precision)
     )
     return new_trainer(recipe, place, parts)
 
 
+@contextmanager
+def own_data_parallel() -> Iterator[None]:
+    """Inside, Composer's Trainer wraps models by `data_parallel`: its own function for that has no options."""
+    theirs = composer_trainer.prepare_ddp_module
+    composer_trainer.prepare_ddp_module = lambda module, find_unused_parameters: data_parallel(module)
+    try:
+        yield
+    finally:
+        composer_trainer.prepare_ddp_module = theirs
+
+
+@contextmanager
+def own_unpickling() -> Iterator[None]:
+    """Inside, Composer's Trainer loads no code from checkpoints; see `recipes.engines.plain_pickles`."""
+    theirs = composer_checkpoint._torch_load_with_validation
+    composer_checkpoint._torch_load_with_validation = lambda path, map_location: load_plain(path)
+    try:
+        with plain_pickles():
+            yield
+    finally:
+        composer_checkpoint._torch_load_with_validation = theirs
+
+
+@own_data_parallel()
+@own_unpickling()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
-    run = ComposerRun(parts.task)
+    run = ComposerRun(parts.task, place.precision)
     checkpoints = recipe.checkpoints
+    files, saver = checkpoint_files(recipe.output, checkpoints.keep), None
+    if checkpoints.save:
+        saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
+    resumes = checkpoints.resumes
+    if resumes and dist.get_global_rank() == 0:
+        files.mend()
+    dist.barrier()
     trained = [p for p in parts.task.parameters() if p.requires_grad]
     return Trainer(
-        model=ComposerTask(parts.task),
+        model=ComposerTask(parts.task, run.autocast),
         train_dataloader=data_spec(parts.data),
         eval_dataloader=[
             Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=parts.microbatch)
@@ -74,18 +120,20 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         schedulers=composer_schedule(parts.schedule),
         algorithms=as_algorithms(parts.levers, run),
         parallelism_config=None if recipe.training.fsdp is None else {"fsdp": fsdp_config(recipe, parts.task)},
-        callbacks=[*(run_callback(callback, run) for callback in parts.callbacks.values()), Generators()],
+        callbacks=[
+            *(run_callback(callback, run) for callback in parts.callbacks.values()),
+            Generators(),
+            *([] if saver is None else [saver]),
+            EndIfAsked(run, saver),
+        ],
         loggers=[composer_logger(logger) for logger in parts.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
         load_path=checkpoints.load_path,
-        save_folder=f"{recipe.output}/checkpoints" if checkpoints.save else None,
-        save_interval=at_intervals(checkpoints.every, CHECKPOINT),
-        save_num_checkpoints_to_keep=checkpoints.keep,
-        save_overwrite=not checkpoints.autoresume,
-        autoresume=checkpoints.autoresume,
+        save_folder=str(files.folder) if checkpoints.save else None,
+        autoresume=resumes,
         device="gpu" if place.use_gpu else "cpu",
-        precision=place.precision,
+        precision=place.precision if place.use_gpu else "fp32",  # see `ComposerRun.use_precision`
         device_train_microbatch_size=parts.microbatch,
         seed=recipe.seed,
         dist_timeout=600.0,
@@ -118,9 +166,3 @@ def data_spec(loading: Loading) -> DataSpec:
         split_batch=split,
         get_num_samples_in_batch=samples_of,
     )
-
-
-def save_config(config: str, output: Path) -> None:
-    """Write the resolved config as <output>/config.yaml, on the first rank."""
-    if dist.get_global_rank() == 0:
-        write_text(output / CONFIG, config)

@@ -19,8 +19,6 @@ them, and a file `rest.pt` with everything else. `latest` is a link to the newes
 
 from __future__ import annotations
 
-import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +53,8 @@ def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
         raise FileNotFoundError(f"{path}: there is no such checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
         raise wrong from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise wrong
     return state
-
-
-def point_to(link: Path, path: Path) -> None:
-    """Make a link to a file or folder beside it, in place of the one that it was."""
-    partial = link.with_name(f".{link.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(path.name)
-    partial.replace(link)

@@ -7,12 +7,10 @@ optimizer's state, and the first rank everything else; see `recipes.engines.ligh
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,16 +20,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from data.files import atomic_write
 from data.log import log
 from recipes.config.recipe import Recipe
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, point_to, read_file
+from recipes.engines.checkpoint_files import CheckpointFiles, whole
+from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import Counts, LightningRun
 from recipes.engines.parts import Parts
+from recipes.engines.plain_pickles import plain_pickles
 from recipes.training.clock import Interval
-from recipes.training.ranks import from_first_rank, is_first_rank, world_size
+from recipes.training.finite import is_worth_keeping
+from recipes.training.ranks import from_first_rank, is_first_rank, wait
+
+NAMES = re.compile(r"ep\d+-ba(\d+)(?:\.ckpt)?")
 
 
 class Checkpoints:
@@ -61,18 +63,21 @@ class Checkpoints:
         self._run = run
         self._batches = batches
         self._due = Interval(recipe.checkpoints.every)
-        self._saved: list[Path] = []
+        self._saved_at = -1  # batch
+        self._files = CheckpointFiles(self._folder, LATEST, NAMES, recipe.checkpoints.keep)
         self.generators: list[dict[str, Any]] | None = None
+        if self._config.resumes and is_first_rank():
+            self._files.mend()
+        wait()
         self.path = from_first_rank(self._find())
         if self.path is not None:
             run.counts = Counts(**read_file(self._rest_of(self.path), lazily=True)["counts"])
-            self._saved = from_first_rank(self._older())
 
     # --- loading -------------------------------------------------------------------------------
 
     def _find(self) -> Path | None:
         """The checkpoint to go on from, or None."""
-        if self._config.autoresume:
+        if self._config.resumes:
             latest = self._folder / LATEST
             if latest.exists():
                 return latest.resolve()
@@ -90,15 +95,6 @@ class Checkpoints:
                 "copy the checkpoint to one first"
             )
         return Path(self._config.load_path).resolve()
-
-    def _older(self) -> list[Path]:
-        """Checkpoints of this run up to the one that it goes on from, oldest first."""
-        found = {}
-        for path in self._folder.glob("ep*-ba*"):
-            match = re.fullmatch(r"ep\d+-ba(\d+)(\.ckpt)?", path.name)
-            if match and int(match[1]) <= self._run.counts.batch:
-                found[path] = int(match[1])
-        return sorted(found, key=found.get)
 
     @staticmethod
     def _rest_of(path: Path) -> Path:
@@ -141,12 +137,13 @@ class Checkpoints:
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
-        run.optimizer_loaded()
+        run.peak_rates_changed()
 
     def _read_parts(self, path: Path) -> dict[str, Any]:
         """This rank's part of a sharded checkpoint, from any number of ranks."""
         parts = self._tensors(full=False)
-        dcp.load(parts, checkpoint_id=path)
+        with plain_pickles():
+            dcp.load(parts, checkpoint_id=path)
         return parts
 
     # --- saving --------------------------------------------------------------------------------
@@ -156,35 +153,27 @@ class Checkpoints:
         if self._config.save and self._due(self._run.clock):
             self.save()
 
-    def save(self) -> None:
-        """Save a checkpoint now. Every rank must call it."""
-        counts = self._run.counts
-        path = self._folder / name_of(counts.epoch, counts.batch, self._sharded)
-        rest = self._state()
-        if self._sharded:
-            self._save_folder(path, rest)
-        else:
-            rest |= self._tensors(full=True)
-            if is_first_rank():
-                with atomic_write(path) as partial:
-                    torch.save(rest, partial)
-        if is_first_rank():
-            point_to(self._folder / LATEST, path)
-            self._forget_old(path)
-        self._wait()
+    def save_now(self) -> None:
+        """Save a checkpoint unless there is one of this batch. Every rank must call it."""
+        if self._saved_at != self._run.counts.batch:
+            self.save()
 
-    def _save_folder(self, path: Path, rest: dict[str, Any]) -> None:
-        """Write under a temporary name that all ranks know, then rename."""
-        partial = path.with_name(f".{path.name}.partial")
+    def save(self) -> None:
+        """Save a checkpoint now, unless weights or losses are not finite. Every rank must call it."""
+        counts = self._run.counts
+        self._saved_at = counts.batch
+        if not is_worth_keeping(self._run):
+            log.warning(f"checkpoints: batch {counts.batch} is not finite; the checkpoints before it stay")
+            return
+        path = self._folder / name_of(counts.epoch, counts.batch, self._sharded)
+        rest, tensors = self._state(), self._tensors(full=not self._sharded)
+        with whole(path) as partial:
+            if self._sharded:
+                dcp.save(tensors, checkpoint_id=partial)
+            if is_first_rank():
+                torch.save(rest if self._sharded else rest | tensors, partial / REST if self._sharded else partial)
         if is_first_rank():
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._wait()
-        dcp.save(self._tensors(full=False), checkpoint_id=partial)
-        if is_first_rank():
-            torch.save(rest, partial / REST)
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)
+            self._files.newest_is(path, counts.batch)
 
     def _tensors(self, full: bool) -> dict[str, Any]:
         """Weights and the optimizer's state by the names of parameters; whole ones on the first rank only."""
@@ -209,17 +198,3 @@ class Checkpoints:
             "callbacks": {type(c).__name__: c.state_dict() for c in self._parts.callbacks.values()},
             "generators": generator_states(),
         }
-
-    def _forget_old(self, newest: Path) -> None:
-        """Delete all but the newest checkpoints."""
-        self._saved = [path for path in self._saved if path != newest] + [newest]
-        if self._config.keep == -1:
-            return
-        for path in self._saved[: -self._config.keep]:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        self._saved = self._saved[-self._config.keep :]
-
-    @staticmethod
-    def _wait() -> None:
-        if world_size() > 1:
-            dist.barrier()

@@ -97,6 +97,7 @@ class TaskModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """One optimizer step."""
         run = self._run
+        batch = run.batch  # with what `with_batch_means` added
         microbatches = run.divide()
         self._moments.at("before_passes")
         run.optimizer.zero_grad(set_to_none=True)

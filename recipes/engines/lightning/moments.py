@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recipes.engines.lightning.run import LightningRun
-from recipes.engines.metrics import MeanOf
+from recipes.engines.metrics import Figure, figures_of
 from recipes.engines.parts import Parts
 from recipes.training.clock import Interval
 
@@ -53,6 +53,7 @@ class BetweenBatches(pl.Callback):
         load: Callable[[], None],
         first_batch: Callable[[], None],
         save: Callable[[], None],
+        end_if_asked: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -63,6 +64,7 @@ class BetweenBatches(pl.Callback):
             load: loads the checkpoint, where there is one; the model is in place and the optimizer built.
             first_batch: called when the first batch has arrived.
             save: saves a checkpoint if one is due.
+            end_if_asked: called after each batch; ends the process where a rank got a signal.
         """
         self._parts = parts
         self._run = run
@@ -71,8 +73,9 @@ class BetweenBatches(pl.Callback):
         self._load = load
         self._first_batch: Callable[[], None] | None = first_batch
         self._save = save
+        self._end_if_asked = end_if_asked
         self._labels = list(parts.evals)
-        self._metrics: dict[str, MeanOf] = {}
+        self._metrics: dict[str, Figure] = {}
         self._trainer: pl.Trainer | None = None
 
     # --- the run -------------------------------------------------------------------------------
@@ -108,6 +111,7 @@ class BetweenBatches(pl.Callback):
         self._moments.at("step_end")
         self._validate_if_due()
         self._save()
+        self._end_if_asked()
         if self._run.epoch_is_complete:
             self.end_epoch()
         if self._run.clock.ended:
@@ -159,7 +163,9 @@ class BetweenBatches(pl.Callback):
                 self._end_set()
             self._run.eval_label = self._labels[dataloader_idx]
             self._moments.at("eval_start")
-            self._metrics = {name: MeanOf(name).to(self._run.device) for name in self._run.task.eval_names}
+            self._metrics = {
+                name: figure.to(self._run.device) for name, figure in figures_of(self._run.task).items()
+            }
 
     def evaluate(self, microbatch: dict[str, Tensor]) -> None:
         """Evaluate a microbatch of a validation set, which is on the device and transformed."""
@@ -170,8 +176,8 @@ class BetweenBatches(pl.Callback):
             run.outputs = run.task.evaluate(microbatch)
         self._moments.at("eval_after_forward")
         with run.autocast():
-            for name, metric in self._metrics.items():
-                metric.update(run.outputs[name])
+            for metric in self._metrics.values():
+                metric.update(run.outputs)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_set()

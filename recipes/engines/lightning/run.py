@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from recipes.engines.lightning.loggers import RunLoggers
+from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
-from recipes.training.microbatches import split
+from recipes.training.microbatches import split, with_batch_means
 from recipes.training.run import Precision, Run
 
 
@@ -98,7 +99,7 @@ class LightningRun(Run):
         self.epoch_batches = epoch_batches
         self.microbatch = microbatch
         self.ddp: DistributedDataParallel | None = None
-        self.scaler = torch.amp.GradScaler("cuda") if precision == "amp_fp16" else None
+        self.scaler = gradient_scaler(device, precision)
         self._before = (0, 0, 0)
         self._duration = duration
         self._optimizer: torch.optim.Optimizer | None = None
@@ -111,13 +112,9 @@ class LightningRun(Run):
         """The optimizer and its schedule have been built."""
         self._optimizer, self._schedule = optimizer, schedule
 
-    def optimizer_loaded(self) -> None:
-        """The optimizer has a checkpoint's state: peak learning rates are the checkpoint's too."""
-        self._schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
-
     def begin_batch(self, batch: dict[str, Tensor]) -> None:
         """A batch has arrived, on the host; it will be divided as `set_microbatch` says by now."""
-        self.batch = batch
+        self.batch = with_batch_means(batch, self.task, self.device)
 
     def divide(self) -> list[dict[str, Tensor]]:
         """The microbatches of the batch at hand, on the host."""
@@ -174,11 +171,7 @@ class LightningRun(Run):
 
     def autocast(self) -> AbstractContextManager:
         """See `Run`."""
-        if not self.on_gpu:
-            return nullcontext()
-        formats = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
-        low = formats[self.precision]
-        return torch.autocast("cuda", enabled=False) if low is None else torch.autocast("cuda", dtype=low)
+        return autocast(self.device, self.precision)
 
     def gradient_scale(self) -> float:
         """See `Run`."""
@@ -187,6 +180,10 @@ class LightningRun(Run):
     def new_parameters(self) -> AbstractContextManager:
         """See `Run`. The optimizer is built afterwards."""
         return nullcontext()
+
+    def peak_rates_changed(self) -> None:
+        """See `Run`. A loaded checkpoint changes them too."""
+        self._schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def set_microbatch(self, samples: int) -> None:
         """See `Run`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
-from torch.nn.parallel import DistributedDataParallel
 
+from recipes.engines.data_parallel import data_parallel
 from recipes.engines.lightning.processes import TIMEOUT
 from recipes.engines.lightning.run import LightningRun
 from recipes.training.ranks import world_size
@@ -26,7 +26,7 @@ class TaskDDP(DDPStrategy):
         self._run = run
 
     def configure_ddp(self) -> None:
-        self._run.ddp = DistributedDataParallel(self._run.task)
+        self._run.ddp = data_parallel(self._run.task)
 
 
 class ShardedByLever(ModelParallelStrategy):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 
-from data.files import write_text
 from data.log import log
-from recipes.config.recipe import Recipe, to_yaml
+from recipes.config.recipe import Recipe
+from recipes.engines.checkpoint_files import end_if_asked
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.data import RunBatches, epoch_batches
 from recipes.engines.lightning.generators import restore_generators, seed_all
@@ -28,7 +27,11 @@ from recipes.engines.lightning.processes import (
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.strategies import strategy_of
 from recipes.engines.parts import Parts, Place, build_parts
-from recipes.planning.opening import CONFIG, opening
+from recipes.engines.precision import allow_tf32
+from recipes.engines.record import keep_record
+from recipes.planning.opening import opening
+from recipes.training import stop
+from recipes.training.callback import is_complete
 from recipes.training.ranks import is_first_rank, rank, world_size
 
 # What Lightning says to its users about choices that this engine has made.
@@ -60,7 +63,12 @@ class LightningTraining:
 
     def fit(self) -> None:
         """Train to the end of the run."""
-        self.trainer.fit(self.module)
+        try:
+            with stop.between_batches():
+                self.trainer.fit(self.module)
+        except stop.StartAgain:
+            self.loggers.close()
+            raise
 
     def close(self) -> None:
         """Close the loggers, and wait for the other ranks."""
@@ -76,10 +84,11 @@ def train(recipe: Recipe) -> None:
         ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load.
     """
     training = build_trainer(recipe)
-    if training.run.clock.ended:
+    clock = training.run.clock
+    if clock.ended:
         log.info(f"already trained to {recipe.training.duration}: {recipe.output}")
-    else:
-        training.fit()
+    if not clock.ended or not is_complete(training.parts.callbacks.values(), clock):
+        training.fit()  # which begins and ends a run that has no batches left
     training.close()
 
 
@@ -87,11 +96,13 @@ def build_trainer(recipe: Recipe) -> LightningTraining:
     """Everything that a run needs, ready for `fit()`. Raises as `train`."""
     use_gpu = Place.of(recipe, 1).use_gpu
     start_process_group(use_gpu)
+    if use_gpu:
+        allow_tf32()
     seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, local_world_size())
     parts = build_parts(recipe, place)
     if is_first_rank():
-        write_text(Path(recipe.output) / CONFIG, to_yaml(recipe))
+        keep_record(recipe, parts.data)
     log.info(opening(recipe, parts.task, parts.data, parts.evals, world=world_size(), precision=place.precision))
     return new_training(recipe, place, parts)
 
@@ -125,6 +136,7 @@ def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTrainin
         load=lambda: load_and_seed(checkpoints, recipe.seed),
         first_batch=lambda: restore_saved(checkpoints),
         save=checkpoints.save_if_due,
+        end_if_asked=lambda: end_if_asked(run, checkpoints.save_now if recipe.checkpoints.save else None),
     )
     module = TaskModule(parts, run, moments, between, batches, seed=recipe.seed)
     return LightningTraining(new_trainer(recipe, place, run, between, bool(parts.evals)), module, run, parts, loggers)

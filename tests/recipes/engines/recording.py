@@ -5,7 +5,9 @@ import importlib
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from recipes.algorithms.averaging.average import reshard
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.engines.parts import build_parts
 from recipes.training.callback import Callback
@@ -14,17 +16,26 @@ from recipes.training.callback import Callback
 class Recorder(Callback):
     """Keeps losses, learning rates, digests of the weights, figures of validation and the ends of epochs."""
 
-    def __init__(self):
+    def __init__(self, with_digests=True):
+        self.with_digests = with_digests  # shards are gathered for each
         self.losses, self.rates, self.digests = [], [], []  # one per batch
         self.evals = []  # (batch, label, figures)
         self.epochs = []  # (epochs, batches) done
         self.weights = {}
         self.average = {}
         self.moments = {}
+        self.bucket_views = None  # whether gradients are views of DDP's buckets; None without DDP
+
+    def begin(self, run):
+        if isinstance(run.module, DistributedDataParallel):
+            self.bucket_views = run.module.gradient_as_bucket_view
 
     def step_end(self, run):
+        reshard(run.task)  # where samples were drawn, FSDP keeps gathered parameters, of 16 bits
         self.losses.append(run.loss)
         self.rates.append(run.optimizer.param_groups[0]["lr"])
+        if not self.with_digests:
+            return
         digest = hashlib.blake2b(digest_size=16)
         for parameter in run.task.parameters():
             digest.update(whole(parameter).numpy().tobytes())
@@ -37,6 +48,7 @@ class Recorder(Callback):
         self.epochs.append((run.clock.epoch, run.clock.batch))
 
     def end(self, run):
+        reshard(run.task)
         for name, parameter in run.task.named_parameters():
             self.weights[name] = whole(parameter).clone()
             for key, value in run.optimizer.state[parameter].items():
@@ -53,15 +65,15 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def record(engine, recipe):
+def record(engine, recipe, recorder=None):
     """Train a recipe as recipes/train.py does, and give what was recorded."""
     trainer_module = importlib.import_module(f"recipes.engines.{engine}.trainer")
-    recorder = Recorder()
+    recorder = recorder or Recorder()
 
     def with_recorder(*arguments):
         parts = build_parts(*arguments)
         parts.callbacks["recorder"] = recorder
-        recorder.levers = parts.levers
+        recorder.levers, recorder.callbacks = parts.levers, parts.callbacks
         return parts
 
     trainer_module.build_parts = with_recorder

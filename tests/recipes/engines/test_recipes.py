@@ -17,7 +17,7 @@ RUN = [
     "callbacks.memory_monitor=null",  # it warns without a GPU
 ]
 DIFFUSION = [
-    "algorithms.low_precision_norms=null",  # there is no autocast on a CPU
+    "algorithms.low_precision_norms=null",  # a run in fp32 has no autocast
     "algorithms.fused_group_norm=null",
     "algorithms.compile={name: compile, backend: aot_eager}",
     "algorithms.activation_checkpointing={name: activation_checkpointing, every: 2}",
@@ -84,7 +84,10 @@ def written(output):
     (folder,) = (output / "tensorboard").iterdir()
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    # Sorted, because files of one second are read in the order of their names, the tenth before the ninth.
+    scalars = {
+        tag: sorted((event.step, event.value) for event in events.Scalars(tag)) for tag in events.Tags()["scalars"]
+    }
     return own, scalars, set(events.Tags()["images"])
 
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.engines.metrics import figures_of
 from recipes.training import ranks
 from recipes.training.clock import Clock
 from recipes.training.levers import Levers
+from recipes.training.microbatches import with_batch_means
 from recipes.training.run import Run
 
 
@@ -74,6 +76,9 @@ class FakeRun(Run):
         yield
         self._optimizer = None
 
+    def peak_rates_changed(self):
+        """There is no schedule."""
+
     def set_microbatch(self, samples):
         self.microbatch = samples
 
@@ -122,7 +127,7 @@ def train(run, data, callbacks=(), levers=(), microbatch=None, evals=None, eval_
     at("begin")
     while not run.clock.ended:
         at("before_data")
-        run.batch = data[run.clock.batch % len(data)]
+        run.batch = with_batch_means(data[run.clock.batch % len(data)], run.task, run.device)
         at("batch_start")
         _step(run, run.batch, levers, callbacks, at)
         at("step_end")
@@ -183,7 +188,9 @@ def _evaluate(run, label, batches, at):
         run.outputs = run.task.evaluate(run.batch)
         at("eval_after_forward")
         found.append(run.outputs)
-    for name in run.task.eval_names:
-        run.eval_figures[name] = torch.cat([outputs[name] for outputs in found]).mean().item()
+    for name, figure in figures_of(run.task).items():
+        for outputs in found:
+            figure.update(outputs)
+        run.eval_figures[name] = figure.compute().item()
     at("eval_end")
     run.task.train()

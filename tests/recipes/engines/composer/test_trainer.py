@@ -53,7 +53,7 @@ def test_what_a_run_writes(exported):
     recipe, trainer = exported
     output = Path(recipe.output)
     assert {path.name for path in output.iterdir()} == {
-        "checkpoints", "config.yaml", "export", "samples", "tensorboard",
+        "checkpoints", "config.yaml", "encoded.json", "export", "samples", "tensorboard",
     }  # fmt: skip
     checkpoints = {path.name for path in (output / "checkpoints").iterdir() if not path.is_symlink()}
     assert checkpoints == {"ep1-ba6-rank0.pt", "ep2-ba12-rank0.pt", "ep2-ba14-rank0.pt"}
@@ -199,7 +199,6 @@ def test_a_finished_run_is_seen(whole, small_recipe, tmp_path):
     ("changes", "message"),
     [
         (["training.device=gpu"], "training.device: gpu was asked for, and PyTorch sees none; use auto or cpu"),
-        (["training.precision=amp_bf16"], "training.precision: amp_bf16 needs a GPU; use fp32 or auto on a CPU"),
         (["data.resolution=64"], r"resolution is \[16, 32\], the recipe expects 64"),
         (["model.denoiser.text_width=32"], "text_width is 16, the recipe expects 32"),
         (["model.denoiser.latent_channels=8"], "channels is 4, the recipe expects 8"),
@@ -217,6 +216,18 @@ def test_batches_divide_over_devices(small_recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "world_size", lambda: 3)
     with pytest.raises(ValueError, match="training.global_batch: 8 does not divide over 3 devices"):
         build_trainer(small_recipe(tmp_path))
+
+
+def test_replicas_that_nothing_averages_are_refused(small_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "world_size", lambda: 2)
+    recipe = small_recipe(tmp_path, "training.fsdp={replicas: 2}")
+    place = parts.Place(use_gpu=False, precision="fp32", local_world_size=2)
+    monkeypatch.setattr(torch, "__version__", "2.7.0+cpu")
+    with pytest.raises(ValueError, match="2 replicas, between which torch 2.7.0.cpu averages no gradients") as error:
+        parts.new_sharding(recipe, place, None, [])
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    assert parts.new_sharding(recipe, place, None, []).replicas == 2
 
 
 def test_weights_of_another_width(exported, small_recipe, tmp_path):

@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
 def test_without_autoresume_a_run_begins(tmp_path):
     first, run, _ = new_checkpoints(tmp_path)
     save_at(first, run, 2)
-    second, again, _ = new_checkpoints(tmp_path)
+    second, again, _ = new_checkpoints(tmp_path, autoresume=False)
     assert second.path is None and again.counts == Counts()
 
 
@@ -122,11 +122,11 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"written by Composer; convert it .*--to lightning"):
         new_checkpoints(tmp_path, autoresume=True)
     with pytest.raises(ValueError, match=r"latest-rank0.pt: not a checkpoint of the engine lightning"):
-        new_checkpoints(tmp_path, load_path=str(of_composer))
+        new_checkpoints(tmp_path, load_path=str(of_composer), autoresume=False)
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
-        new_checkpoints(tmp_path, load_path=str(tmp_path / "none.ckpt"))
+        new_checkpoints(tmp_path, load_path=str(tmp_path / "none.ckpt"), autoresume=False)
     with pytest.raises(ValueError, match="copy the checkpoint to one first"):
-        new_checkpoints(tmp_path, load_path="s3://bucket/none.ckpt")
+        new_checkpoints(tmp_path, load_path="s3://bucket/none.ckpt", autoresume=False)
     with pytest.raises(ValueError, match="not a checkpoint of Composer"):
         convert(of_composer, "lightning")
 

@@ -1,0 +1,146 @@
+"""Watches each batch: skips updates whose gradients are not finite, and tells all ranks when the run is to stop."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from data.files import write_text
+from data.log import log
+from recipes.training import stop
+from recipes.training.finite import largest_magnitude
+from recipes.training.lever import Lever
+from recipes.training.newest import newest_checkpoint
+from recipes.training.ranks import all_reduce, is_first_rank
+from recipes.training.run import Run
+
+REPORT = "nonfinite.json"
+
+
+class Guard(Lever):
+    """Skips a batch's update if its gradients are not finite, and ends the run after too many such batches in a row.
+
+    It acts on averaged gradients before they are clipped, which would spread a NaN to all of them, and before the
+    optimizer and the average of the weights see them. Under amp_fp16, gradients that are not finite are the business of
+    the gradient scaler; only losses count there. Ranks agree by one exchange of two numbers per batch, which also
+    says whether one of them got a signal to stop.
+
+    The checkpoint callback of either engine and `export` write nothing while `run.nonfinite` is above 0.
+    """
+
+    def __init__(self, limit: int, output: str) -> None:
+        """
+        Args:
+            limit: number of batches in a row after which the run ends.
+            output: folder of the run, for the report.
+        """
+        self.limit = limit
+        self.output = Path(output)
+        self.skipped = 0  # since this process began
+        self._first: int | None = None  # batch at which the present row began
+        self._bad = False
+        self._samples: list[int] = []
+        self._blocks: list[dict[str, Any]] = []
+
+    def batch_start(self, run: Run) -> None:
+        self._bad = False
+
+    @torch.no_grad()
+    def clip_gradients(self, run: Run) -> None:
+        """Look at the gradients, and agree with the other ranks."""
+        gradients = [p.grad for p in run.task.parameters() if p.grad is not None]
+        bad = ~largest_magnitude(gradients).isfinite()
+        if run.precision == "amp_fp16":
+            bad = torch.zeros_like(bad)
+        flags = torch.stack([bad.to(run.device, torch.int32), torch.tensor(stop.requested(), device=run.device).int()])
+        all_reduce(flags, "MAX")
+        self._bad, run.stopping = (bool(flag) for flag in flags.tolist())
+        if self._bad:
+            if run.nonfinite + 1 >= self.limit:
+                self._blocks = block_norms(run.task)  # now, while there are gradients
+            run.skip_update()
+            self.skipped += 1
+
+    def step_end(self, run: Run) -> None:
+        """Count.
+
+        Raises:
+            ValueError: too many batches in a row were not finite.
+        """
+        if run.loss is not None and not math.isfinite(run.loss):
+            self._bad = True
+        if not self._bad:
+            run.nonfinite, self._first = 0, None
+            return
+        run.nonfinite += 1
+        self._first = run.clock.batch if self._first is None else self._first
+        if run.nonfinite == 1:
+            log.warning(f"batch {run.clock.batch}: loss {run.loss}, gradients not finite; its update is skipped")
+        run.log({"nonfinite/in_a_row": run.nonfinite, "nonfinite/skipped": self.skipped})
+        if run.nonfinite >= self.limit:
+            raise ValueError(self._stop(run))
+
+    def end(self, run: Run) -> None:
+        """At the end of the run.
+
+        Raises:
+            ValueError: its last batches were not finite, so that its weights are of no use.
+        """
+        if run.nonfinite:
+            raise ValueError(self._stop(run))
+
+    def _stop(self, run: Run) -> str:
+        """Write the report; returns the message."""
+        blocks = self._blocks or block_norms(run.task)
+        newest = newest_checkpoint(self.output)
+        row = run.batch.get("seed")
+        report = {
+            "batch": run.clock.batch,
+            "in_a_row": run.nonfinite,
+            "since_batch": self._first,
+            "epoch": run.clock.epoch,
+            "sample": run.clock.sample,
+            "loss": str(run.loss),
+            "seeds_of_the_last_batch_on_rank_0": [] if row is None else row.tolist(),
+            "blocks": blocks,
+            "last_good_checkpoint": None if newest is None else str(newest),
+        }
+        if is_first_rank():
+            write_text(self.output / REPORT, json.dumps(report, indent=1) + "\n")
+        return (
+            f"training: {run.nonfinite} batches in a row were not finite, since batch {self._first} (loss {run.loss}); "
+            f"the last good checkpoint is {newest or 'none'}; lower optimizer.lr or look at {self.output / REPORT}"
+        )
+
+
+def block_norms(task: nn.Module) -> list[dict[str, Any]]:
+    """L2 norms of weights and gradients of each block, and of all other parameters; texts where not finite.
+
+    Every rank must call it. Gradients of copies of the model are equal on all ranks.
+    """
+    names = {id(module): name for name, module in task.named_modules()}
+    groups = {names[id(block)]: list(block.parameters()) for block in task.blocks()} if hasattr(task, "blocks") else {}
+    inside = {id(p) for parameters in groups.values() for p in parameters}
+    groups["the rest"] = [p for p in task.parameters() if id(p) not in inside]
+    found = []
+    for name, parameters in groups.items():
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        found.append({"block": name, "weights": _norm(parameters), "gradients": _norm(gradients)})
+    return found
+
+
+def _norm(tensors: list[Tensor]) -> float | str:
+    own = [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
+    if not own:
+        return 0.0
+    squared = torch.stack([t.float().square().sum() for t in own]).sum()
+    if any(isinstance(t, DTensor) for t in tensors):
+        all_reduce(squared)
+    norm = squared.sqrt().item()
+    return norm if math.isfinite(norm) else str(norm)

@@ -1,0 +1,141 @@
+"""Checkpoints as files and folders of either engine: each appears whole or not at all, and old ones are removed.
+
+A checkpoint is written under a hidden name, brought to the disk, and renamed; only then `latest`, a link, points to it.
+So a process that is killed at any moment leaves the checkpoints that there were, and nothing that the next start trips
+over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from data.files import point_to
+from data.log import log
+from recipes.training import stop
+from recipes.training.ranks import is_first_rank, wait
+from recipes.training.run import Run
+
+PARTIAL = ".partial."  # before a name, whose suffix Composer looks at
+Pattern = re.Pattern[str]  # of the names of checkpoints; its first group is the batch
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A temporary path for a checkpoint, a file or a folder, which gets its name when the block ends without an error.
+
+    Every rank must enter and leave it. The first rank renames when all ranks have written; the others wait for it.
+
+    Raises:
+        ValueError: the first rank cannot write there, for instance because the disk is full.
+    """
+    partial = path.with_name(PARTIAL + path.name)
+    if is_first_rank():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(partial)
+    wait()
+    try:
+        yield partial
+        wait()
+        if is_first_rank():
+            _to_disk(partial)
+            _replace(path, partial)
+    except (OSError, RuntimeError) as error:
+        # torch.save turns what the disk says into a RuntimeError of its own, and then fails at the file's end, too.
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        _remove(partial)
+        first = error.__context__ if isinstance(error.__context__, OSError | RuntimeError) else error
+        reason = str(first).split("\n")[0].rpartition("] . ")[2]
+        raise ValueError(
+            f"checkpoints: {path} could not be written ({reason}); make room and start again, it goes on from the "
+            "checkpoint before"
+        ) from error
+    wait()
+
+
+def _to_disk(path: Path) -> None:
+    for file in path.iterdir() if path.is_dir() else [path]:
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _replace(path: Path, partial: Path) -> None:
+    aside = path.with_name(f"{PARTIAL}old.{path.name}")
+    if path.is_dir():  # a folder cannot be replaced in one step
+        path.rename(aside)
+    partial.replace(path)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+class CheckpointFiles:
+    """The checkpoints of a run's folder."""
+
+    def __init__(self, folder: Path, link: str, pattern: Pattern, keep: int) -> None:
+        """
+        Args:
+            folder: of the checkpoints.
+            link: name of the link to the newest one.
+            pattern: of their names; the first group is the batch.
+            keep: number of checkpoints that are kept; -1: all.
+        """
+        self.folder = folder
+        self.link = folder / link
+        self.pattern = pattern
+        self.keep = keep
+
+    def mend(self) -> None:
+        """Remove what a killed process left. If the link is lost, it points to the newest checkpoint again.
+
+        Only the first rank calls this.
+        """
+        for path in self.folder.glob(f"{PARTIAL}*"):
+            _remove(path)
+        if not self.link.exists() and (found := self.up_to(None)):
+            point_to(self.link, found[-1])
+
+    def up_to(self, batch: int | None) -> list[Path]:
+        """Checkpoints of batches up to this one, oldest first; None: all."""
+        found = {}
+        for path in self.folder.glob("ep*-ba*"):
+            match = self.pattern.fullmatch(path.name)
+            if match and (batch is None or int(match[1]) <= batch):
+                found[path] = int(match[1])
+        return sorted(found, key=found.get)
+
+    def newest_is(self, path: Path, batch: int) -> None:
+        """The link points to a new checkpoint, and all before it but the newest `keep` are removed.
+
+        Those of later batches, which an earlier run with the same folder left, stay. Only the first rank calls this.
+        """
+        point_to(self.link, path)
+        if self.keep != -1:
+            for old in self.up_to(batch)[: -self.keep]:
+                _remove(old)
+
+
+def end_if_asked(run: Run, save: Callable[[], None] | None) -> None:
+    """At the end of a batch: if a rank got a signal, save a checkpoint and end the process. Every rank must call it.
+
+    Args:
+        run: says whether it is to stop.
+        save: saves a checkpoint now, unless there is one of this batch; None: the recipe saves none.
+
+    Raises:
+        StartAgain: the run ends here. Not in the last batch, after which it ends anyway.
+    """
+    if not run.stopping or run.clock.ended:
+        return
+    if save is not None:
+        save()
+    kept = "checkpoints.save is false" if save is None else "start the same command again, and it goes on from there"
+    log.info(f"{stop.caught()}: stopped after batch {run.clock.batch}; {kept}")
+    raise stop.StartAgain

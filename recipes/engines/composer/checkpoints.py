@@ -1,0 +1,93 @@
+"""Composer's checkpoints, written so that each appears whole or not at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from composer import Callback, Event, State
+from composer.callbacks import CheckpointSaver
+from composer.loggers import Logger
+from composer.utils import checkpoint, dist
+
+from data.log import log
+from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
+from recipes.engines.composer.run import ComposerRun
+from recipes.training.finite import is_worth_keeping
+
+LATEST = "latest-rank0.pt"
+NAMES = re.compile(r"ep\d+-ba(\d+)(?:-rank0\.pt)?")
+
+
+def checkpoint_files(output: str, keep: int) -> CheckpointFiles:
+    """The checkpoints of a run with Composer."""
+    return CheckpointFiles(Path(output, "checkpoints"), LATEST, NAMES, keep)
+
+
+class WholeCheckpoints(CheckpointSaver):
+    """Composer's own saver writes under the final name, where the next start finds half a file and refuses to go on.
+
+    It also removes the link to the newest checkpoint for a moment, and forgets older checkpoints when a run goes on.
+    """
+
+    def __init__(self, files: CheckpointFiles, due: Callable[[State, Event], bool], run: ComposerRun) -> None:
+        """
+        Args:
+            files: where checkpoints lie.
+            due: whether one is saved at an event.
+            run: whose weights must be finite.
+        """
+        super().__init__(
+            str(files.folder),
+            save_interval=due,
+            overwrite=True,  # what lies there is of a run that was killed before the link pointed to it
+            num_checkpoints_to_keep=files.keep,
+        )
+        self._files = files
+        self._run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: Composer's saver keeps the names of all checkpoints that were ever saved."""
+
+    def save(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint unless there is one of this batch. Every rank must call it."""
+        if self.last_checkpoint_batch != state.timestamp.batch:
+            self._save_checkpoint(state, logger)
+
+    def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        """Called by the methods of CheckpointSaver, on every rank."""
+        self.last_checkpoint_batch = state.timestamp.batch
+        epoch, batch = state.timestamp.epoch.value, state.timestamp.batch.value
+        if not is_worth_keeping(self._run):
+            log.warning(f"checkpoints: batch {batch} is not finite; the checkpoints before it stay")
+            return
+        sharded = state.fsdp_sharded_state_dict_enabled
+        path = self._files.folder / (f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}-rank0.pt")
+        with whole(path) as partial:
+            # Every rank takes part in gathering. Then each writes its own part, or the first rank everything.
+            own = partial / f"__{dist.get_global_rank()}_0.distcp" if sharded else partial
+            checkpoint._save_checkpoint(state, str(own))
+        if dist.get_global_rank() == 0:
+            self._files.newest_is(path, batch)
+
+
+class EndIfAsked(Callback):
+    """Ends the run after a batch in which a rank got a signal; see `end_if_asked`. It comes after the saver."""
+
+    def __init__(self, run: ComposerRun, saver: WholeCheckpoints | None) -> None:
+        """
+        Args:
+            run: which may be asked to stop.
+            saver: None: the recipe saves nothing.
+        """
+        self._run = run
+        self._saver = saver
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        saver = self._saver
+        end_if_asked(self._run, None if saver is None else lambda: saver.save(state, logger))

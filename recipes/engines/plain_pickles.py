@@ -1,0 +1,123 @@
+"""Checkpoints without code: what PyTorch and Composer would unpickle is read with the few types that it needs.
+
+PyTorch's loader of sharded checkpoints unpickles the file `.metadata` and every value that is no tensor, and Composer
+unpickles full checkpoints. A pickle calls whatever it names. Inside of `plain_pickles` each is first read with a list
+of allowed types, which raises at anything else before it is called.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import filesystem as file_format
+from torch.distributed.checkpoint import metadata as metadata_format
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.torch_version import TorchVersion
+
+ALLOWED = [
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    np.empty(0).__reduce__()[0],  # what rebuilds arrays; its module has another name in each version of NumPy
+    timedelta,
+    TorchVersion,
+]
+# What a file `.metadata` names besides the classes of torch.distributed.checkpoint.metadata.
+IN_METADATA = {
+    (file_format.__name__, "_StorageInfo"),
+    (file_format.__name__, "_StoragePrefix"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("pathlib", "PosixPath"),
+}
+VALUES_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: bool = False) -> Any:
+    """The contents of a file of torch.save, on the CPU.
+
+    Args:
+        file: path, or open file.
+        where: its name in errors; the path if it is empty.
+        lazily: leave tensors on disk until they are used.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or holds other types than this repository's runs write.
+    """
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=lazily or None)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
+        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
+        raise ValueError(f"{where or file}: not a checkpoint that this repository wrote: {reason}") from error
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Of the file `.metadata`: every type but those of the lists is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == metadata_format.__name__:
+            found = getattr(metadata_format, name, None)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        if (module, name) in IN_METADATA:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), VALUES_OF_TORCH):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def check_metadata(path: Path) -> None:
+    """Raises ValueError unless `.metadata` of a sharded checkpoint holds plain values only."""
+    try:
+        with open(path, "rb") as file:
+            MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # unpickling damaged bytes raises nearly anything
+        reason = str(error).split("\n")[0][:200]
+        raise ValueError(f"{path}: not of a checkpoint that this repository wrote: {reason}") from error
+
+
+@contextmanager
+def plain_pickles() -> Iterator[None]:
+    """Inside, sharded checkpoints and full ones of Composer are refused if they hold anything but plain values.
+
+    Raises:
+        ValueError: from whatever loads such a checkpoint.
+    """
+    theirs = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
+
+    def read_metadata(self: FileSystemReader) -> Any:
+        check_metadata(Path(self.path, ".metadata"))
+        return theirs[0](self)
+
+    def load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+        load_plain(value, f"{read_item.dest_index.fqn} of a sharded checkpoint")
+        value.seek(0)
+        theirs[1](self, read_item, value)
+
+    FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = read_metadata, load_bytes
+    try:
+        yield
+    except CheckpointException as error:  # what the loader makes of any error, with the tracebacks of all ranks
+        for cause, *_ in error.failures.values():
+            if isinstance(cause, ValueError | FileNotFoundError):
+                raise type(cause)(str(cause)) from error
+        raise
+    finally:
+        FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = theirs

@@ -1,0 +1,124 @@
+"""Sharded checkpoints, as torch.distributed.checkpoint writes them, read by one process and without its unpickling.
+
+A folder holds one file per rank with the ranks' parts, and `.metadata`, a pickle that says where each part lies.
+PyTorch's own loader unpickles it, and values that are no tensors, without restriction. Here both may only name the few
+types that such files need; nothing else is imported or called.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.engines.plain_pickles import MetadataUnpickler
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """An opened sharded checkpoint, whose values are read when they are asked for.
+
+    Attributes:
+        folder: of the checkpoint.
+        metadata: what `.metadata` holds.
+    """
+
+    folder: Path
+    metadata: Any
+
+    @classmethod
+    def open(cls, folder: Path) -> Sharded:
+        """
+        Raises:
+            ValueError: the folder is not a sharded checkpoint, or its metadata holds other types than PyTorch's.
+        """
+        file = folder / METADATA
+        if not file.is_file():
+            raise ValueError(f"{folder}: not a sharded checkpoint; it has no file {METADATA}")
+        try:
+            metadata = MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError) as error:
+            raise ValueError(f"{file}: not what PyTorch writes: {str(error) or type(error).__name__}") from None
+        if any(not hasattr(metadata, name) for name in ("state_dict_metadata", "planner_data", "storage_data")):
+            raise ValueError(f"{file}: not what PyTorch writes: {type(metadata).__name__}")
+        return cls(folder, metadata)
+
+    def values(self, wanted: Callable[[str], bool] = lambda name: True, allowed: Iterable[Any] = ()) -> dict[str, Any]:
+        """Tensors, put together, and other values, by their flat names such as `weights.layer.bias`.
+
+        Args:
+            wanted: whether the value of a name is read.
+            allowed: types that values which are no tensors may hold, besides plain ones.
+
+        Raises:
+            ValueError: a part is missing or damaged, or a value holds another type.
+        """
+        places = defaultdict(list)
+        for index, info in self.metadata.storage_data.items():
+            places[index.fqn].append((index.offset, info))
+        found = {}
+        with torch.serialization.safe_globals(list(allowed)):
+            for name, kind in self.metadata.state_dict_metadata.items():
+                if wanted(name):
+                    whole = hasattr(kind, "chunks")
+                    found[name] = self._tensor(name, kind, places[name]) if whole else self._load(places[name][0][1])
+        return found
+
+    def nested(self, allowed: Iterable[Any] = ()) -> dict[str, Any]:
+        """All values as they were nested when they were saved. Raises as `values`."""
+        root: dict[Any, Any] = {}
+        for name, value in self.values(allowed=allowed).items():
+            path = self.metadata.planner_data[name]
+            at = root
+            for key, following in zip(path, path[1:], strict=False):
+                at = _step(at, key, [] if isinstance(following, int) else {})
+            _step(at, path[-1], value)
+        return root
+
+    def _tensor(self, name: str, kind: Any, places: list[tuple[Any, Any]]) -> Tensor:
+        tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
+        filled = 0
+        for offsets, info in places:
+            part = self._load(info)
+            view = tensor
+            for dimension, offset in enumerate(offsets or ()):
+                view = view.narrow(dimension, offset, part.shape[dimension])
+            view.copy_(part)
+            filled += part.numel()
+        if filled != tensor.numel():
+            raise ValueError(f"{self.folder}: {name} is not complete; the checkpoint lacks a rank's part")
+        return tensor
+
+    def _load(self, info: Any) -> Any:
+        """One part: bytes of a file, as `torch.save` wrote them."""
+        file = self.folder / Path(info.relative_path).name
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{file}: compressed, which is not supported")
+        if not file.is_file():
+            raise ValueError(f"{file}: missing; copy the whole folder of the checkpoint")
+        with file.open("rb") as stream:
+            stream.seek(info.offset)
+            data = stream.read(info.length)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"{file}: not readable as a part of a checkpoint: {reason}") from error
+
+
+def _step(at: Any, key: Any, value: Any) -> Any:
+    """Set a key of a dict, or a place of a list, where there is none yet; return what is there."""
+    if isinstance(key, int):
+        at.extend([None] * (key + 1 - len(at)))
+        at[key] = value if at[key] is None else at[key]
+        return at[key]
+    return at.setdefault(key, value)

@@ -1,0 +1,80 @@
+"""Run on two ranks by `lever_ranks`: ranks agree on what one of them sees, and on checkpoints."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from recipes.algorithms.resilience.guard import Guard, block_norms
+from recipes.engines.checkpoint_files import whole
+from recipes.training import stop
+from recipes.training.finite import has_finite_weights
+from recipes.training.levers import Levers
+from tests.recipes.training.fake_run import FakeRun
+
+
+def one_ranks_gradients(folder):
+    """A NaN on the second rank only: neither moves."""
+    torch.manual_seed(0)
+    task = nn.Linear(2, 2)
+    run = FakeRun(task, optimizer=torch.optim.AdamW(task.parameters()))
+    levers = Levers([], first=[Guard(3, str(folder))])
+    for batch, value in enumerate((1.0, float("nan") if dist.get_rank() else 1.0), 1):
+        levers.at("batch_start", run)
+        for parameter in task.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        levers.finish_gradients(run)
+        assert (task.bias.grad is None) == (batch == 2)
+        run.loss = 1.0
+        levers.at("step_end", run.at(batch))
+        assert run.nonfinite == batch - 1 and not run.stopping
+
+
+def one_ranks_signal(folder):
+    """A signal to the second rank only: both stop after the same batch."""
+    task = nn.Linear(2, 2)
+    run = FakeRun(task, optimizer=torch.optim.AdamW(task.parameters()))
+    levers = Levers([], first=[Guard(3, str(folder))])
+    for batch in (1, 2, 3):
+        if batch == 2 and dist.get_rank():
+            stop._caught = "SIGTERM"
+        levers.at("batch_start", run)
+        levers.finish_gradients(run)
+        assert run.stopping == (batch >= 2)
+    stop._caught = None
+
+
+def one_ranks_shard(folder):
+    """A weight that is not finite in the second rank's shard is known to both, and norms are of whole blocks."""
+    torch.manual_seed(0)
+    task = nn.Linear(4, 4)
+    norm = sum(p.detach().square().sum() for p in task.parameters()).sqrt().item()
+    fully_shard(task, mesh=init_device_mesh("cpu", (2,)))
+    run = FakeRun(task)
+    assert has_finite_weights(run)
+    assert abs(block_norms(task)[0]["weights"] - norm) < 1e-6
+    with torch.no_grad():
+        if dist.get_rank():
+            task.weight.to_local()[0] = float("inf")
+    assert not has_finite_weights(run)
+    assert block_norms(task)[0]["weights"] == "inf"
+
+
+def a_folder_of_both(folder):
+    """It has its name when both have written, on both ranks."""
+    path = folder / "checkpoints" / "ep0-ba1"
+    for content in ("first", "second"):
+        with whole(path) as partial:
+            partial.mkdir(exist_ok=True)
+            (partial / str(dist.get_rank())).write_text(content)
+        assert [(path / name).read_text() for name in "01"] == [content] * 2
+    assert [p.name for p in path.parent.iterdir()] == ["ep0-ba1"]
+
+
+CHECKS = {
+    "guard: gradients of one rank": one_ranks_gradients,
+    "guard: a signal to one rank": one_ranks_signal,
+    "guard: a shard of one rank": one_ranks_shard,
+    "guard: a folder of both ranks": a_folder_of_both,
+}

@@ -1,0 +1,140 @@
+"""Batches that are not finite: what is skipped, when a run ends, and what it then says."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.resilience.guard import REPORT, Guard
+from recipes.training import stop
+from recipes.training.finite import has_finite_weights, is_worth_keeping, largest_magnitude
+from recipes.training.levers import Levers
+from tests.recipes.algorithms.resilience import guard_ranks
+from tests.recipes.training.fake_run import FakeRun
+
+
+def step(run, levers, batch, value=1.0):
+    """One batch whose gradients and loss are a value."""
+    levers.at("batch_start", run)
+    run.batch = {"seed": torch.tensor([3, 5])}
+    for parameter in run.task.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    levers.finish_gradients(run)
+    run.optimizer.step()
+    run.loss = value
+    run.at(batch)
+    levers.at("step_end", run)
+
+
+def new_run(tmp_path, limit=3, precision="fp32"):
+    task = nn.Linear(2, 2)
+    run = FakeRun(task, precision=precision, optimizer=torch.optim.AdamW(task.parameters(), lr=0.1))
+    return run, Levers([ClipByNorm(1.0)], first=[Guard(limit, str(tmp_path))])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_batch_that_is_not_finite_moves_nothing(tmp_path, value):
+    run, levers = new_run(tmp_path)
+    step(run, levers, 1)
+    before = [p.detach().clone() for p in run.task.parameters()]
+    moments = [run.optimizer.state[p]["exp_avg"].clone() for p in run.task.parameters()]
+    step(run, levers, 2, value)
+    assert run.nonfinite == 1 and not is_worth_keeping(run)
+    assert all(torch.equal(one, other) for one, other in zip(before, run.task.parameters(), strict=True))
+    assert all(
+        torch.equal(m, run.optimizer.state[p]["exp_avg"]) for m, p in zip(moments, run.task.parameters(), strict=True)
+    )
+    step(run, levers, 3)
+    assert run.nonfinite == 0 and is_worth_keeping(run)
+    assert not torch.equal(before[0], run.task.weight)
+    assert (2, {"nonfinite/in_a_row": 1, "nonfinite/skipped": 1}) in run.logged
+
+
+def test_one_bad_value_is_enough(tmp_path):
+    run, levers = new_run(tmp_path)
+    levers.at("batch_start", run)
+    run.task.weight.grad, run.task.bias.grad = torch.ones(2, 2), torch.ones(2)
+    run.task.weight.grad[1, 0] = math.nan
+    levers.finish_gradients(run)
+    assert run.task.bias.grad is None  # and clipping spread nothing
+
+
+def test_too_many_in_a_row_end_the_run_with_a_report(tmp_path):
+    run, levers = new_run(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    good = tmp_path / "checkpoints" / "ep0-ba1.ckpt"
+    good.touch()
+    (tmp_path / "checkpoints" / "latest").symlink_to(good.name)
+    for batch in (1, 2):
+        step(run, levers, batch, math.nan)
+    step(run, levers, 3)  # not in a row
+    step(run, levers, 4, math.nan)
+    step(run, levers, 5, math.nan)
+    message = rf"3 batches in a row were not finite, since batch 4 \(loss nan\); the last good checkpoint is {good}"
+    with pytest.raises(ValueError, match=message) as error:
+        step(run, levers, 6, math.nan)
+    assert "\n" not in str(error.value)
+    report = json.loads((tmp_path / REPORT).read_text())
+    assert report["in_a_row"] == 3 and report["since_batch"] == 4 and report["last_good_checkpoint"] == str(good)
+    assert report["seeds_of_the_last_batch_on_rank_0"] == [3, 5]
+    (block,) = report["blocks"]
+    weights = torch.nn.utils.get_total_norm([p.detach() for p in run.task.parameters()])
+    assert block["gradients"] == "nan" and block["weights"] == pytest.approx(weights.item())
+
+
+def test_a_run_that_ends_so_is_an_error(tmp_path):
+    run, levers = new_run(tmp_path)
+    step(run, levers, 9)
+    step(run, levers, 10, math.nan)
+    with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10"):
+        levers.at("end", run)
+
+
+def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
+    run, levers = new_run(tmp_path, precision="amp_fp16")
+    levers.at("batch_start", run)
+    for parameter in run.task.parameters():
+        parameter.grad = torch.full_like(parameter, math.inf)
+    levers.finish_gradients(run)
+    assert run.task.bias.grad is not None
+    run.loss = 1.0
+    levers.at("step_end", run.at(1))
+    assert run.nonfinite == 0
+    levers.at("batch_start", run)
+    run.loss = math.nan
+    levers.at("step_end", run.at(2))
+    assert run.nonfinite == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights(dtype, value):
+    run = FakeRun(nn.Linear(70, 70).to(dtype))
+    assert has_finite_weights(run)
+    with torch.no_grad():
+        run.task.weight[31, 7] = value
+    assert not has_finite_weights(run) and not is_worth_keeping(run)
+
+
+def test_magnitudes():
+    assert largest_magnitude([torch.tensor([1.0, -3.0]), torch.tensor([2]), torch.empty(0)]) == 3
+    assert largest_magnitude([]) == 0
+    assert largest_magnitude([torch.full((5,), 3e38)]).isfinite()  # whose L2 norm is not
+
+
+def test_a_signal_is_seen_at_the_next_batch(tmp_path, monkeypatch):
+    run, levers = new_run(tmp_path)
+    step(run, levers, 1)
+    assert not run.stopping
+    monkeypatch.setattr(stop, "_caught", "SIGTERM")
+    step(run, levers, 2)
+    assert run.stopping
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", guard_ranks.CHECKS)
+def test_two_ranks(two_ranks, check):
+    two_ranks(check)

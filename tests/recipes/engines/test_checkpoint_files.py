@@ -1,0 +1,103 @@
+"""Checkpoints appear whole or not at all, and the good ones stay."""
+
+import errno
+import os
+import re
+
+import pytest
+import torch
+
+from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
+from recipes.training.stop import StartAgain
+from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
+from tests.recipes.training.fake_run import FakeRun
+
+NAMES = re.compile(r"ep\d+-ba(\d+)(?:\.ckpt)?")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left"), RuntimeError("[enforce fail at inline_container.cc:1] . failed")]
+)
+def test_a_full_disk_leaves_what_was_there_and_costs_one_line(tmp_path, error):
+    with whole(tmp_path / "ep0-ba1.ckpt") as partial:
+        partial.write_text("old")
+    with (
+        pytest.raises(ValueError, match=r"checkpoints: .*ep0-ba1.ckpt could not be written .*; make room") as raised,
+        whole(tmp_path / "ep0-ba1.ckpt") as partial,
+    ):
+        partial.write_text("half")
+        raise error
+    assert "\n" not in str(raised.value)
+    assert names(tmp_path) == ["ep0-ba1.ckpt"] and (tmp_path / "ep0-ba1.ckpt").read_text() == "old"
+
+
+def test_a_real_full_disk(tmp_path, monkeypatch):
+    """/dev/full refuses each byte."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=1)
+    save_at(checkpoints, run, 1)
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda value, path: save(value, "/dev/full"))
+    with pytest.raises(ValueError, match="could not be written .PytorchStreamWriter failed .* file write failed"):
+        save_at(checkpoints, run, 2)
+    assert names(tmp_path / "checkpoints") == ["ep0-ba1.ckpt", "latest"]
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
+    with pytest.raises(RuntimeError, match="a bug"), whole(tmp_path / "ep0-ba1.ckpt"):
+        raise RuntimeError("a bug")
+
+
+def test_a_lost_link_and_halves_are_mended(tmp_path):
+    files = CheckpointFiles(tmp_path, "latest", NAMES, keep=2)
+    for batch in (2, 10, 9):
+        (tmp_path / f"ep0-ba{batch}.ckpt").touch()
+    (tmp_path / ".partial.ep0-ba11.ckpt").touch()
+    (tmp_path / ".partial.ep0-ba12").mkdir()
+    files.mend()
+    assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba2.ckpt", "ep0-ba9.ckpt", "latest"]
+    assert (tmp_path / "latest").resolve().name == "ep0-ba10.ckpt"
+    files.newest_is(tmp_path / "ep0-ba9.ckpt", 9)  # a run that goes on from 2; the later one is not its own
+    files.newest_is(tmp_path / "ep0-ba10.ckpt", 10)
+    assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba9.ckpt", "latest"]
+
+
+def test_a_link_that_is_there_stays(tmp_path):
+    files = CheckpointFiles(tmp_path, "latest", NAMES, keep=-1)
+    for batch in (4, 6):
+        (tmp_path / f"ep0-ba{batch}.ckpt").touch()
+    (tmp_path / "latest").symlink_to("ep0-ba4.ckpt")
+    files.mend()
+    assert (tmp_path / "latest").resolve().name == "ep0-ba4.ckpt"
+
+
+@pytest.mark.parametrize("bad", ["a weight", "the last loss"])
+def test_nothing_that_is_not_finite_takes_the_place_of_a_good_checkpoint(tmp_path, bad, capsys):
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=1)
+    save_at(checkpoints, run, 1)
+    with torch.no_grad():
+        if bad == "a weight":
+            run.task.weight[0, 0] = float("nan")
+        else:
+            run.nonfinite = 1
+    save_at(checkpoints, run, 2)
+    assert names(tmp_path / "checkpoints") == ["ep0-ba1.ckpt", "latest"]
+    assert "batch 2 is not finite; the checkpoints before it stay" in capsys.readouterr().out
+
+
+def test_a_run_ends_after_the_batch_of_a_signal_unless_it_is_the_last():
+    run, saved = FakeRun(duration="3ba"), []
+    run.at(1)
+    end_if_asked(run, lambda: saved.append(1))
+    run.stopping = True
+    with pytest.raises(StartAgain):
+        end_if_asked(run, lambda: saved.append(2))
+    with pytest.raises(StartAgain):
+        end_if_asked(run, None)
+    end_if_asked(run.at(3), lambda: saved.append(3))
+    assert saved == [2]

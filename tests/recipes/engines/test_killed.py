@@ -1,0 +1,94 @@
+"""A run that is killed anywhere and started again ends as one that was left alone, bit by bit."""
+
+import filecmp
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.config.recipe import to_yaml
+from recipes.engines.conversion import from_composer, read_composer
+from recipes.engines.lightning.checkpoint_format import read_file
+from tests.recipes.engines.lightning.test_checkpoints import same
+
+ROOT = Path(__file__).resolve().parents[3]
+SIGNALS = {"composer": "SIGTERM", "lightning": "SIGUSR1"}  # as killed_runs.py sends them
+KILLED = -9
+AGAIN = 85
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, small_recipe):
+    folder = tmp_path_factory.mktemp("killed")
+    recipe = small_recipe(
+        folder / "run",
+        "model.denoiser.channels=[32,32,32,32]",
+        "model.denoiser.heads=[1,1,1,1]",
+        "evals.val=null",
+        "training.duration=7ba",
+        "checkpoints={every: 2ba, keep: 2, autoresume: true}",
+        "callbacks.export={name: export}",
+        "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
+    )
+    (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    script = Path(__file__).with_name("killed_runs.py")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), str(folder / "recipe.yaml"), "composer", "lightning"],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=570,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder, json.loads((folder / "report.json").read_text())
+
+
+ENGINES = pytest.mark.parametrize("engine", ["composer", "lightning"])
+
+
+@ENGINES
+def test_each_start_ends_as_it_should(killed, engine):
+    _, report = killed
+    codes = {name.split(" ", 1)[1]: code for name, (code, *_) in report.items() if name.startswith(engine)}
+    signal = SIGNALS[engine]
+    expected = {
+        "whole": 0,
+        "half 4": KILLED,
+        "unlinked 4": KILLED,
+        f"{signal} 4": AGAIN,
+        "export 7": KILLED,
+        "none 0": 0,
+    }
+    assert codes == expected, json.dumps(report, indent=1)
+
+
+@ENGINES
+def test_a_signal_costs_one_line_and_saves_the_next_batch(killed, engine):
+    _, report = killed
+    signal = SIGNALS[engine]
+    _, text, files = report[f"{engine} {signal} 4"]
+    assert f"{signal}: stopped after batch 5; start the same command again" in text
+    assert "Traceback" not in text and any("ba5" in file for file in files)
+
+
+def final(run, engine):
+    link = run / "checkpoints" / ("latest-rank0.pt" if engine == "composer" else "latest")
+    state = from_composer(read_composer(link)) if engine == "composer" else read_file(link)
+    assert state["counts"]["batch"] == 7 and state["levers"]["ScheduledEMA"]["average"]
+    return state
+
+
+@ENGINES
+def test_a_killed_run_ends_as_an_uninterrupted_one(killed, engine):
+    """Weights, optimizer, average, position in the data, states of random number generators; and the export's files."""
+    folder, _ = killed
+    whole, again = folder / f"{engine}-whole", folder / f"{engine}-killed"
+    assert same(final(whole, engine), final(again, engine))
+    files = [file.relative_to(whole) for file in (whole / "export").rglob("*") if file.is_file()]
+    assert Path("export/done.json") in files
+    assert filecmp.cmpfiles(whole, again, files, shallow=False)[0] == files
+    assert len(list((again / "checkpoints").iterdir())) == 3  # the newest two and the link

@@ -1,0 +1,45 @@
+"""Figures of validation against plain averages over all samples."""
+
+import pytest
+import torch
+
+from recipes.engines.metrics import Figure, figures_of
+from recipes.models.task import Task
+
+PARTS = [
+    {"loss": torch.tensor([1.0, 5.0]), "size": torch.tensor([3, 1]), "other": torch.tensor([2.0, 4.0])},
+    {"loss": torch.tensor([9.0]), "size": torch.tensor([0]), "other": torch.tensor([6.0])},
+]
+
+
+def value_of(figure):
+    for part in PARTS:
+        figure.update(part)
+    return figure.compute().item()
+
+
+def test_a_mean_of_samples():
+    assert value_of(Figure({"loss": 1.0}, {})) == pytest.approx(5)
+
+
+def test_a_weighted_mean():
+    assert value_of(Figure({"loss": 1.0}, {"loss": "size"})) == pytest.approx((3 * 1 + 5) / 4)
+
+
+def test_a_sum_of_means_of_different_weights():
+    assert value_of(Figure({"loss": 0.25, "other": 2.0}, {"loss": "size"})) == pytest.approx(0.25 * 2 + 2 * 4)
+
+
+def test_a_mean_without_any_weight():
+    figure = Figure({"loss": 1.0}, {"loss": "size"})
+    figure.update(PARTS[1])
+    assert figure.compute() == 0
+
+
+def test_figures_of_a_task():
+    task = Task()
+    task.eval_names, task.eval_weights = ["loss", "both"], {"loss": "size"}
+    task.eval_sums = {"both": {"loss": 0.5, "other": 0.5}}
+    figures = figures_of(task)
+    assert list(figures) == ["loss", "both"]
+    assert value_of(figures["loss"]) == pytest.approx(2) and value_of(figures["both"]) == pytest.approx(3)

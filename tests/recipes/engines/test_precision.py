@@ -1,0 +1,78 @@
+"""Number formats of a run: which one `auto` is, and that both engines train alike in 16 bits, also after a resume."""
+
+import pytest
+import torch
+
+from recipes.engines import precision as precision_module
+from recipes.engines.parts import Place
+from recipes.engines.precision import autocast, gradient_scaler, resolve
+from tests.recipes.engines.recording import assert_bit_equal, record
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32", "amp_bf16", "amp_fp16"])
+def test_a_cpu_takes_every_precision(small_recipe, tmp_path, precision):
+    place = Place.of(small_recipe(tmp_path, f"training.precision={precision}"), 1)
+    assert place.precision == ("fp32" if precision == "auto" else precision)
+
+
+@pytest.fixture
+def cpu_with(tmp_path, monkeypatch):
+    """A function that gives this machine a CPU with other instructions."""
+
+    def become(flags):
+        (tmp_path / "cpuinfo").write_text(f"processor: 0\nflags : fpu avx2 {flags} sse2\n")
+        monkeypatch.setattr(precision_module, "CPU_FACTS", tmp_path / "cpuinfo")
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("flags", "fastest"),
+    [("avx512_bf16", "amp_bf16"), ("amx_bf16", "amp_bf16"), ("bf16", "amp_bf16"), ("avx512f", "fp32")],
+)
+def test_fastest_depends_on_the_instructions(cpu_with, flags, fastest):
+    cpu_with(flags)
+    assert resolve("fastest", use_gpu=False) == fastest and resolve("fastest", use_gpu=True) == "amp_bf16"
+    assert resolve("auto", use_gpu=False) == "fp32"
+
+
+def test_a_machine_that_does_not_say_has_no_bf16(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision_module, "CPU_FACTS", tmp_path / "none")
+    assert resolve("fastest", use_gpu=False) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("amp_bf16", torch.bfloat16), ("amp_fp16", torch.float16)]
+)
+def test_autocast(precision, dtype):
+    matrix = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16), autocast(CPU, precision):
+        assert (matrix @ matrix).dtype == dtype
+    scaler = gradient_scaler(CPU, precision)
+    assert (scaler is not None) == (precision == "amp_fp16")
+    assert scaler is None or scaler.is_enabled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+def test_both_engines_train_alike(small_recipe, tmp_path, precision):
+    changes = [
+        f"training={{precision: {precision}, duration: 6ba, microbatch: 3, eval_every: 3ba}}",
+        "checkpoints={every: 3ba, keep: -1}",
+        "algorithms.low_precision_norms={name: low_precision_norms, modules: denoiser}",
+        "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}",
+    ]
+    found = {
+        engine: record(engine, small_recipe(tmp_path / engine, *changes, f"training.engine={engine}"))
+        for engine in ("composer", "lightning")
+    }
+    assert_bit_equal(found["composer"], found["lightning"])
+    plain = record("composer", small_recipe(tmp_path / "fp32", "training={duration: 6ba, microbatch: 3}"))
+    assert plain.losses[0] != found["composer"].losses[0] == pytest.approx(plain.losses[0], rel=0.02)
+    for engine, run in found.items():
+        (middle,) = (tmp_path / engine / "checkpoints").glob("*-ba3[.-]*")
+        resumed = record(engine, small_recipe(tmp_path / "again", *changes, f"checkpoints.load_path={middle}"))
+        assert len(resumed.losses) == 3
+        assert_bit_equal(run, resumed)

@@ -1,0 +1,35 @@
+"""Batches in parts, and what the parts are told about the whole."""
+
+import pytest
+import torch
+
+from recipes.models.task import Task
+from recipes.training.microbatches import samples_of, split, with_batch_means
+
+
+class Means(Task):
+    def batch_means(self, batch):
+        return {"mean_length": batch["length"], "long": batch["length"] > 2}
+
+
+BATCH = {"length": torch.tensor([1, 2, 3, 6, 8]), "image": torch.arange(10).view(5, 2)}
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(None, [5]), (5, [5]), (7, [5]), (2, [2, 2, 1]), (1, [1] * 5)])
+def test_parts_are_the_batch_in_its_order(size, sizes):
+    parts = split(BATCH, size)
+    assert [samples_of(part) for part in parts] == sizes
+    for name, value in BATCH.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), value)
+
+
+def test_means_are_those_of_the_whole_batch_in_every_part():
+    batch = with_batch_means(BATCH, Means(), torch.device("cpu"))
+    for part in split(batch, 2):
+        assert (part["mean_length"] == 4).all() and torch.allclose(part["long"], torch.tensor(0.6))
+        assert part["long"].dtype == torch.float32 and len(part["long"]) == samples_of(part)
+    assert torch.equal(batch["length"], BATCH["length"])
+
+
+def test_tasks_that_ask_for_nothing_get_the_batch_as_it_is():
+    assert with_batch_means(BATCH, Task(), torch.device("cpu")) is BATCH
