@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.algorithms.averaging.page_locked import PageLocked
+
 # What wrappers put into the names of parameters.
 WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
@@ -188,7 +190,8 @@ class HostAverage(Average):
         super().__init__(model)
         owned = [own(p) for p in self.parameters]
         self.gpu = next((t.device for t in owned if t.is_cuda), None)
-        self.staging = [torch.empty_like(t) for t in owned] if self.gpu is None else _pinned_views(owned)
+        self.locked = None if self.gpu is None else PageLocked(owned)
+        self.staging = [torch.empty_like(t) for t in owned] if self.locked is None else self.locked.views
         kinds = [t.dtype for t in owned]
         self.groups = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
         self.stream = None if self.gpu is None else torch.cuda.Stream(self.gpu)
@@ -287,18 +290,3 @@ def _like(parameter: DTensor, local: Tensor) -> DTensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _pinned_views(tensors: list[Tensor]) -> list[Tensor]:
-    """Page-locked memory with the strides of each tensor. One allocation per dtype: sizes are rounded to 2^n."""
-    views: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        numbers = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        block = torch.empty(sum(tensors[i].numel() for i in numbers), dtype=dtype, pin_memory=True)
-        offset = 0
-        for i in numbers:
-            # Strides of empty_like: dense, in the memory format of the tensor.
-            strides = torch.empty_like(tensors[i], device="meta").stride()
-            views[i] = block.as_strided(tensors[i].shape, strides, offset)
-            offset += tensors[i].numel()
-    return [views[i] for i in range(len(tensors))]

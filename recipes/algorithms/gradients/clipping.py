@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from recipes.algorithms.sixteen_bit.stored import clip, factor_of
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
@@ -19,6 +20,9 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
 
     If parameters are sharded, every rank must call it: the norm is that of the whole gradient.
     """
+    parameters = list(parameters)
+    if any(factor_of(p) is not None for p in parameters):
+        return clip(parameters, largest)
     norm = torch.nn.utils.clip_grad_norm_(parameters, largest)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -24,6 +24,11 @@ def recompute(modules: Sequence[nn.Module]) -> None:
         module.forward = _Recomputed(module)
 
 
+def recomputed_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules inside of a module that `recompute` has changed."""
+    return [inner for inner in module.modules() if isinstance(vars(inner).get("forward"), _Recomputed)]
+
+
 class _Recomputed:
     """A module's forward under `torch.utils.checkpoint`."""
 

@@ -9,10 +9,13 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from torch import nn
 
 from data.log import log
+from recipes.models.blocks.attention import AttentionOnViews, sdpa, takes, xformers
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
 Implementation = Literal["auto", "xformers", "sdpa", "eager"]
+KERNELS = {"xformers": xformers, "sdpa": sdpa}
+# Of diffusers: for blocks with options that `AttentionOnViews` does not know.
 PROCESSORS = {"xformers": XFormersAttnProcessor, "sdpa": AttnProcessor2_0, "eager": AttnProcessor}
 
 
@@ -37,7 +40,8 @@ def use_attention(module: nn.Module, implementation: Implementation, on_gpu: boo
     if implementation == "xformers" and reason:
         raise ValueError(f"attention: xformers cannot run here ({reason}); use sdpa or auto")
     for block in blocks:
-        block.set_processor(PROCESSORS[implementation]())
+        kernel = KERNELS.get(implementation)
+        block.set_processor(AttentionOnViews(kernel) if kernel and takes(block) else PROCESSORS[implementation]())
     return len(blocks), implementation
 
 

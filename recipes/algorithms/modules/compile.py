@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -46,7 +47,9 @@ class CompiledForward:
         if self.paused or not self.module.training or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         if self.compiled is None:
-            self.compiled = torch.compile(self.plain, **self.options)
+            # Of an object with `__call__`, PyTorch would compile a function per object; of a method, one for all.
+            plain = self.plain if inspect.isroutine(self.plain) else self.plain.__call__
+            self.compiled = torch.compile(plain, **self.options)
         self.called = True
         return self.compiled(*args, **kwargs)
 
@@ -68,11 +71,21 @@ def compile_forwards(modules: Iterable[nn.Module], options: dict[str, Any]) -> l
     forwards = [CompiledForward(module, options) for module in found]
     for module, forward in zip(found, forwards, strict=True):
         module.forward = forward
-    # Compilations of a function are counted over all blocks that share it, and beyond the limit the compiler silently
-    # runs the rest uncompiled. Leave room for each block in two sizes, as the last microbatch may be smaller.
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, 4 * len(found))
+    # Where a graph breaks, functions of modules inside are compiled by themselves.
+    allow_compilations(4 * sum(1 for module in found for _ in module.modules()))
     return forwards
+
+
+def allow_compilations(count: int) -> None:
+    """Let a function be compiled a number of times, and raise an error instead of running it uncompiled after that.
+
+    Compilations of a function are counted over all blocks that share it. Each needs one per size, and the last
+    microbatch may be smaller. The limits are settings of the process, which this only raises.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+    config.fail_on_recompile_limit_hit = True
 
 
 def why_no_compiler(on_gpu: bool) -> str | None:
@@ -103,6 +116,7 @@ class Compile(Lever):
         *,
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
         whole: bool = False,
+        fullgraph: bool = False,
         backend: Literal["inductor", "aot_eager"] = "inductor",
     ) -> None:
         """
@@ -112,11 +126,14 @@ class Compile(Lever):
                 times kernels for convolutions and matrix products, which takes minutes; max-autotune-no-cudagraphs:
                 the same without CUDA graphs.
             whole: compile each network of the task as a whole instead of its blocks: more to fuse, longer to compile.
+            fullgraph: raise an error where a block or network cannot be compiled as one graph, instead of running a
+                part of it uncompiled.
             backend: inductor generates kernels; aot_eager only traces, to see whether inductor causes an error.
         """
         self.task = task
         self.mode = mode
         self.whole = whole
+        self.fullgraph = fullgraph
         self.backend = backend
         self.graphs = mode in ("reduce-overhead", "max-autotune")
         self.forwards: list[CompiledForward] = []
@@ -135,7 +152,7 @@ class Compile(Lever):
             )
         # Only inductor has modes.
         options = {"mode": self.mode} if self.backend == "inductor" else {}
-        options |= {"backend": self.backend, "dynamic": False}
+        options |= {"backend": self.backend, "dynamic": False, "fullgraph": self.fullgraph}
         self.forwards = compile_forwards(self._parts(), options)
         kind = "networks" if self.whole else "blocks"
         log.info(f"compile: {len(self.forwards)} {kind}, mode {self.mode}, in the first batch")

@@ -4,70 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diffusers import UNet2DConditionModel
-from diffusers.models.autoencoders.vae import Decoder, Encoder
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from data.log import log
-from recipes.models.kernels.fused_norm import TIMES, FusedGroupNorm, fuse
+from recipes.models.blocks.norms import fuse_group_norms
+from recipes.models.kernels.fused_norm import TIMES
 from recipes.training.lever import Lever
 from recipes.training.run import Run
-
-
-class SiLUOfEmbedding(nn.Module):
-    """The activation of a block with fused norms: these have activated images (4-D), but not the timestep."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.dim() == 4 else F.silu(x)
-
-
-def fuse_group_norms(module: nn.Module, measured: bool) -> int:
-    """Fuse each GroupNorm of diffusers' blocks with the SiLU that follows it; returns the number of norms.
-
-    Residual blocks have two norms; U-Nets, encoders and decoders end with one. The norm at the input of a transformer
-    block has no SiLU, and gains from the memory format of the kernel alone. Names and parameters stay.
-
-    Args:
-        module: a model with networks of diffusers.
-        measured: True: use the kernel only for shapes for which it is faster, measured when they first come up; False:
-            always.
-
-    Raises:
-        ValueError: there is no norm to fuse.
-    """
-    count = 0
-    for block in module.modules():
-        for name, silu in _norms(block):
-            fuse(getattr(block, name), silu, measured)
-            count += 1
-        if isinstance(getattr(block, "norm2", None), FusedGroupNorm):
-            block.nonlinearity = SiLUOfEmbedding()
-        if isinstance(getattr(block, "conv_norm_out", None), FusedGroupNorm):
-            block.conv_act = nn.Identity()
-    if not count:
-        raise ValueError("fused_group_norm: the model has no GroupNorm of a diffusers block to fuse")
-    return count
-
-
-def _norms(block: nn.Module) -> list[tuple[str, bool]]:
-    """(name, whether SiLU follows) of each norm to fuse that is a direct child of a block."""
-    found: list[tuple[str, bool]] = []
-    if isinstance(block, ResnetBlock2D):  # with "scale_shift" the timestep comes between norm and activation
-        if block.time_embedding_norm != "scale_shift" and isinstance(block.nonlinearity, nn.SiLU):
-            found = [("norm1", True), ("norm2", True)]
-    elif isinstance(block, (UNet2DConditionModel, Encoder, Decoder)):
-        if isinstance(block.conv_act, nn.SiLU):
-            found = [("conv_norm_out", True)]
-    elif isinstance(block, Transformer2DModel):
-        found = [("norm", False)]
-    return [
-        (name, silu)
-        for name, silu in found
-        if isinstance(norm := getattr(block, name, None), nn.GroupNorm) and not isinstance(norm, FusedGroupNorm)
-    ]
 
 
 class FusedGroupNorms(Lever):

@@ -206,6 +206,7 @@ class PowerSGD(Lever):
             compressed = self.overlapped.finish()
         else:
             compressed = [self._compress(number) for number in range(len(self.blocks))]
+        repaired = self.compressor.repair(compressed, self.states, self.group)
         others = [gradient_of(p) for p in self.others]
         reduce_others(others, self.machines, self.group)
         agreed = agree(compressed, others, self.group, self.shards)
@@ -222,7 +223,8 @@ class PowerSGD(Lever):
             self.skipped += 1
             run.skip_update()
         on_wire = {"powersgd/p_largest": p_largest, "powersgd/q_largest": q_largest}  # the format clamps them
-        return {"powersgd/norm": norm, "powersgd/skipped": self.skipped, **on_wire}
+        figures = {"powersgd/norm": norm, "powersgd/skipped": self.skipped, "powersgd/repaired": len(repaired)}
+        return {**figures, **on_wire}
 
     # --- checkpoints ---------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """PowerSGD as in Ramesh et al. 2021, appendix E.2: gradients averaged as products of two low-rank factors.
 
 Steps are numbered as in that description. The code here depends only on gradients, a state and process groups. Its
-caller runs `compress` for each block whose gradients are complete, then `reduce_others` once, `agree` once, and
-`finish` for each block.
+caller runs `compress` for each block whose gradients are complete, then `repair`, `reduce_others` and `agree` once
+each, and `finish` for each block.
 
     G  gradient of a matrix on this machine, (rows, columns) with rows <= columns
     E  G + the error of earlier steps: the term of this machine in the sum
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipes.algorithms.powersgd.orthogonal import orthonormal
+from recipes.algorithms.powersgd.orthogonal import cholesky_qr, householder
 from recipes.algorithms.powersgd.wire import all_reduce_sum, bytes_sent, magnitude
 from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9, Format
 
@@ -47,6 +47,7 @@ class Compressed:
         terms: E of each matrix, in the memory of its gradient if that can be viewed as (rows, columns).
         bases: orthonormal P of each matrix, (rows, r).
         factors: Q' of each matrix, (columns, r).
+        orthonormal: () bool, whether the bases are orthonormal. If not, `LowRank.repair` makes others.
         finite: (3,) bool, whether gradients, P and Q' of this machine were finite before they were clamped.
         largest: (2,) largest magnitudes of the sums P and Q' on the wire; if equal to the largest value of the format,
             they were clamped.
@@ -56,6 +57,7 @@ class Compressed:
     terms: list[Tensor]
     bases: list[Tensor]
     factors: list[Tensor]
+    orthonormal: Tensor
     finite: Tensor
     largest: Tensor
 
@@ -90,6 +92,7 @@ class LowRank:
         p_scale: float = 1.0,
         q_scale: float = 1.0,
         identity: float = 1e-6,
+        cholesky: bool | None = None,
     ) -> None:
         """
         Args:
@@ -100,6 +103,8 @@ class LowRank:
             p_scale: factor of P on the wire, which brings it into the range of the format.
             q_scale: the same for Q'.
             identity: added to the diagonal of P, so that every matrix has a basis.
+            cholesky: orthogonalise P by Cholesky factors, and by Householder reflections only where those fail. None:
+                on a GPU. A CPU is faster with reflections.
         """
         self.rank = rank
         self.seed = seed
@@ -108,6 +113,7 @@ class LowRank:
         self.p_scale = p_scale
         self.q_scale = q_scale
         self.identity = identity
+        self.cholesky = cholesky
 
     def new_state(self, shapes: Sequence[torch.Size], device: torch.device, number: int) -> BlockState:
         """The state of a block before the first step. Q is drawn on the CPU, and equal on all machines.
@@ -142,15 +148,50 @@ class LowRank:
             finite.append(torch.isfinite(magnitude(matrix)))
             matrix.masked_fill_(~finite[-1], 0.0)  # only the error is kept, because this update will be skipped
             terms.append(matrix.div_(scale).add_(self.buffer.decode(error)))
+        cholesky = self._by_cholesky(gradients[0].device)
+        return self._factored(gradients, terms, torch.stack(finite).all(), state, group, cholesky)
+
+    @torch.no_grad()
+    def repair(self, blocks: list[Compressed], states: list[BlockState], group: ProcessGroup) -> list[int]:
+        """Repeat steps 2 to 4 by Householder reflections for blocks whose bases are not orthonormal, in place.
+
+        That happens if columns of P depend on each other. Ranks of a group have the same P, and agree nonetheless, so
+        that devices may round differently. On a GPU, the host waits here for all blocks to be compressed.
+
+        Returns:
+            The numbers of these blocks.
+        """
+        if not blocks or not self._by_cholesky(blocks[0].orthonormal.device):
+            return []
+        bad = 1.0 - torch.stack([block.orthonormal for block in blocks]).float()
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+        numbers = bad.nonzero()[:, 0].tolist()
+        for number in numbers:
+            b = blocks[number]
+            blocks[number] = self._factored(b.gradients, b.terms, b.finite[0], states[number], group, cholesky=False)
+        return numbers
+
+    def _by_cholesky(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self.cholesky is None else self.cholesky
+
+    def _factored(
+        self,
+        gradients: list[Tensor],
+        terms: list[Tensor],
+        finite: Tensor,
+        state: BlockState,
+        group: ProcessGroup,
+        cholesky: bool,
+    ) -> Compressed:
         products = [e @ q for e, q in zip(terms, state.projections, strict=True)]  # 2
         products, p_finite, p_largest = self._sum(products, group, self.p_scale)
         for p in products:  # 3
             p.diagonal().add_(self.identity)
-        bases = orthonormal(products)
+        bases, good = cholesky_qr(products) if cholesky else (householder(products), torch.ones_like(finite))
         factors = [e.T @ p for e, p in zip(terms, bases, strict=True)]  # 4
         factors, q_finite, q_largest = self._sum(factors, group, self.q_scale)
-        flags = torch.stack([torch.stack(finite).all(), p_finite, q_finite])
-        return Compressed(gradients, terms, bases, factors, flags, torch.stack([p_largest, q_largest]))
+        flags = torch.stack([finite, p_finite, q_finite])
+        return Compressed(gradients, terms, bases, factors, good, flags, torch.stack([p_largest, q_largest]))
 
     def _sum(self, matrices: list[Tensor], group: ProcessGroup, scale: float) -> tuple[list[Tensor], Tensor, Tensor]:
         """Sums of matrices in one message, whether this machine's were finite, and the largest sum on the wire."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from data.log import log
+from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.shard import shard
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
@@ -89,6 +90,7 @@ class Sharding(Lever):
                 reshard_after_forward=self.full_shard,
                 parameters=low,
                 of_blocks_only=scaled,
+                recomputed=recomputed_modules(self.task),
                 placement=placement,
             )
         gathered = "fp32" if low is None else f"{FORMAT_NAMES[low]} ({'what is not in blocks, ' * scaled}norms fp32)"
@@ -104,6 +106,11 @@ class Sharding(Lever):
         Those blocks compute in fp16 anyway: gathering fp16 moves fewer bytes and changes no result.
         """
         if self.scaling is not None:
+            if self.scaling.matrices is not None:
+                raise ValueError(
+                    "training.fsdp: PyTorch shards no block with parameters of two number formats, which "
+                    "resblock_grad_scaling makes with weights: fp16; use fp32 weights, or training.fsdp=null"
+                )
             if self.parameters == "bf16":
                 raise ValueError(
                     "training.fsdp.parameters: bf16, and resblock_grad_scaling computes in fp16; use auto or fp32"

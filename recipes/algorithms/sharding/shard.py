@@ -2,11 +2,16 @@
 
 As in published ViT and Stable Diffusion recipes, each block is a unit inside of the whole model's; gathered parameters
 have 16 bits except those of norms, while gradient reductions and optimizer state have 32 bits.
+
+Each unit costs the host collectives and hooks in each pass, so the norms of a block are one unit and not one each.
+FSDP2 reduces the gradients of such a group after the backward pass of the module that ran first in the forward pass.
+This is the last backward pass of the group, whatever lies between its modules: of all operations that are ready,
+autograd runs the one that ran last in the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -28,6 +33,7 @@ def shard(
     reshard_after_forward: bool = False,
     parameters: torch.dtype | None = None,
     of_blocks_only: bool = False,
+    recomputed: Collection[nn.Module] = (),
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> int:
     """Shard a task in place; returns the number of units, each of which is gathered on its own.
@@ -44,6 +50,7 @@ def shard(
         parameters: dtype of gathered parameters, except those of norms and of modules with an attribute
             `full_precision`, which keep 32 bits; None: their own.
         of_blocks_only: gather parameters outside of blocks in their own dtype.
+        recomputed: modules whose forward runs a second time in the backward pass, each at a time of its own.
         placement: from a parameter to the dimension that it is sharded along. Except for the first, the size of the
             dimension must be a multiple of the number of shards. None: the first dimension.
 
@@ -63,7 +70,8 @@ def shard(
     for unit in (*blocks, task):
         low = None if of_blocks_only and unit is task else parameters
         if low is not None:
-            units += _shard_in_32_bits(unit, options)
+            together = [unit] if unit is not task else [] if by_block else task.blocks()
+            units += _shard_in_32_bits(unit, (*recomputed, *together), options)
         # Inputs and losses keep their 32 bits: autocast decides which operations take fewer.
         sums = None if low is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sums, cast_forward_inputs=False)
@@ -74,13 +82,25 @@ def shard(
     return units
 
 
-def _shard_in_32_bits(unit: nn.Module, options: dict) -> int:
-    """Make norms and modules with `full_precision` inside of a unit units in 32 bits; returns their number."""
+def _shard_in_32_bits(unit: nn.Module, together: Iterable[nn.Module], options: dict) -> int:
+    """Make norms and modules with `full_precision` inside of a unit units in 32 bits; returns the number of units.
+
+    Args:
+        unit: a block, or the task.
+        together: modules of which each makes one unit of what it holds, in order of precedence. They run whole: FSDP2
+            waits for the last module of a group. What none of them holds becomes units one by one.
+        options: of `fully_shard`.
+    """
     named = [m for m in unit.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
     named = [m for m in named if not isinstance(m, FSDPModule) and any(True for _ in m.parameters())]
-    for module in named:
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
-    return len(named)
+    left = {id(module): module for module in named}
+    groups = [[left.pop(id(m)) for m in holder.modules() if id(m) in left] for holder in together]
+    groups = [group for group in groups if group] + [[module] for module in left.values()]
+    for group in groups:
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        # A list, even of one module, has the hooks of groups.
+        fully_shard(group if len(group) > 1 else group[0], mp_policy=policy, **options)
+    return len(groups)
 
 
 def _make_contiguous(task: nn.Module) -> None:

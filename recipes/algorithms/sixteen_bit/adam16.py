@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10, Format, Format16
+from recipes.algorithms.sixteen_bit.stored import factor_of
+from recipes.algorithms.sixteen_bit.transfer import sent
 
 # `moment_bits` of a parameter group -> formats of the running mean and of the running variance.
 FORMATS: dict[int, tuple[Format, Format]] = {16: (MEAN_1_6_9, VARIANCE_0_6_10), 32: (FLOAT_32, FLOAT_32)}
@@ -29,8 +31,7 @@ class Adam16(torch.optim.Optimizer):
     variance is clipped before it is used and stored. Parameters may be ordinary tensors or shards of FSDP2 (DTensor),
     whose state has the same placements.
 
-    Codes are stored as uint8 with a last dimension of 2, because process groups do not send 16-bit integers, and
-    because `torch.optim.Optimizer.load_state_dict` casts states to the parameter's dtype, which is exact for bytes.
+    Codes are stored as uint8 with a last dimension of 2, because process groups do not send 16-bit integers.
     """
 
     def __init__(
@@ -93,12 +94,27 @@ class Adam16(torch.optim.Optimizer):
                 if not state:
                     state.update(_new_state(parameter, group["moment_bits"]))
                 state["step"] += 1
-                if _local(parameter).numel():  # the shard of a small tensor may be empty
+                if parameter.dtype == torch.float16:
+                    self._update_stored(group, parameter, state)
+                elif _local(parameter).numel():  # the shard of a small tensor may be empty
                     key = (state["step"].item(), parameter.device)
                     together.setdefault(key, []).append(_parts(parameter, state))
             for (step, device), parts in together.items():
                 self._update(group, step, device, parts)
         return loss
+
+    def _update_stored(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Update a weight that is stored in 16 bits, by 32-bit copies of it and of its gradient.
+
+        The copies are held for one tensor at a time.
+        """
+        values, factor = parameter.detach().float(), factor_of(parameter)
+        gradient = torch.empty_like(values).copy_(parameter.grad)
+        if factor is not None:
+            gradient.div_(factor)
+        moments = [_flat(_codes(state[name])) for name in MOMENTS]
+        self._update(group, state["step"].item(), parameter.device, [(_flat(values), _flat(gradient), *moments)])
+        parameter.copy_(values)
 
     def _update(self, group: dict[str, Any], step: float, device: torch.device, tensors: list[Parts]) -> None:
         scalars = _scalars(group, step)
@@ -110,7 +126,7 @@ class Adam16(torch.optim.Optimizer):
             adam16_kernel.update_all(tensors, scalars, formats, betas, eps, clip)
             return
         # As tensors, so that the compiled update is not compiled again when the values change.
-        numbers = torch.tensor(scalars, dtype=torch.float32, device=device).unbind()
+        numbers = sent(scalars, torch.float32, device).unbind()
         for parts in tensors:
             if self.compiled:
                 _compiled_update()(*parts, *numbers, *formats, *betas, eps, clip)
@@ -118,25 +134,21 @@ class Adam16(torch.optim.Optimizer):
             for pieces in zip(*(tensor.split(CHUNK[device.type]) for tensor in parts), strict=True):
                 adamw_update(*pieces, *numbers, *formats, *betas, eps, clip)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by `load_state_dict`, too, which has cast bytes to the parameter's dtype. This undoes the cast."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                loaded = self.state.get(parameter)
-                if not loaded:
-                    continue
-                fresh = _new_state(parameter, group["moment_bits"])
-                for name in MOMENTS:
-                    if loaded[name].shape != fresh[name].shape:
-                        raise ValueError(
-                            f"adam16: the {name} of a parameter of shape {tuple(parameter.shape)} has shape "
-                            f"{tuple(loaded[name].shape)} in the checkpoint, not {tuple(fresh[name].shape)}; the run "
-                            "that wrote it had other parameters with 16-bit moments, or another optimizer"
-                        )
-                    _local(fresh[name]).copy_(_local(loaded[name]))  # in the memory order of the parameter
-                    loaded[name] = fresh[name]
-                loaded["step"] = fresh["step"].copy_(loaded["step"])  # does not change the saved tensors
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in PyTorch, but moments are copied as they are.
+
+        PyTorch's own would cast every state to the dtype of its parameter: bytes to four times their size.
+
+        Raises:
+            ValueError: the state is of other groups of parameters, or of another optimizer.
+        """
+        super().load_state_dict({**state_dict, "state": {}})  # checks the groups and restores their settings
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [(p, group["moment_bits"]) for group in self.param_groups for p in group["params"]]
+        for number, (parameter, bits) in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                self.state[parameter] = _loaded(parameter, bits, state_dict["state"][number])
 
     def memory(self) -> dict[str, float]:
         """Memory of the moments on this rank. It is known before the first step.
@@ -230,6 +242,26 @@ def _new_state(parameter: Tensor, bits: int) -> dict[str, Tensor]:
     return {"step": step, **{name: _zero_bytes(parameter) for name in MOMENTS}}
 
 
+def _loaded(parameter: Tensor, bits: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of a parameter's saved state, in the memory order, on the device and with the placement of the parameter.
+
+    Raises:
+        ValueError: shapes that the state of this parameter does not have.
+    """
+    fresh = _new_state(parameter, bits)
+    for name in MOMENTS:
+        found = saved[name].shape if name in saved else ()
+        if found != fresh[name].shape:
+            raise ValueError(
+                f"adam16: the {name} of a parameter of shape {tuple(parameter.shape)} has shape {tuple(found)} in the "
+                f"checkpoint, not {tuple(fresh[name].shape)}; the run that wrote it had other parameters with 16-bit "
+                "moments, or another optimizer"
+            )
+        _local(fresh[name]).copy_(_local(saved[name]))
+    fresh["step"].copy_(torch.as_tensor(saved["step"]))
+    return fresh
+
+
 def _zero_bytes(parameter: Tensor) -> Tensor:
     """Zeros of shape (*shape, 2) and dtype uint8, in the memory order and placement of the parameter."""
     local = _local(parameter)
@@ -284,7 +316,8 @@ def _check(group: dict[str, Any]) -> None:
     if group["moment_bits"] == 16 and clip is not None and clip > VARIANCE_0_6_10.largest:
         raise ValueError(f"adam16: variance_clip {clip} is above {VARIANCE_0_6_10.largest}, the largest 0-6-10 value")
     for parameter in group["params"]:
-        if parameter.dtype != torch.float32:
+        stored = parameter.dtype == torch.float16 and factor_of(parameter) is not None and group["moment_bits"] == 16
+        if parameter.dtype != torch.float32 and not stored:
             raise ValueError(
                 f"adam16: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; keep parameters in "
                 "32-bit, and set the precision of computation by training.precision"

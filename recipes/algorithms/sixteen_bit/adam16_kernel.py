@@ -17,6 +17,7 @@ from torch import Tensor
 
 from recipes.algorithms.sixteen_bit.formats import Format, Format16
 from recipes.algorithms.sixteen_bit.formats_kernel import decode_tile, encode_tile
+from recipes.algorithms.sixteen_bit.transfer import sent
 
 PIECE = 8192  # elements per program
 TILE = 1024  # elements that a program handles at a time
@@ -100,7 +101,7 @@ def update_all(
     device = tensors[0][0].device
     sizes = tuple(values.numel() for values, *_ in tensors)
     size_table, owners, starts = _pieces(sizes, device)
-    addresses = torch.tensor([[t.data_ptr() for t in parts] for parts in tensors], dtype=torch.int64).to(device)
+    addresses = sent([[t.data_ptr() for t in parts] for parts in tensors], torch.int64, device)
     clip = float("inf") if variance_clip is None else variance_clip
     constants = [number for fmt in formats for number in _constants(fmt)]
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

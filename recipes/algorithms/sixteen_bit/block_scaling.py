@@ -10,6 +10,7 @@ replica is its own mean, which is M times as large, so that scales around 2^13 g
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -96,17 +97,23 @@ def scale_branch(branch: nn.Module, scale: Tensor, filtered: Tensor) -> None:
     """
     assert not isinstance(branch, ScaledBranch)
     assert "forward" not in vars(branch), "an instance attribute `forward` would hide that of the class"
-    branch.__class__ = type(f"Scaled{type(branch).__name__}", (ScaledBranch, type(branch)), {})
-    # Not buffers, so that checkpoints of the model do not contain them.
-    branch.gradient_scale, branch.gradients_filtered = scale, filtered
+    branch.__class__ = _scaled(type(branch))
+    # Not buffers, so that checkpoints of the model do not contain them. Compiled code saves the count for the backward
+    # pass; `data` has a version counter of its own, so that counts of other branches in the same memory may change.
+    branch.gradient_scale, branch.gradients_filtered = scale, filtered.data
+
+
+@functools.cache  # one class for all branches of a kind, as compiled code is shared by modules of a class
+def _scaled(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Scaled{kind.__name__}", (ScaledBranch, kind), {})
 
 
 @torch.no_grad()
 def unscale(gradients: list[Tensor], scale: Tensor) -> Tensor:
-    """Divide a block's gradients by its scale, in place.
+    """Divide a block's 32-bit gradients by its scale, in place. Those that are stored in 16 bits keep it.
 
     Args:
-        gradients: float32, on one device.
+        gradients: float32 or float16, on one device.
         scale: () float32.
 
     Returns:
@@ -115,8 +122,11 @@ def unscale(gradients: list[Tensor], scale: Tensor) -> Tensor:
     gradients = [g for g in gradients if g.numel()]
     if not gradients:
         return torch.ones((), dtype=torch.bool, device=scale.device)
-    torch._foreach_div_(gradients, scale)
-    return torch.isfinite(torch.stack(torch._foreach_norm(gradients, math.inf))).all()
+    wide = [g for g in gradients if g.dtype == torch.float32]
+    if wide:
+        torch._foreach_div_(wide, scale)
+    largest = [norm.float() for norm in torch._foreach_norm(gradients, math.inf)]
+    return torch.isfinite(torch.stack(largest)).all()
 
 
 @dataclass

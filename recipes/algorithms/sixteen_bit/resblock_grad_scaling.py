@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from data.cost import Cost, Plan
+from recipes.algorithms.gradients.blocks import block_matrices
+from recipes.algorithms.sixteen_bit.adam16 import Adam16
 from recipes.algorithms.sixteen_bit.block_scaling import Scales, scale_branch, unscale
+from recipes.algorithms.sixteen_bit.stored import store
 from recipes.training.lever import Lever
 from recipes.training.ranks import all_reduce
 from recipes.training.run import Run
@@ -19,7 +22,8 @@ class ResblockGradScaling(Lever):
     """Runs residual blocks in fp16, each with its own gradient scale; the identity path and all else stay in 32-bit.
 
     It needs training.precision fp32, because it sets the precision of blocks itself. An update in which any block
-    overflowed is skipped.
+    overflowed is skipped. As published, the matrices of blocks and their gradients can be stored in 16 bits, too. Other
+    parameters (gains, biases, embeddings and unembeddings) keep 32.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class ResblockGradScaling(Lever):
         start: float = 13.0,
         least: float = 7.0,
         most: float = 24.0,
+        weights: Literal["fp32", "fp16"] = "fp32",
     ) -> None:
         """`low_rank` is whether powersgd averages the gradients, which then skips updates itself.
 
@@ -38,10 +43,18 @@ class ResblockGradScaling(Lever):
             start: binary logarithm of the scales at the start of a run.
             least: binary logarithm of the smallest scale.
             most: binary logarithm of the largest scale.
+            weights: number format in which the matrices of blocks and their gradients are stored. fp16 takes half the
+                memory, and rounds each update of a weight to its 11 bits; it needs the optimizer adam16, and is not
+                for training.fsdp and powersgd.
 
         Raises:
-            ValueError: blocks without a branch, or bounds that contradict each other.
+            ValueError: blocks without a branch, bounds that contradict each other, or 16-bit weights with powersgd.
         """
+        if weights == "fp16" and low_rank:
+            raise ValueError(
+                "resblock_grad_scaling: weights: fp16 does not work together with powersgd, which adds 32-bit "
+                "gradients to its errors; remove one of them"
+            )
         if not least <= start <= most:
             raise ValueError(f"resblock_grad_scaling: least <= start <= most must hold, got {least}, {start}, {most}")
         blocks = list(task.blocks())
@@ -53,10 +66,12 @@ class ResblockGradScaling(Lever):
                 + "; it is for models whose blocks are x + branch(x)"
             )
         self.branches: list[nn.Module] = [block.branch for block in blocks]
+        self.matrices = block_matrices(task, "resblock_grad_scaling") if weights == "fp16" else None
         self.scales = Scales.new(len(blocks), start)
         self.scales.least, self.scales.most = least, most
         self.skipped = 0
         self.on_device = torch.empty(0)  # (blocks,) the scales that the branches read
+        self.factors = torch.empty(0)  # (blocks,) in 16-bit gradients, from the backward pass to the optimizer's step
         self.filtered = torch.empty(0, dtype=torch.int64)
         # For blocks that are already unscaled, on this rank: whether they overflowed, number of non-finite gradients.
         self.overflowed: list[Tensor | None] = [None] * len(blocks)
@@ -78,14 +93,26 @@ class ResblockGradScaling(Lever):
         self.filtered = torch.zeros(len(self.branches), dtype=torch.int64, device=self.on_device.device)
         for branch, scale, filtered in zip(self.branches, self.on_device, self.filtered, strict=True):
             scale_branch(branch, scale, filtered)
+        if self.matrices is not None:
+            self.factors = self.on_device.clone()
+            for matrices, factor in zip(self.matrices, self.factors, strict=True):
+                store(matrices, factor)
 
     def begin(self, run: Run) -> None:
+        if self.matrices is not None and not isinstance(run.optimizer, Adam16):
+            raise ValueError(
+                "resblock_grad_scaling: weights: fp16 needs the optimizer adam16, which knows of the scales in 16-bit "
+                "gradients"
+            )
         self.on_device.copy_(self.scales.values())
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
-        """The number format in which FSDP gathers blocks, see `data.cost`."""
-        return Cost(gathered="fp16")
+        """Values that are stored in 16 bits, and the number format in which FSDP gathers blocks, see `data.cost`."""
+        if args["weights"] == "fp32":
+            return Cost(gathered="fp16")
+        low = sum(p.numel() for matrices in block_matrices(plan.task, "resblock_grad_scaling") for p in matrices)
+        return Cost(gathered="fp16", stored_16_bit=low)
 
     @torch.no_grad()
     def unscale_block(self, number: int) -> None:
@@ -96,6 +123,8 @@ class ResblockGradScaling(Lever):
         """
         gradients = _gradients(self.branches[number])
         finite = unscale(gradients, self.on_device[number])
+        if self.matrices is not None:
+            self.factors[number].copy_(self.on_device[number])
         overflowed = ~finite | (self.filtered[number] > 0)
         self.overflowed[number] = overflowed
         if not self.low_rank:

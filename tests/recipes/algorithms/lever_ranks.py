@@ -14,20 +14,29 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from recipes.planning.link_checks import bandwidth, clocks
 from tests.recipes.algorithms.averaging import ema_ranks
 from tests.recipes.algorithms.microbatch import microbatch_ranks
+from tests.recipes.algorithms.resilience import guard_ranks
 from tests.recipes.algorithms.sharding import fsdp_ranks
+from tests.recipes.algorithms.sixteen_bit import scaling_ranks
 
 
 def folder_name(check: str) -> str:
     return re.sub(r"\W+", "-", check)
 
 
+def check_links(folder: Path) -> None:
+    device = torch.device("cpu")
+    assert [clocks(device).level, bandwidth(device).level] == ["ok", "ok"]
+
+
 def main(recipe: str, folder: Path, report: Path) -> None:
     os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     torch.set_num_threads(1)
-    checks = ema_ranks.CHECKS | microbatch_ranks.CHECKS | fsdp_ranks.checks(recipe)
+    checks = ema_ranks.CHECKS | microbatch_ranks.CHECKS | scaling_ranks.CHECKS | fsdp_ranks.checks(recipe)
+    checks |= guard_ranks.CHECKS | {"links": check_links}
     results = {}
     for name, check in checks.items():
         work = folder / folder_name(name)

@@ -126,7 +126,7 @@ def check_all_levers(small_recipe, folder: Path, *changes: str) -> None:
     ):
         trainer = build_trainer(small_recipe(folder / name, *LEVERS, save, *load, *changes))
         model = trainer.state.model.task
-        assert len(list(trainer.state.algorithms[0].levers)) == 8
+        assert len(list(trainer.state.algorithms[0].levers)) == 12
         assert sum(isinstance(m, FusedGroupNorm) for m in model.modules()) > 8
         assert not any(type(m) in (nn.GroupNorm, nn.LayerNorm) for m in model.modules())
         kernels = [p for p in model.parameters() if p.dim() == 4 and p.shape[2:].numel() > 1]

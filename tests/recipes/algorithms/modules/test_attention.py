@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.algorithms.modules.attention import AttentionImplementation, use_attention, why_not_xformers
+from recipes.models.blocks.attention import AttentionOnViews, sdpa
 from recipes.models.latent_diffusion.unet import unet
 from tests.recipes.training.fake_run import FakeRun
 
@@ -25,7 +27,7 @@ def processors(network):
 def test_implementations_agree(network):
     x, timesteps, text = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 5, 8)
     made = {}
-    for name, processor in (("sdpa", AttnProcessor2_0), ("eager", AttnProcessor)):
+    for name, processor in (("sdpa", AttentionOnViews), ("eager", AttnProcessor)):
         count, chosen = use_attention(network, name, on_gpu=False)
         assert count == len(network.network.attn_processors) > 8 and chosen == name
         assert processors(network) == {processor}
@@ -36,7 +38,60 @@ def test_implementations_agree(network):
 
 def test_auto_is_sdpa_without_a_gpu(network):
     assert use_attention(network, "auto", on_gpu=False)[1] == "sdpa"
-    assert processors(network) == {AttnProcessor2_0}
+    assert processors(network) == {AttentionOnViews}
+
+
+@pytest.mark.parametrize("picture", [False, True])
+@pytest.mark.parametrize("text", [None, 24])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_views_give_what_diffusers_gives(picture, text, form):
+    """With the options of U-Nets and autoencoders, in 64 bits, gradients too."""
+    torch.manual_seed(0)
+    options = {"norm_num_groups": 4, "residual_connection": True, "rescale_output_factor": 2.0} if picture else {}
+    block = Attention(32, text, heads=4, dim_head=8, bias=picture, **options).double()
+    x = torch.randn(2, 32, 3, 5, dtype=torch.float64).to(memory_format=form)
+    x = (x if picture else x.flatten(2).transpose(1, 2)).requires_grad_()
+    source = None if text is None else torch.randn(2, 7, text, dtype=torch.float64)
+    results = []
+    for processor in (AttnProcessor2_0(), AttentionOnViews(sdpa)):
+        block.set_processor(processor)
+        y = block(x, encoder_hidden_states=source)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert not picture or results[1][0].is_contiguous(memory_format=form)
+
+
+def test_views_copy_nothing():
+    block = Attention(32, heads=4, dim_head=8)
+    block.set_processor(AttentionOnViews(sdpa))
+    copies = Operations("clone", "copy_", "_to_copy", "contiguous", "div")
+    with copies:
+        block(torch.randn(2, 6, 32)).sum().backward()
+    assert copies.found == []
+    block.set_processor(AttnProcessor2_0())
+    with copies:
+        block(torch.randn(2, 6, 32)).sum().backward()
+    assert copies.found  # the division by 1
+
+
+class Operations(TorchDispatchMode):
+    """The operations with some names that ran."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.names, self.found = names, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.names:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_blocks_with_other_options_keep_diffusers_processors():
+    block = Attention(32, heads=4, dim_head=8, qk_norm="layer_norm")
+    use_attention(torch.nn.Sequential(block), "sdpa", on_gpu=False)
+    assert type(block.processor) is AttnProcessor2_0
 
 
 def test_xformers_says_why_it_cannot_run(network):

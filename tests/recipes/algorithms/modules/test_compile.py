@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.modules import compile as compile_module
 from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
-from recipes.algorithms.modules.compile import Compile, CompiledForward, compile_forwards, why_no_compiler
+from recipes.algorithms.modules.compile import (
+    Compile,
+    CompiledForward,
+    allow_compilations,
+    compile_forwards,
+    why_no_compiler,
+)
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
 from tests.recipes.algorithms.composer_levers import algorithms_of
@@ -122,6 +128,45 @@ def test_validation_and_sampling_run_without():
     forwards[0].paused = True
     task(x)
     assert [forward.called for forward in forwards] == [False, True, True]
+
+
+def test_running_out_of_compilations_is_an_error():
+    """PyTorch's default is to run the rest uncompiled, with a warning."""
+    task = Deep()
+    compile_forwards(task.blocks(), {"backend": "eager", "dynamic": False})
+    with torch._dynamo.config.patch(recompile_limit=2):  # the first block's input needs no gradient, the others' do
+        task({"x": torch.randn(4, 6), "y": torch.randn(4, 6)})
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            task({"x": torch.randn(5, 6), "y": torch.randn(5, 6)})
+
+
+def test_limits_leave_room_and_are_never_lowered():
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        allow_compilations(512)
+        allow_compilations(4)
+        config = torch._dynamo.config
+        assert (config.recompile_limit, config.accumulated_recompile_limit) == (512, 512)
+        assert config.fail_on_recompile_limit_hit
+
+
+def test_a_graph_that_breaks_is_an_error_if_asked_for():
+    class Broken(Block):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    for fullgraph in (False, True):
+        torch._dynamo.reset()
+        task = Deep()
+        task.net[1].__class__ = Broken
+        lever = Compile(task, backend="aot_eager", fullgraph=fullgraph)
+        lever.compile(FakeRun(task))
+        if fullgraph:
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                task({"x": torch.randn(4, 6), "y": torch.randn(4, 6)})
+        else:
+            task({"x": torch.randn(4, 6), "y": torch.randn(4, 6)})
+            assert all(forward.called for forward in lever.forwards)
 
 
 def test_names_and_copies():

@@ -137,6 +137,34 @@ def check_what_lay_on_the_wire():
     assert block.largest[0] == MEAN_1_6_9.largest > block.largest[1] > 0
 
 
+def check_cholesky_factors():
+    """Another basis of the same columns gives the same average, and a block that has none is done by reflections."""
+    found = []
+    for cholesky in (False, True):
+        compressor, state = new(3, wire=FLOAT_32, cholesky=cholesky)
+        given = gradients(0)
+        block = compressor.compress(given, 4, state, dist.group.WORLD)
+        assert block.orthonormal and compressor.repair([block], [state], dist.group.WORLD) == []
+        same_everywhere(block.bases)
+        compressor.finish(block, agree([block], [], dist.group.WORLD).sent[0], state, 4)
+        found.append(given)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)  # some 32-bit roundings of values of order 1
+
+    compressor, state = new(3, wire=FLOAT_32, cholesky=True, identity=0.0)
+    nothing = [torch.zeros(shape) for shape in SHAPES]
+    blocks = [compressor.compress(given, 4, state, dist.group.WORLD) for given in (gradients(0), nothing, gradients(0))]
+    assert [bool(block.orthonormal) for block in blocks] == [True, False, True]
+    assert compressor.repair(blocks, [state] * 3, dist.group.WORLD) == [1]
+    same_everywhere(blocks[1].bases)
+    for basis, q in zip(blocks[1].bases, blocks[1].factors, strict=True):
+        assert (basis.T @ basis - torch.eye(basis.shape[1])).abs().max() < 1e-6 and not q.any()
+    assert agree(blocks, [], dist.group.WORLD).sent.all()
+    if dist.get_rank() == 0:  # even if this rank alone rounds differently, all of them do it again
+        blocks[2].orthonormal = torch.zeros(())
+    assert compressor.repair(blocks, [state] * 3, dist.group.WORLD) == [2]
+
+
 def check_low_rank_feedback():
     """What has been sent and what is left over are, together, all gradients there were; so nothing is ever lost.
 
@@ -352,6 +380,7 @@ def check_compressor() -> None:
     check_low_rank_feedback()
     check_feedback_closes_the_gap()
     check_what_lay_on_the_wire()
+    check_cholesky_factors()
     check_replicas()
     check_nonfinite_gradient()
     check_nonfinite_p_and_q()

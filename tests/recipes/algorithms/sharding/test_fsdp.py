@@ -8,11 +8,11 @@ from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.shard import is_sharded, shard
 from recipes.config.build import build
 from recipes.models.task import Task
-from tests.recipes.algorithms.sharding.fsdp_ranks import GRADIENTS, LOW_PRECISION, RUN, RUNS
+from tests.recipes.algorithms.sharding.fsdp_ranks import GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [GRADIENTS, LOW_PRECISION, RUNS])
+@pytest.mark.parametrize("check", [GRADIENTS, LOW_PRECISION, UNITS, RUNS])
 def test_two_ranks(two_ranks, check):
     two_ranks(check)
 

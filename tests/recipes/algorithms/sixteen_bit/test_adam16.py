@@ -4,6 +4,7 @@ Shards of FSDP2 are tested on the ranks that powersgd/test_lever.py starts.
 """
 
 import io
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -142,7 +144,7 @@ def test_resuming_changes_nothing(through):
 
 @given(codes=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=6, max_size=6))
 @settings(max_examples=50)
-def test_any_codes_survive_the_cast_of_load_state_dict(codes):
+def test_any_codes_are_loaded_as_they_are(codes):
     parameter = nn.Parameter(torch.zeros(2, 3))
     optimizer, other = Adam16([parameter], lr=1e-3), Adam16([nn.Parameter(torch.zeros(2, 3))], lr=1e-3)
     parameter.grad = torch.zeros(2, 3)
@@ -152,6 +154,33 @@ def test_any_codes_survive_the_cast_of_load_state_dict(codes):
     other.load_state_dict(optimizer.state_dict())
     (state,) = other.state.values()
     assert torch.equal(state["mean"], given_codes)
+
+
+class Formats(TorchDispatchMode):
+    """Keeps the number formats of all results that have as many elements as the moments of `SHAPE`."""
+
+    SHAPE = (64, 32)
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == 2 * math.prod(self.SHAPE):
+            self.seen.add(result.dtype)
+        return result
+
+
+def test_loading_takes_no_more_memory_than_the_moments():
+    """PyTorch's own loading casts states to the dtype of their parameters: 4 bytes per byte."""
+    parameter = nn.Parameter(torch.zeros(Formats.SHAPE))
+    parameter.grad = torch.ones(Formats.SHAPE)
+    optimizer = Adam16([parameter], lr=1e-3)
+    optimizer.step()
+    with Formats() as formats:
+        Adam16([parameter], lr=1e-3).load_state_dict(optimizer.state_dict())
+    assert formats.seen == {torch.uint8}
 
 
 def test_any_memory_order():
@@ -306,3 +335,20 @@ def test_on_a_gpu_it_is_the_step_of_the_cpu(compiled):
             ours.grad = other.grad.cuda()
         optimizers[1].step()
     assert (vector(gpu).cpu() - vector(cpu)).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_a_step_does_not_wait(compiled):
+    """The device's queue holds the backward pass when the step begins."""
+    model = Residual().cuda()
+    optimizer = adam16(model.parameters(), model, lr=3e-3, compiled=compiled)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # makes the moments and the tables that never change
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -9,6 +9,8 @@ from composer.loggers import InMemoryLogger
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.optimizers import adam16
+from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.engines.composer.adapters import as_algorithms
@@ -18,6 +20,7 @@ from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 from tests.recipes.algorithms.residual import Residual, vector
+from tests.recipes.algorithms.sixteen_bit.scaling_ranks import WEIGHTS
 
 
 class WordTask(Residual):
@@ -45,13 +48,21 @@ class Watch(Callback):
 
     def after_train_batch(self, state, logger):  # callbacks come after algorithms
         grads = [p.grad for p in state.model.parameters()]
-        self.gradients.append(None if grads[0] is None else torch.cat([g.flatten() for g in grads]))
+        self.gradients.append(None if grads[0] is None else torch.cat([g.float().flatten() for g in grads]))
 
     def batch_end(self, state, logger):
         self.weights.append(vector(state.model))
 
 
-def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **options):
+def sgd(task):
+    return torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5)
+
+
+def low_adam(task):
+    return adam16(task.parameters(), task, lr=0.01, compiled=False)
+
+
+def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), optimizer=sgd, **options):
     """A run of batches of 8 samples in two microbatches; `scaling` holds the arguments of the lever."""
     task = WordTask()
     levers = [] if scaling is None else [ResblockGradScaling(task, **scaling)]
@@ -62,7 +73,7 @@ def run(scaling=None, *others, duration="8ba", bad_batches=(), callbacks=(), **o
         model=ComposerTask(task),
         train_dataloader=DataLoader([{"words": row} for row in words], batch_size=8),
         max_duration=duration,
-        optimizers=torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5),
+        optimizers=optimizer(task),
         algorithms=as_algorithms(Levers([*levers, *others]), ComposerRun(task)),
         callbacks=[watch, *callbacks],
         device="cpu",
@@ -153,6 +164,48 @@ def test_resuming_changes_nothing(tmp_path):
     a, b = scaling_of(whole), scaling_of(resumed)
     assert torch.equal(a.scales.exponents, b.scales.exponents) and torch.equal(a.scales.since, b.scales.since)
     assert a.skipped == b.skipped == 2
+
+
+def test_weights_and_gradients_in_16_bits_follow_those_in_32():
+    plain = run(None, ClipByNorm(0.5), optimizer=low_adam, duration="16ba")
+    scaled = run({"weights": "fp16"}, ClipByNorm(0.5), optimizer=low_adam, duration="16ba")
+    for name, parameter in scaled.state.model.named_parameters():
+        matrix_of_block = ".branch." in name and parameter.ndim == 2
+        assert parameter.dtype == (torch.float16 if matrix_of_block else torch.float32), name
+    for a, b in zip(plain.watch.losses, scaled.watch.losses, strict=True):
+        assert abs(a - b) < 1e-2 * a
+    assert scaled.watch.losses[-1] < 0.9 * scaled.watch.losses[0] and scaling_of(scaled).skipped == 0
+
+
+def test_16_bit_weights_skip_updates_and_resume(tmp_path):
+    low = {"weights": "fp16"}
+    more = {"optimizer": low_adam, "bad_batches": (1, 6)}
+    whole = run(low, ClipByNorm(0.5), save_folder=str(tmp_path), save_interval="1ba", **more)
+    weights = whole.watch.weights
+    same = [torch.equal(a, b) for a, b in zip(weights[:-1], weights[1:], strict=True)]
+    assert same == [number in (0, 5) for number in range(7)]
+    saved = str(next(tmp_path.glob("*-ba4-rank0.pt")))
+    resumed = run({**low, "start": 10.0}, ClipByNorm(0.5), load_path=saved, **more)
+    assert len(resumed.watch.weights) == 4
+    assert torch.equal(vector(resumed.state.model), vector(whole.state.model))
+
+
+def test_16_bit_weights_on_two_ranks(two_ranks):
+    two_ranks(WEIGHTS)
+
+
+def test_where_16_bit_weights_do_not_fit():
+    with pytest.raises(ValueError, match="weights: fp16 needs the optimizer adam16"):
+        run({"weights": "fp16"})
+    with pytest.raises(ValueError, match="weights: fp16 does not work together with powersgd"):
+        ResblockGradScaling(WordTask(), low_rank=True, weights="fp16")
+    task = WordTask()
+    scaling = ResblockGradScaling(task, weights="fp16")
+    sharding = Sharding(
+        task, full_shard=True, by_block=True, parameters="auto", replicas=1, sync="batch", scaling=scaling
+    )
+    with pytest.raises(ValueError, match="training.fsdp: PyTorch shards no block with parameters of two number"):
+        sharding._format(SimpleNamespace(precision="fp32"))
 
 
 def test_what_does_not_fit_is_refused():
