@@ -36,6 +36,11 @@ class Costs:
         return sum(cost.checkpoint_bytes for cost in (self.optimizer, *self.algorithms.values()))
 
     @property
+    def stored_16_bit(self) -> int:
+        """Number of trained values that are stored in 16 bits, with their gradients."""
+        return sum(cost.stored_16_bit for cost in self.algorithms.values())
+
+    @property
     def averaged_bytes(self) -> int:
         """Size of averaged weights in a checkpoint; 0 where nothing is averaged."""
         return sum(cost.averaged_bytes or 0 for cost in self.algorithms.values())

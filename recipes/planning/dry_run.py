@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
+from torch import nn
 
 from data.cost import FLOAT, Epoch, Plan, size_text
 from recipes.config.build import build, build_on_meta
@@ -14,12 +16,29 @@ from recipes.planning.footprint import Devices, algorithm_lines, memory_text, tr
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 
 
-def describe_run(recipe: Recipe, missing: list[str]) -> str:
-    """A text with the size of the model and what the run would read, send and write.
+@dataclass(frozen=True)
+class Survey:
+    """What can be known of a run before it starts.
 
-    Args:
-        recipe: checked.
-        missing: input paths that do not exist, one line each that names its key.
+    Attributes:
+        task: the model, without memory for weights.
+        parameters: number of them.
+        trained: number of those that are trained.
+        devices: of the run.
+        costs: of its components.
+        length: of the run.
+    """
+
+    task: nn.Module
+    parameters: int
+    trained: int
+    devices: Devices
+    costs: Costs
+    length: Length
+
+
+def survey(recipe: Recipe) -> Survey:
+    """Build the model of a checked recipe without memory for weights, and add up what the run takes.
 
     Raises:
         ValueError: a model that cannot be built, a batch that does not divide, a manifest that does not fit.
@@ -39,20 +58,48 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         build=build,
     )
     costs = costs_of(recipe, plan)
-    length = length_of(recipe, costs.data.epoch or Epoch(None))
+    return Survey(task, parameters, trained, devices, costs, length_of(recipe, costs.data.epoch or Epoch(None)))
+
+
+def describe_run(recipe: Recipe, missing: list[str]) -> str:
+    """A text with the size of the model and what the run would read, send and write.
+
+    Args:
+        recipe: checked.
+        missing: input paths that do not exist, one line each that names its key.
+
+    Raises:
+        ValueError: as `survey`.
+    """
+    found = survey(recipe)
+    task, devices, costs, length = found.task, found.devices, found.costs, found.length
     lines = [
-        f"model: {recipe.model.name}, {parameters:,} parameters, {trained:,} of them trained",
+        f"model: {recipe.model.name}, {found.parameters:,} parameters, {found.trained:,} of them trained",
         memory_text(recipe, task, costs, devices),
         *algorithm_lines(costs),
         f"batch: {batch_text(recipe.training, devices.world)}",
         *traffic_lines(recipe, task, costs, devices),
         f"run: {length_text(recipe.training.duration, length)}",
         *evals_lines(recipe, costs, length),
-        checkpoints_text(recipe, FLOAT * parameters + costs.checkpoint_bytes, costs.averaged_bytes, length),
+        checkpoints_text(recipe, checkpoint_bytes(found), costs.averaged_bytes, length),
         *callback_lines(costs, length),
         *(f"missing: {path}" for path in missing),
     ]
     return "\n".join(lines)
+
+
+def checkpoint_bytes(found: Survey) -> int:
+    """Size of a checkpoint without averaged weights."""
+    weights = FLOAT * found.parameters - 2 * found.costs.stored_16_bit
+    return weights + found.costs.checkpoint_bytes
+
+
+def disk_bytes(recipe: Recipe, found: Survey) -> int:
+    """Bytes that the checkpoints of a run take at the same time; one more than are kept exists for a moment."""
+    checkpoints = recipe.checkpoints
+    written = found.length.times(checkpoints.every) or 1
+    held = written if checkpoints.keep == -1 else min(checkpoints.keep + 1, written)
+    return held * (checkpoint_bytes(found) + found.costs.averaged_bytes) * checkpoints.save
 
 
 def evals_lines(recipe: Recipe, costs: Costs, length: Length) -> Iterable[str]:

@@ -47,9 +47,11 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
     """What weights, gradients and optimizer state take on each device, and under FSDP what is gathered there."""
     fsdp, shards = recipe.training.fsdp, devices.shards
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
-    size = FLOAT * (_count(task) + trained) / shards + costs.optimizer.device_bytes
+    halves = 2 * costs.stored_16_bit  # bytes of the weights that take half as much, and of their gradients
+    size = (FLOAT * (_count(task) + trained) - 2 * halves) / shards + costs.optimizer.device_bytes
     state = f", {costs.optimizer.note}" if costs.optimizer.note else ""
-    text = f"memory: {size_text(size)} on each device for weights, gradients{state}"
+    low = f" (in 16 bits for the blocks' matrices, {size_text(halves)} each)" if halves else ""
+    text = f"memory: {size_text(size)} on each device for weights, gradients{low}{state}"
     if fsdp is not None:
         sizes = gathered_sizes(recipe, task, costs)
         all_at_once = fsdp.wrap == "model" or fsdp.strategy == "SHARD_GRAD_OP"
@@ -60,6 +62,9 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
         text += f", 1/{shards} of all, and {size_text(gathered)} for {what} in {number}"
         if fsdp.sync == "batch" and microbatches_of(recipe, devices) > 1:
             text += f", {size_text(FLOAT * _count(task))} for gradients of all in fp32"
+    elif devices.world > 1 and (recipe.training.microbatch == "auto" or microbatches_of(recipe, devices) > 1):
+        # Gradients of microbatches are summed outside of the buckets; with one microbatch they lie in them.
+        text += f", and {size_text(FLOAT * trained)} for the buckets in which DDP averages gradients"
     return f"{text}; activations come on top"
 
 
@@ -90,19 +95,27 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
         )
     if devices.replicas > 1:
         cost = next((c for c in costs.algorithms.values() if c.sent_bytes is not None), None)
-        cost = cost or Cost(sent_bytes=gradient_traffic(task, devices), sent_note="all in 32-bit")
+        if cost is None:
+            note = "in 16 bits for the blocks' matrices" if costs.stored_16_bit else "all in 32-bit"
+            cost = Cost(sent_bytes=gradient_traffic(task, devices, costs.stored_16_bit), sent_note=note)
         sent = f"{size_text(cost.sent_bytes)} per step, {cost.sent_note}"
         yield f"between {devices.replicas} replicas: each device sends {sent}"
 
 
-def gradient_traffic(task: nn.Module, devices: Devices) -> float:
-    """Bytes that each device sends per step to average its 32-bit gradients with other replicas."""
+def gradient_traffic(task: nn.Module, devices: Devices, stored_16_bit: int = 0) -> float:
+    """Bytes that each device sends per step to average its gradients with other replicas.
+
+    Args:
+        task: the model.
+        devices: of the run.
+        stored_16_bit: number of gradients that are stored in 16 bits instead of 32, without sharding.
+    """
     values = 0
     for p in task.parameters():
         if p.requires_grad:  # divided by its first dimension, as FSDP does
             rows = p.shape[0] if p.ndim else 1
             values += -(-rows // devices.shards) * (p.numel() // max(rows, 1))
-    return all_reduce_bytes(FLOAT * values, devices.replicas)
+    return all_reduce_bytes(FLOAT * values - 2 * stored_16_bit, devices.replicas)
 
 
 def gathered_format(recipe: Recipe, costs: Costs) -> str:

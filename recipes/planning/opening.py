@@ -80,5 +80,5 @@ def _checkpoints_text(recipe: Recipe) -> str:
         return f"none; output in {recipe.output}{begins}"
     every = f"every {checkpoints.every}" if checkpoints.every else "at the end"
     kept = "all kept" if checkpoints.keep == -1 else f"the newest {checkpoints.keep} kept"
-    resume = ", resumed automatically" if checkpoints.autoresume else ""
+    resume = "" if checkpoints.autoresume else ", begun anew at each start"
     return f"{every}, {kept}{resume}, in {recipe.output}/checkpoints{begins}"

@@ -69,19 +69,27 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert dry("sd2_base.yaml") == [
         "model: latent_diffusion, 865,910,724 parameters, 865,910,724 of them trained",
-        "memory: 1.7 GB on each device for weights, gradients, two moments in fp32, 1/8 of all, and 1.7 GB for "
-        "gathered weights in bf16; activations come on top",
-        "batch: 2,048 samples per step over 8 devices (WORLD_SIZE), 256 on each, in 16 microbatches of 16",
-        "within 8 shards: each device sends 24.2 GB of weights and 48.5 GB of gradients per step",
+        "memory: 13.9 GB on each device for weights, gradients, two moments in fp32, and 3.5 GB for the buckets in "
+        "which DDP averages gradients; activations come on top",
+        "batch: 2,048 samples per step over 8 devices (WORLD_SIZE), 256 on each, in 4 microbatches of 64",
+        "between 8 replicas: each device sends 6.1 GB per step, all in 32-bit",
         "run: 550,000 steps, 1,126,400,000 samples",
         "validation val: 55 times, every 10000ba",
         "checkpoints: 55 times, every 10000ba, about 10.4 GB each, 3 kept (31.2 GB), in runs/sd2_base/checkpoints",
         "callbacks.sample_grid: 55 times, every 10000ba, a grid of 8 images, in runs/sd2_base/samples",
         "callbacks.export: 55 times, every 10000ba, 3.5 GB of weights, in runs/sd2_base/export",
-        f"missing: data.streams.train.path: `runs/sd2/latents/train` does not exist (looked in {tmp_path})",
-        f"missing: evals.val.streams.val.path: `runs/sd2/latents/val` does not exist (looked in {tmp_path})",
+        f"missing: data.streams.train.path: `runs/sd2/latents_256/train` does not exist (looked in {tmp_path})",
+        f"missing: evals.val.streams.val.path: `runs/sd2/latents_256/val` does not exist (looked in {tmp_path})",
     ]
     assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
+
+
+def test_buckets_of_ddp(monkeypatch):
+    """Gradients of a single microbatch lie in them; those of several are summed elsewhere first."""
+    for world, microbatch, buckets in ((8, 256, False), (8, 128, True), (8, "auto", True), (1, 16, False)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        lines = dry("sd2_base.yaml", f"training.microbatch={microbatch}")
+        assert ("3.5 GB for the buckets" in lines[1]) == buckets
 
 
 EMA = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9999, last: 50000ba%s}"
@@ -156,6 +164,18 @@ def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, widt
     assert any(line.startswith("algorithms.powersgd: refused with one replica") for line in dry(f"dalle_{name}.yaml"))
 
 
+def test_16_bit_weights_take_what_the_paper_says():
+    """Ramesh et al. 2021, section 2.5: the 12-billion-parameter model is "about 24 GB" in 16 bits."""
+    overrides = ["algorithms.powersgd=null", "training.fsdp=null", "training.grad_clip=4.0"]
+    low = 64 * 12 * 3968**2
+    lines = dry("dalle_12b.yaml", *overrides, "algorithms.resblock_grad_scaling.weights=fp16")
+    (line,) = [line for line in lines if line.startswith("memory: ")]
+    assert "(in 16 bits for the blocks' matrices, 24.2 GB each)" in line and size_text(2 * low) == "24.2 GB"
+    (plain,) = [line for line in dry("dalle_12b.yaml", *overrides) if line.startswith("memory: ")]
+    sizes = [float(re.match(r"memory: ([\d.]+) GB", text)[1]) for text in (line, plain)]
+    assert sizes[1] - sizes[0] == pytest.approx(2 * 2 * low / 1e9, abs=0.1)
+
+
 def test_what_sharding_sends(monkeypatch):
     """Rings: (m - 1) / m of the bf16 weights and of the 32-bit gradients, as often as they are sent."""
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -204,8 +224,8 @@ def test_every_shipped_recipe_can_be_tried(yaml):
 
 
 def test_epochs_are_known_from_a_manifest(tmp_path):
-    write_manifest(tmp_path / "runs/sd2/latents/train", samples=1000)
-    write_manifest(tmp_path / "runs/sd2/latents/val", samples=50)
+    write_manifest(tmp_path / "runs/sd2/latents_256/train", samples=1000)
+    write_manifest(tmp_path / "runs/sd2/latents_256/val", samples=50)
     lines = dry("sd2_base.yaml", *SMALL, "training.duration=3ep", "training.global_batch=300", "checkpoints.every=1ep")
     assert "run: 9 steps, 2,700 samples, 3.00 epochs of 3 steps" in lines
     assert "validation val: 1 time, every 10000ba, over 50 samples" in lines
@@ -253,7 +273,7 @@ def test_epochs_without_a_manifest():
 
 
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path):
-    write_manifest(tmp_path / "runs/sd2/latents/train", samples=5000, scaling_factor=1.0)
+    write_manifest(tmp_path / "runs/sd2/latents_256/train", samples=5000, scaling_factor=1.0)
     with pytest.raises(ValueError, match="scaling_factor is 1.0, the recipe expects 0.18215"):
         dry("sd2_base.yaml", *SMALL)
 

@@ -44,14 +44,14 @@ def test_other_runs():
     assert found[8] == "checkpoints: none; output in runs/openmoji_vae"
     overrides = [
         "training.fsdp={replicas: 2}",
-        "checkpoints={every: 5ba, keep: -1, autoresume: true, load_path: s3://x}",
+        "checkpoints={every: 5ba, keep: -1, autoresume: false, load_path: s3://x}",
     ]
     found = lines("openmoji_vae.yaml", *overrides)
     assert found[4] == "precision:   fp32, FSDP2 SHARD_GRAD_OP, replicas: 2"
-    kept = "every 5ba, all kept, resumed automatically, in runs/openmoji_vae/checkpoints; starts from s3://x"
+    kept = "every 5ba, all kept, begun anew at each start, in runs/openmoji_vae/checkpoints; starts from s3://x"
     assert found[8] == f"checkpoints: {kept}"
 
 
 def test_an_epoch_without_a_batch_is_refused():
-    with pytest.raises(ValueError, match="training.global_batch: 16 is more than the 15 samples of an epoch"):
+    with pytest.raises(ValueError, match="training.global_batch: 64 is more than the 15 samples of an epoch"):
         lines("openmoji_diffusion.yaml", samples=15)

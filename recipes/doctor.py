@@ -1,0 +1,44 @@
+"""Check this machine, and a recipe if one is given, and say how to mend what is wrong.
+
+    python recipes/doctor.py
+    python recipes/doctor.py yamls/openmoji_diffusion.yaml
+    composer -n 8 recipes/doctor.py yamls/sd2_base.yaml     # also the clocks of the machines and the links between them
+
+Exits with status 1 if a run could not start or could not end. Training makes the quick ones of these checks itself.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.recipe import Recipe
+from recipes.planning.machine_checks import machine_checks
+
+
+def main(arguments: list[str]) -> int:
+    if arguments in (["--help"], ["-h"]):
+        print((__doc__ or "").strip())
+        return 0
+    command = read_command_line([*arguments, "--dry-run"], Recipe, __doc__) if arguments else None
+    failed = False
+    with user_errors():
+        from recipes.planning.link_checks import link_checks
+
+        findings = [*machine_checks(), *link_checks()]
+        if command is not None:
+            from recipes.planning.recipe_checks import recipe_checks
+
+            findings += recipe_checks(command.config, command.missing)
+        failed = any(finding.level == "error" for finding in findings)
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(map(str, findings)))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""Checks of the machine that a run is about to use. Each takes milliseconds, unless it says otherwise."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from data.cost import size_text
+from recipes.config.schema import ROOT
+from recipes.planning.finding import Finding
+
+# Each MDS shard that is read, and each worker's socket, takes a file descriptor.
+FILES = 4096
+# streaming keeps the state of a data set here, and data workers hand over their batches through it.
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_BYTES = 1 << 30
+LOCKS = ("requirements.lock", "requirements-torch211.lock")
+
+
+def cheap_checks() -> Iterator[Finding]:
+    """What every run is checked for when it starts."""
+    yield open_files()
+    yield shared_memory()
+    yield threads()
+
+
+def machine_checks() -> Iterator[Finding]:
+    """All checks of this machine. They import torch, which takes seconds."""
+    yield python()
+    yield packages()
+    yield gpu()
+    yield attention()
+    yield from cheap_checks()
+    yield load()
+
+
+def python() -> Finding:
+    """The version of Python that the locks are made for."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] != (3, 11):
+        return Finding("warning", "python", f"{version}; the locked packages are chosen for 3.11: run `make install`")
+    return Finding("ok", "python", version)
+
+
+def packages(locks: tuple[Path, ...] = tuple(ROOT / name for name in LOCKS)) -> Finding:
+    """The installed packages, compared with the lock whose version of torch is installed.
+
+    Args:
+        locks: the lock files that there are, in order of preference.
+    """
+    wanted = [_locked(lock) for lock in locks]
+    installed: dict[str, str] = {}
+    for package in metadata.distributions():
+        # The first on the path is imported: setuptools adds older copies of some packages behind it.
+        installed.setdefault(_canonical(package.metadata["Name"] or ""), package.version)
+    # A version such as 2.7.0+cu126 is the locked 2.7.0, built for one CUDA.
+    installed = {name: version.split("+")[0] for name, version in installed.items()}
+    number = next((i for i, lock in enumerate(wanted) if lock.get("torch") == installed.get("torch")), 0)
+    lock, name = wanted[number], locks[number].name
+    other = sorted(
+        f"{package} {installed.get(package, 'is not installed')} ({version})"
+        for package, version in lock.items()
+        if installed.get(package) != version
+    )
+    if other:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        return Finding("warning", "packages", f"not those of {name}: {', '.join(other[:3])}{more}; run `make install`")
+    return Finding("ok", "packages", f"{len(lock)} as in {name}")
+
+
+def _locked(lock: Path) -> dict[str, str]:
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    return {_canonical(name): version for name, version in (line.split("==") for line in lines if "==" in line)}
+
+
+def _canonical(name: str) -> str:
+    """A package's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def gpu() -> Finding:
+    """Whether torch can use the GPUs that the driver shows. Imports torch."""
+    import torch
+
+    shown = _driver_gpus()
+    if torch.cuda.is_available():
+        name, capability = torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+        built = torch.cuda.get_arch_list()
+        # Code for a GPU runs on later ones of the same major number.
+        if not any(_runs(architecture, capability) for architecture in built):
+            return Finding(
+                "error",
+                "GPU",
+                f"{name} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} is "
+                f"built for {', '.join(built)}: install with `make install TORCH=2.11`",
+            )
+        return Finding(
+            "ok", "GPU", f"{torch.cuda.device_count()} x {name}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        )
+    if shown:
+        return Finding(
+            "error",
+            "GPU",
+            f"the driver shows {shown[0]}, and torch {torch.__version__} cannot use it: its CUDA {torch.version.cuda} "
+            "needs a newer driver, or CUDA_VISIBLE_DEVICES hides the GPU",
+        )
+    return Finding("ok", "GPU", "none; runs use the CPU")
+
+
+def _driver_gpus() -> list[str]:
+    """The GPUs that nvidia-smi lists."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return [line for line in listed.stdout.splitlines() if line.startswith("GPU")]
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    match = re.fullmatch(r"sm_(\d+)(\d)a?", architecture)
+    return match is not None and int(match[1]) == capability[0] and int(match[2]) <= capability[1]
+
+
+def attention() -> Finding:
+    """The attention that `implementation: auto` takes here. Imports torch, and xformers where there is a GPU."""
+    import torch
+
+    from recipes.algorithms.modules.attention import why_not_xformers
+
+    reason = why_not_xformers(torch.cuda.is_available())
+    return Finding("ok", "attention", "xformers" if reason is None else f"PyTorch's ({reason})")
+
+
+def open_files(limit: int | None = None) -> Finding:
+    """The limit of open files per process."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    if limit == resource.RLIM_INFINITY or limit >= FILES:
+        return Finding("ok", "open files", "no limit" if limit == resource.RLIM_INFINITY else f"up to {limit:,}")
+    return Finding("warning", "open files", f"at most {limit:,} per process: run `ulimit -n {FILES}` or more")
+
+
+def shared_memory(folder: Path = SHARED_MEMORY, free: Callable[[Path], int] | None = None) -> Finding:
+    """The room for batches that data workers hand over."""
+    if not folder.is_dir():
+        return Finding("error", "shared memory", f"{folder} is not there, which data workers need: mount it")
+    left = shutil.disk_usage(folder).free if free is None else free(folder)
+    if left < SHARED_BYTES:
+        return Finding(
+            "warning",
+            "shared memory",
+            f"{size_text(left)} free in {folder}: start the container with --shm-size=8g or --ipc=host",
+        )
+    return Finding("ok", "shared memory", f"{size_text(left)} free in {folder}")
+
+
+def threads() -> Finding:
+    """Whether the processes of this machine have more threads than it has cores."""
+    cores, ranks = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    if not number.isdecimal():
+        return Finding("ok", "threads", f"{cores} cores, divided among the processes of a run")
+    if ranks * int(number) > cores:
+        return Finding(
+            "warning",
+            "threads",
+            f"OMP_NUM_THREADS is {number} in {ranks} processes on {cores} cores: threads that wait for each other's "
+            "core make a run many times slower; unset it",
+        )
+    return Finding("ok", "threads", f"{number} per process on {cores} cores")
+
+
+def load(average: float | None = None) -> Finding:
+    """Whether other programs compute on this machine."""
+    cores = len(os.sched_getaffinity(0))
+    average = os.getloadavg()[0] if average is None else average
+    if average > cores / 2:
+        return Finding(
+            "warning", "load", f"{average:.1f} on {cores} cores: other programs are running, and figures will be low"
+        )
+    return Finding("ok", "load", f"{average:.1f} on {cores} cores")

@@ -1,0 +1,96 @@
+import os
+import resource
+from importlib import metadata
+
+import pytest
+
+from recipes.planning import machine_checks
+from recipes.planning.machine_checks import load, open_files, packages, shared_memory, threads
+
+
+@pytest.fixture
+def four_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def lock(tmp_path, name, **changes):
+    installed = {package: metadata.version(package) for package in ("torch", "numpy", "mosaicml", "pyyaml")}
+    file = tmp_path / name
+    file.write_text("".join(f"{package}=={version}\n" for package, version in (installed | changes).items()))
+    return file
+
+
+def test_packages_are_compared_with_the_lock_of_the_installed_torch(tmp_path):
+    other, right = lock(tmp_path, "other.lock", torch="1.0", numpy="1.0"), lock(tmp_path, "right.lock")
+    found = packages((other, right))
+    assert found.level == "ok" and found.text == "4 as in right.lock"
+    # A name may be written in several ways.
+    assert packages((lock(tmp_path, "right.lock", PyYAML=metadata.version("pyyaml")),)).level == "ok"
+
+
+def test_packages_of_other_versions_are_named(tmp_path):
+    found = packages((lock(tmp_path, "a.lock", numpy="1.0", absent="2"),))
+    assert found.level == "warning" and "run `make install`" in found.text
+    assert f"numpy {metadata.version('numpy')} (1.0)" in found.text and "absent is not installed (2)" in found.text
+
+
+def test_this_environment_is_that_of_its_lock():
+    assert packages().level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"), [(1024, "warning"), (4095, "warning"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")]
+)
+def test_open_files(limit, level):
+    assert open_files(limit).level == level
+
+
+def test_shared_memory(tmp_path):
+    assert shared_memory(tmp_path, lambda folder: 2 << 30).level == "ok"
+    small = shared_memory(tmp_path, lambda folder: 64 << 20)
+    assert small.level == "warning" and "67.1 MB free" in small.text and "--shm-size" in small.text
+    assert shared_memory(tmp_path / "absent").level == "error"
+
+
+@pytest.mark.parametrize(("number", "ranks", "level"), [("4", 1, "ok"), ("4", 2, "warning"), ("1", 4, "ok")])
+def test_threads(four_cores, monkeypatch, number, ranks, level):
+    monkeypatch.setenv("OMP_NUM_THREADS", number)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert threads().level == level
+
+
+def test_threads_that_are_not_set(four_cores, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads().level == "ok"
+
+
+def test_other_programs(four_cores):
+    assert load(0.5).level == "ok" and load(2.5).level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "runs"),
+    [
+        ("sm_90", (9, 0), True),
+        ("sm_90a", (9, 0), True),
+        ("sm_80", (8, 6), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80", (9, 0), False),
+        ("sm_120", (12, 0), True),
+        ("compute_90", (9, 0), False),
+    ],
+)
+def test_which_gpus_run_the_code_of_an_architecture(architecture, capability, runs):
+    assert machine_checks._runs(architecture, capability) == runs
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine_checks, "_driver_gpus", lambda: ["GPU 0: NVIDIA H200 (UUID: ...)"])
+    found = machine_checks.gpu()
+    assert found.level == "error" and "H200" in found.text
+    monkeypatch.setattr(machine_checks, "_driver_gpus", list)
+    assert machine_checks.gpu().level == "ok"
