@@ -10,6 +10,7 @@ alternatives take turns.
 """
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -46,13 +47,13 @@ def grouped(found: list[nn.Parameter]) -> list[dict]:
     ]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1920 if gpu else 512)
     parser.add_argument("--layers", type=int, default=24 if gpu else 2)
     parser.add_argument("--rounds", type=int, default=30 if gpu else 10, help="measured steps of each alternative")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
 
     def made() -> list[nn.Parameter]:
@@ -65,6 +66,10 @@ def main() -> None:
         "adam16": Adam16(grouped(made()), compiled=False, **ARGUMENTS),
         "adam16's code with 32-bit moments, compiled": Adam16(made(), moment_bits=32, compiled=True, **ARGUMENTS),
     }
+    if gpu and importlib.util.find_spec("apex"):
+        from apex.optimizers import FusedAdam
+
+        optimizers["apex's FusedAdam"] = FusedAdam(made(), adam_w_mode=True, **ARGUMENTS)
     seconds = times({name: optimizer.step for name, optimizer in optimizers.items()}, options.rounds, gpu)
     reference = seconds["AdamW, fused"]
     count = sum(p.numel() for p in optimizers["AdamW, fused"].param_groups[0]["params"])

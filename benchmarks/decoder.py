@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.reporting import write_results
+from recipes.engines.precision import allow_tf32
 from recipes.models.autoregressive.masks import (
     Kind,
     TokenLayout,
@@ -45,6 +46,7 @@ from recipes.models.autoregressive.transformer import forward_flops
 
 GRID = {"text_positions": 256, "side": 32, "kernel": 11}
 SIZES = {
+    "tiny": {"layers": 1, "width": 32, "heads": 1, "text_vocabulary": 280, "codes": 32},  # to see whether it runs
     "small": {"layers": 4, "width": 256, "heads": 4, "text_vocabulary": 2048, "codes": 1024},
     "1b": {"layers": 24, "width": 2048, "heads": 32, "text_vocabulary": 16384, "codes": 8192},  # yamls/dalle_1b.yaml
     "2b": {"layers": 64, "width": 1920, "heads": 30, "text_vocabulary": 16384, "codes": 8192},
@@ -60,6 +62,7 @@ class TimedDevice:
         self.gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.gpu else "cpu")
         self.dtype = torch.bfloat16 if self.gpu else torch.float32  # of the measurement of attention alone
+        allow_tf32()  # as in training
 
     def autocast(self) -> torch.autocast:
         """bfloat16 autocast on a GPU; no autocast on a CPU."""
@@ -167,6 +170,13 @@ def attention(device: TimedDevice, options: argparse.Namespace) -> None:
     for kind in KINDS:
         for implementation in ("flex", "masked") if device.gpu else ("local", "masked"):
             works[kind, implementation] = both(make_attend(implementation, kind, layout, device.device))
+    failed = {}
+    for name, work in list(works.items()):
+        try:
+            work()
+        except Exception as error:  # one implementation does not run here; the others still count
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            del works[name]
     taken: dict[tuple[str, str], list[float]] = {name: [] for name in works}
     for _ in range(options.rounds):  # in turns, so that other load on the machine affects all of them
         for name, work in works.items():
@@ -188,6 +198,7 @@ def attention(device: TimedDevice, options: argparse.Namespace) -> None:
     note = (
         f"Queries, keys and values {shape}, forward and backward pass without projections; medians of "
         f"{options.rounds} rounds. Numbers of pairs and blocks are relative to a causal mask."
+        + "".join(f" {kind}, {implementation}: {reason}." for (kind, implementation), reason in failed.items())
     )
     write_results("decoder_attention", options.size, rows, note)
 
@@ -232,7 +243,7 @@ def sampling(device: TimedDevice, options: argparse.Namespace) -> None:
 PARTS = {"training": training, "attention": attention, "sampling": sampling}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     device = TimedDevice()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
@@ -242,7 +253,7 @@ def main() -> None:
     parser.add_argument("--attention", choices=["auto", "flex", "local", "masked"], default="auto")
     parser.add_argument("--compile", action="store_true", help="torch.compile each block")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing of each block")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     for part in options.parts:
         PARTS[part](device, options)

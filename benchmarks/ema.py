@@ -38,12 +38,12 @@ SIZES = {
 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
     parser.add_argument("--rounds", type=int, default=50 if gpu else 20, help="measured updates of each alternative")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     with torch.device("cuda" if gpu else "cpu"):
         model = unet(**SIZES[options.size])

@@ -70,14 +70,14 @@ def rate(work, count: int, seconds: float, device: torch.device) -> float:
         work()
     wait()
     runs, began = 0, time.perf_counter()
-    while time.perf_counter() - began < seconds:
+    while not runs or time.perf_counter() - began < seconds:
         work()
         runs += 1
         wait()
     return runs * count / (time.perf_counter() - began)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(VAES), default="sd2" if gpu else "small")
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64 if gpu else 8, help="images per batch")
     parser.add_argument("--precision", choices=["fp16", "bf16", "fp32"], default="fp16" if gpu else "fp32")
     parser.add_argument("--seconds", type=float, default=10.0 if gpu else 3.0, help="seconds per measurement")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if gpu else "cpu")
     torch.backends.cudnn.benchmark = True  # as the encode job does
     rows = []

@@ -41,6 +41,8 @@ from recipes.algorithms.modules.compile import why_no_compiler
 from recipes.config.recipe import Recipe
 from recipes.engines.composer.trainer import build_trainer
 
+LATER = ("lean_blocks", "fused_geglu", "working_weights", "cudnn_benchmark")
+
 
 @dataclass(frozen=True)
 class Addition:
@@ -104,6 +106,7 @@ def additions(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[A
                 "algorithms.channels_last=null",
                 "algorithms.low_precision_norms=null",
                 "algorithms.fused_group_norm=null",
+                *(f"algorithms.{name}=null" for name in LATER),
                 "algorithms.attention.implementation=eager",
                 "algorithms.composer_ema={name: composer_ema, decay: 0.9999}",
                 "optimizer.fused=false",
@@ -123,6 +126,10 @@ def additions(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[A
         Addition(
             "fused GroupNorm + SiLU", ["algorithms.fused_group_norm={name: fused_group_norm, when: auto}"], no_gpu
         ),
+        Addition("lean blocks", ["algorithms.lean_blocks={name: lean_blocks}"]),
+        Addition("GEGLU in one kernel", ["algorithms.fused_geglu={name: fused_geglu}"], no_gpu),
+        Addition("working weights", ["algorithms.working_weights={name: working_weights}"], no_gpu),
+        Addition("cuDNN benchmark", ["algorithms.cudnn_benchmark={name: cudnn_benchmark}"], no_gpu),
         Addition("fused AdamW", ["optimizer.fused=true"]),
         Addition("torch.compile", ["algorithms.compile={name: compile}"], why_no_compiler(gpu) or ""),
         Addition("CUDA graphs", ["algorithms.compile={name: compile, mode: reduce-overhead}"], no_gpu),

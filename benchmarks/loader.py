@@ -7,7 +7,8 @@ format. Each reader reads them once, which fills the page cache and compares the
     python benchmarks/loader.py --samples 6000 --shard-size 16mb
 
 - A rate is the number of samples per CPU second of all threads of the training process and of the worker ("per core"),
-  or per second of wall time. Both are medians over the rounds. The first depends little on what else is running.
+  or per second of wall time. Both are medians over the rounds. The first depends less on what else is running, though
+  programs that share caches and memory change it too: measure on a machine that does nothing else.
 - The time includes reading, decoding, collating, sending to the training process, and reading there one value per 4 kB
   page of each tensor, so that the cost of mapping memory is included.
 - This loader, streaming's and the .npy files are read in shuffled order, webdataset in stored order, its best case.

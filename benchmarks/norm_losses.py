@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for name, change in changes_of(gpu).items():
             with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log.txt", "w", encoding="utf-8") as output:
                 recipe = load_config(
-                    ROOT / "yamls" / "openmoji_diffusion.yaml",
+                    ROOT / "yamls" / "openmoji_unet.yaml",
                     [
                         f"data.streams.train.path={options.latents}/train",
                         f"evals.val.streams.val.path={options.latents}/val",

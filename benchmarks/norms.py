@@ -10,6 +10,7 @@ neighbouring layers are therefore included.
 """
 
 import argparse
+import importlib.util
 import itertools
 import statistics
 import sys
@@ -44,11 +45,11 @@ SMALL = {"channels": [32, 64, 64, 64], "heads": [1, 2, 2, 2], "text_width": 16, 
 SIZES = {"small": (SMALL, 16, 4), "sd2": (SD2, 32, 64), "sd2_512": (SD2, 64, 32)}
 DTYPE = torch.bfloat16
 NOTES = """\
-Median times of forward and backward pass in milliseconds; `all` is the sum over all norms of the network. GB/s and
-`of copy` take the smallest possible traffic of both passes (input, output; input, gradient, gradient of the input;
-16 bits each) and compare it with a copy of a large tensor on the same device. `kept MB`: saved for the backward pass.
-`moved`: bytes that the operators read and write, as a multiple of the smallest possible traffic; for the fused kernels,
-every input is counted as read twice."""
+Median times of forward and backward pass in milliseconds; `all` is the sum over the norms of the network that
+the table has. GB/s and `of copy` take the smallest possible traffic of both passes (input, output; input, gradient,
+gradient of the input; 16 bits each) and compare it with a copy of a large tensor on the same device. `kept MB`: saved
+for the backward pass. `moved`: bytes that the operators read and write, as a multiple of the smallest possible traffic;
+for the fused kernels, every input is counted as read twice."""
 
 
 class In32Bits(nn.GroupNorm):
@@ -124,7 +125,16 @@ def ways(on_gpu: bool, tune: bool) -> dict[str, Callable[[int, int, bool, torch.
     if on_gpu:
         found["Composer's low precision, channels_last"] = of(LPGroupNorm)
         found["fused, channels_last"] = kernel()
+        if importlib.util.find_spec("apex"):
+            found["apex, channels_last"] = apex
     return found
+
+
+def apex(channels: int, groups: int, silu: bool, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """NVIDIA's kernels for channels_last, where its package is installed."""
+    from apex.contrib.group_norm import GroupNorm
+
+    return GroupNorm(groups, channels, act="silu" if silu else "", device=device, dtype=DTYPE)
 
 
 class Traffic(TorchDispatchMode):
@@ -229,13 +239,14 @@ def row(way: str, shape: str, count: int, values: tuple, least: float, rate: flo
     }
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help="small on a CPU, sd2 on a GPU")
     parser.add_argument("--batch", type=int, help="batch size")
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per measurement")
+    parser.add_argument("--most", type=int, metavar="N", help="only the N shapes with most of the network's traffic")
     parser.add_argument("--tune", action="store_true", help="only the fused kernels, with other tile sizes and splits")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.tune and device.type == "cpu":
         parser.error("--tune: the kernels need a GPU")
@@ -244,6 +255,9 @@ def main() -> None:
     batch = arguments.batch or batch
     rate = copy_rate(device, arguments.seconds)
     shapes = norm_shapes(config, side)
+    if arguments.most:
+        by_traffic = sorted(shapes, key=lambda shape: -shapes[shape] * shape[0] * shape[1] * shape[2])
+        shapes = Counter({shape: shapes[shape] for shape in by_traffic[: arguments.most]})
     rows, totals = [], []
     for way, make in ways(device.type == "cuda", arguments.tune).items():
         lines = []
@@ -251,8 +265,8 @@ def main() -> None:
             least = 5 * batch * shape[0] * shape[1] * shape[2] * DTYPE.itemsize
             try:
                 values = measure(way, make, shape, config.get("norm_groups", 32), batch, arguments.seconds, device)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
-                log.info(f"{way}: does not compile here ({str(error).splitlines()[0]})")
+            except Exception as error:  # a compiler, or a package that some machines have; others still count
+                log.info(f"{way}: does not run here ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})")
                 break
             lines.append((shape, count, values, least))
         else:

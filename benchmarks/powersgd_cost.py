@@ -27,7 +27,7 @@ from benchmarks.reporting import write_results
 from benchmarks.timing import times
 from data.log import log
 from recipes.algorithms.powersgd.low_rank import LowRank
-from recipes.algorithms.powersgd.orthogonal import orthonormal
+from recipes.algorithms.powersgd.orthogonal import cholesky_qr, householder
 from recipes.algorithms.powersgd.wire import all_reduce_sum
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sparse_attention import make_attend
@@ -76,11 +76,13 @@ def works(width: int, rank: int, options: argparse.Namespace, device: torch.devi
 
     return {
         "P = E Q": lambda: [e @ q for e, q in zip(terms, state.projections, strict=True)],
-        "orthogonalise": lambda: orthonormal(thin[0]),
+        "orthogonalise": lambda: cholesky_qr(thin[0]) if device.type == "cuda" else householder(thin[0]),
         "Q' = E^T P": lambda: [e.T @ p for e, p in zip(terms, block.bases, strict=True)],
         "to 1-6-9 and back": wire,
         "finish": lambda: compressor.finish(block, sent, state, 1),
         "compress and finish": whole,
+        "by Householder reflections": lambda: householder(thin[0]),
+        "by Cholesky factors": lambda: cholesky_qr(thin[0]),
         "backward pass": backward(width, options.batch, device),
     }
 
@@ -99,6 +101,7 @@ def measure(width: int, rank: int, options: argparse.Namespace, device: torch.de
         **found,
         "other": round(1e3 * other, 3),
         "compress and finish": round(1e3 * everything, 3),
+        "Householder / Cholesky": round(seconds["by Householder reflections"] / seconds["by Cholesky factors"], 2),
         "backward pass": round(1e3 * seconds["backward pass"], 3),
         "relative to backward pass": round(everything / seconds["backward pass"], 3),
     }
@@ -136,9 +139,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         dist.destroy_process_group()
     note = (
         f"Milliseconds of one layer on one of {options.shards} devices, {options.batch} sample(s) of {LAYOUT.length:,} "
-        f"positions; medians of {options.rounds} rounds. The time of the compression does not depend on the batch; "
-        "that of the backward pass is proportional to it. Other: decoding and adding the errors, and checking for "
-        "values that are not finite." + ("" if gpu else f" {torch.get_num_threads()} thread(s).")
+        f"positions; medians of {options.rounds} rounds. P is orthogonalised by Cholesky factors on a GPU and by "
+        "Householder reflections on a CPU; a column has the ratio of their times. The time of the compression does not "
+        "depend on the batch; that of the backward pass is proportional to it. Other: decoding and adding the errors, "
+        "and checking for values that are not finite." + ("" if gpu else f" {torch.get_num_threads()} thread(s).")
     )
     write_results(
         "powersgd_cost", "published" if gpu and 3968 in options.widths else f"d{options.widths[-1]}", rows, note

@@ -1,18 +1,26 @@
-"""Tables of results: printed, and written as JSON and Markdown together with hardware, versions and date."""
+"""Tables of results: printed, and written as JSON and Markdown together with hardware, versions, date and commit."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from data.files import write_json, write_text
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+COMMIT = "PRECOMPOSE_COMMIT"  # variable that names the commit where the code was carried without its repository
 PACKAGES = ("torch", "triton", "xformers", "mosaicml", "mosaicml-streaming", "diffusers", "webdataset", "tokenizers")
+
+
+_collected: list[dict[str, Any]] | None = None  # records of `collected`
 
 
 def write_results(name: str, size: str, rows: list[dict[str, Any]], notes: str = "") -> Path:
@@ -28,16 +36,46 @@ def write_results(name: str, size: str, rows: list[dict[str, Any]], notes: str =
         The Markdown file.
     """
     record = {"benchmark": name, "size": size, **surroundings(), "notes": notes, "rows": rows}
-    text = f"# {name}, {size}\n\n{describe(record)}\n\n{table(rows)}\n" + (f"\n{notes}\n" if notes else "")
-    print(text)
-    path = RESULTS / f"{name}-{size}-{'gpu' if record['gpu'] else 'cpu'}.md"
-    write_text(path, text)
+    print(as_text(record))
+    if _collected is None:
+        save(record)
+    else:
+        _collected.append(record)
+    return markdown_file(record)
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """A record as Markdown."""
+    notes = record["notes"]
+    title = f"# {record['benchmark']}, {record['size']}"
+    return f"{title}\n\n{describe(record)}\n\n{table(record['rows'])}\n" + (f"\n{notes}\n" if notes else "")
+
+
+def markdown_file(record: dict[str, Any]) -> Path:
+    """Where the table of a record belongs."""
+    return RESULTS / f"{record['benchmark']}-{record['size']}-{'gpu' if record['gpu'] else 'cpu'}.md"
+
+
+def save(record: dict[str, Any]) -> None:
+    """Write the two files of a record."""
+    path = markdown_file(record)
+    write_text(path, as_text(record))
     write_json(path.with_suffix(".json"), record, indent=1)
-    return path
+
+
+@contextmanager
+def collected() -> Iterator[list[dict[str, Any]]]:
+    """A context in which `write_results` appends its records to a list and writes no files."""
+    global _collected
+    _collected = []
+    try:
+        yield _collected
+    finally:
+        _collected = None
 
 
 def surroundings() -> dict[str, Any]:
-    """Hardware, versions and date, without the name of the machine."""
+    """Hardware, versions, date and commit, without the name of the machine."""
     gpu = None
     try:
         import torch
@@ -47,6 +85,7 @@ def surroundings() -> dict[str, Any]:
         pass
     return {
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "gpu": gpu,
@@ -56,22 +95,41 @@ def surroundings() -> dict[str, Any]:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line with the date, hardware and versions of a record."""
+    """One line with the date, commit, hardware and versions of a record."""
     versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
     hardware = record["gpu"] or f"{record['cores']} cores of {record['processor']}"
-    return f"{record['date']}, {hardware}, Python {record['python']}, {versions}"
+    return f"{record['date']}, commit {record['commit']}, {hardware}, Python {record['python']}, {versions}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table."""
-    names = list(rows[0])
+    """Rows as a Markdown table, with a column for every key of any row."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    lines += ["| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows]
+    lines += ["| " + " | ".join(_cell(row.get(name, "")) for name in names) + " |" for row in rows]
     return "\n".join(lines)
 
 
+def commit() -> str:
+    """The commit of the code, with "and changes" if tracked files differ from it; "unknown" outside of a repository.
+
+    Results and documents may differ: writing the first table of a run must not change what the second one says.
+    """
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
+    try:
+        found = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{found} and changes" if changed else found
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _cell(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+    return f"{value:,}" if isinstance(value, int | float) else str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _processor() -> str:

@@ -46,7 +46,8 @@ def test_levers_train_the_same(tiny, monkeypatch):
 
     monkeypatch.setattr(levers, "build_trainer", out_of_memory)
     found = levers.main([*SHORT, "--warm-up", "3"])[64]
-    names = ["baseline", "precomputed latents", "scheduled EMA", "attention", "channels_last", "fused AdamW"]
+    names = ["baseline", "precomputed latents", "scheduled EMA", "attention", "channels_last", "lean blocks"]
+    names.append("fused AdamW")
     assert list(found) == [*names, "another seed"]
     assert found.pop("fused AdamW").error == "out of memory"
     first = found["baseline"]

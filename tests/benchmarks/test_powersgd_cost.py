@@ -23,7 +23,7 @@ def test_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(reporting, "RESULTS", tmp_path)
     monkeypatch.setattr(powersgd_cost, "LAYOUT", TokenLayout(8, 4, 3))
     (row,) = powersgd_cost.main(["--widths", "64", "--ranks", "16", "--rounds", "1"])
-    assert sum(isinstance(value, float) for value in row.values()) == 9
+    assert sum(isinstance(value, float) for value in row.values()) == 10
     (page,) = tmp_path.glob("powersgd_cost-d64-*.md")
     assert "16 (2 per shard)" in page.read_text()
     assert torch.distributed.is_initialized() is False or torch.distributed.get_world_size() == 1

@@ -1,0 +1,114 @@
+"""What the machine is: whether everything can be imported, and the highest rates that the GPU reaches."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_run.context import Context
+from callbacks.peak_flops import peak_flops
+
+TABLE = "The machine"
+# What the steps import. The server process imports all of it once, and each step is a fork of it.
+MODULES = (
+    "triton",
+    "torch._inductor.compile_fx",
+    "torch.nn.attention.flex_attention",
+    "composer",
+    "diffusers",
+    "open_clip",
+    "streaming",
+    "pytest",
+    "recipes.engines.composer.trainer",
+    "benchmarks.adam16",
+    "benchmarks.decoder",
+    "benchmarks.ema",
+    "benchmarks.encode",
+    "benchmarks.norms",
+    "benchmarks.powersgd_cost",
+    "benchmarks.steady",
+    "benchmarks.training",
+    "benchmarks.gpu_run.numbers",
+    "benchmarks.gpu_run.operators",
+    "benchmarks.gpu_run.suite",
+    "benchmarks.gpu_run.trained",
+)
+
+
+def failed_imports(modules: Iterable[str] = MODULES) -> list[str]:
+    """One line for each module that cannot be imported here."""
+    found = []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a package that does not load fails in its own way
+            found.append(f"{module}: {type(error).__name__}: {error}")
+    return found
+
+
+def machine(context: Context) -> None:
+    """Imports, memory, and the rates of a copy and of matrix products, by which the other tables can be judged."""
+    for line in failed_imports():
+        context.records.row(TABLE, {"what": "import", "found": f"FAILED {line}"})
+    device = context.device
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found: dict[str, Any] = {
+            "GPU": properties.name,
+            "memory, GB": round(properties.total_memory / 1e9, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "compute capability": f"{properties.major}.{properties.minor}",
+            "CUDA of PyTorch": torch.version.cuda,
+            "cuDNN": torch.backends.cudnn.version(),
+            "NCCL": str(torch.cuda.nccl.version()),
+        }
+        for what, value in found.items():
+            context.records.row(TABLE, {"what": what, "found": value})
+    side, rounds = (256, 3) if context.small else (8192, 20)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rate, peak = matmul_rate(side, dtype, device, rounds), peak_of(device, dtype)
+        share = f", {rate / peak:.0%} of the data sheet's {peak / 1e12:,.0f}" if peak else ""
+        what = f"{side:,} x {side:,} matrix product, {str(dtype).removeprefix('torch.')}"
+        context.records.row(TABLE, {"what": what, "found": f"{rate / 1e12:,.3g} TFLOP/s{share}"})
+    count = 2**20 if context.small else 2**32
+    source = torch.randint(255, (count,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = median_seconds(lambda: target.copy_(source), device, rounds)
+    context.records.row(TABLE, {"what": "copy, read and written", "found": f"{2 * count / seconds / 1e9:,.0f} GB/s"})
+
+
+def lightning(context: Context) -> None:
+    """Whether the second engine can be imported, which no other step needs.
+
+    Raises:
+        ImportError: it cannot.
+    """
+    failed = failed_imports(["recipes.engines.lightning.trainer"])
+    if failed:
+        raise ImportError(failed[0])
+
+
+def matmul_rate(side: int, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
+    """FLOP/s of a square product of random matrices."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / median_seconds(lambda: a @ b, device, rounds)
+
+
+def median_seconds(work: Any, device: torch.device, rounds: int) -> float:
+    """Median seconds of a call, after three calls that are not counted."""
+    from benchmarks.norms import milliseconds
+
+    for _ in range(rounds):
+        work()
+    return milliseconds(work, 0.2 if device.type == "cuda" else 0.02, device) / 1e3
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The data sheet's FLOP/s of dense products; None for a CPU and for GPUs that are not known."""
+    if device.type != "cuda":
+        return None
+    formats = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    return peak_flops(torch.cuda.get_device_name(device), formats[dtype])

@@ -1,0 +1,77 @@
+"""Images per second of the VAE's encoder, with one option changed at a time."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.encode import TEXTS, VAES, rate, write_encoders
+from benchmarks.gpu_run.context import Context
+from callbacks.peak_flops import peak_flops
+from recipes.encoders.vae import kl_vae
+
+NOT_TRIED = {"slicing"}  # saves memory, by encoding one image at a time
+
+
+def options(resolution: int, small: bool) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Name -> (images per batch, arguments of `kl_vae`). Every switch that it has is tried."""
+    batch = 2 if small else 64 * 256**2 // resolution**2
+    found: dict[str, tuple[int, dict[str, Any]]] = {"as shipped": (batch, {})}
+    for name, parameter in inspect.signature(kl_vae).parameters.items():
+        if isinstance(parameter.default, bool) and name not in NOT_TRIED:
+            found[f"{name}: {str(not parameter.default).lower()}"] = (batch, {name: not parameter.default})
+    return found | {
+        "precision: bf16": (batch, {"precision": "bf16"}),
+        "half the batch": (batch // 2, {}),
+        "twice the batch": (batch * 2, {}),
+    }
+
+
+def rates(context: Context, *, resolution: int) -> None:
+    """A row for each option.
+
+    Raises:
+        RuntimeError: an option failed; its row says why.
+    """
+    torch.backends.cudnn.benchmark = True  # as the encode job does
+    device, size = context.device, "small" if context.small else "sd2"
+    table = f"VAE encoding at {resolution}"
+    side = 64 if context.small else resolution
+    flops = encoder_flops(VAES[size], side)
+    peak = peak_flops(torch.cuda.get_device_name(), "fp16") if device.type == "cuda" else None
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_encoders(VAES[size], TEXTS["small"], Path(folder))
+        for name, (batch, arguments) in options(resolution, context.small).items():
+            values: dict[str, Any] = {"option": name, "batch": batch}
+            try:
+                encoder = kl_vae(path=f"{folder}/vae", **arguments).to(device)
+                pixels = torch.randint(256, (batch, 3, side, side), dtype=torch.uint8, device=device)
+                pixels = pixels.contiguous(memory_format=torch.channels_last)
+                found = rate(lambda e=encoder, p=pixels: e.encode(p), batch, 0.0 if context.small else 1.5, device)
+                values |= {"images/s": round(found, 1), "TFLOP/s": round(found * flops / 1e12, 4)}
+                values |= {"MFU": f"{found * flops / peak:.1%}" if peak else ""}
+                del encoder, pixels
+            except Exception as error:
+                values["images/s"] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                failed.append(name)
+            context.records.row(table, values)
+    context.records.note(table, f"{flops / 1e9:,.2f} GFLOP per image. Random weights and pixels, nothing is read.")
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
+
+
+def encoder_flops(config: dict[str, Any], side: int) -> float:
+    """FLOPs of encoding one image."""
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    with torch.device("meta"), torch.no_grad():
+        encoder = AutoencoderKL(**kinds, latent_channels=4, **config)
+        with FlopCounterMode(display=False) as counter:
+            encoder.encode(torch.empty(1, 3, side, side))
+    return counter.get_total_flops()

@@ -1,0 +1,160 @@
+"""The recipes whose training is measured, and the settings in which each is.
+
+Without torch, so that the command line can name the steps before the slow imports.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.config.components import COMPONENTS
+from recipes.config.recipe import Recipe, load_config, to_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLBACKS = ("progress", "throughput", "lr_monitor", "memory_monitor")  # what is kept of a recipe's: others need data
+GAIN = 1.01  # a change must be this much faster to be among those that pay
+SHIPPED, START, BEST = "as shipped", "starting point", "all that pay"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A recipe that is measured.
+
+    Attributes:
+        table: name of its table.
+        yaml: its file in yamls/.
+        data: the data component that takes the place of its own.
+        batch: samples per step.
+        start: changes of the setting that others are compared with: a guess of what one GPU needs. Without any, the
+            starting point is the recipe as shipped.
+        changes: changes on top of `start`, by name. Those that touch the same key exclude each other.
+        small: changes to tiny sizes.
+        unit: of the rate.
+        per_sample: units per sample.
+    """
+
+    table: str
+    yaml: str
+    data: str
+    batch: int
+    start: tuple[str, ...]
+    changes: dict[str, tuple[str, ...]]
+    small: tuple[str, ...]
+    unit: str = "images/s"
+    per_sample: int = 1
+
+
+DATA = {
+    "random_latents": "benchmarks.random_latents:random_latents",
+    "random_tokens": "benchmarks.random_tokens:random_tokens",
+}
+COMPILED = {
+    "compiled": ("algorithms.compile={name: compile}",),
+    "CUDA graphs": ("algorithms.compile={name: compile, mode: reduce-overhead}",),
+}
+RECOMPUTED = {"recomputed": ("algorithms.activation_checkpointing={name: activation_checkpointing}",)}
+SMALL_UNET = (
+    "model.denoiser={channels: [32, 64, 64, 64], heads: [1, 2, 2, 2], blocks: 1, text_width: 16, norm_groups: 8}",
+    "data={name: random_latents, resolution: 64}",
+    "training.global_batch=4",
+)
+SMALL_DECODER = (
+    "model={layers: 2, width: 64, heads: 2, text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3}",
+    "training.global_batch=4",
+    "algorithms.compile=null",  # it takes a CPU minutes
+)
+UNET = ("training.fsdp=null", "training.microbatch=128")
+SUBJECTS = {
+    "unet_256": Subject(
+        "U-Net at 256",
+        "sd2_base.yaml",
+        "data={name: random_latents, resolution: 256}",
+        256,
+        UNET,
+        {
+            "FSDP": ("training.fsdp={strategy: SHARD_GRAD_OP, wrap: blocks}",),
+            "microbatches of 64": ("training.microbatch=64",),
+            "microbatches of 256": ("training.microbatch=256",),
+            **COMPILED,
+        },
+        SMALL_UNET,
+    ),
+    "unet_512": Subject(
+        "U-Net at 512",
+        "sd2_base_512.yaml",
+        "data={name: random_latents, resolution: 512}",
+        64,
+        ("training.fsdp=null", "training.microbatch=32"),
+        {
+            "microbatches of 16": ("training.microbatch=16",),
+            "microbatches of 64": ("training.microbatch=64",),
+            "compiled": COMPILED["compiled"],
+        },
+        SMALL_UNET,
+    ),
+    "transformer": Subject(
+        "transformer",
+        "dalle_1b.yaml",
+        "data={name: random_tokens, samples: 64000}",
+        64,
+        (),
+        {
+            "microbatches of 32": ("training.microbatch=32",),
+            **RECOMPUTED,
+            "compiled": COMPILED["compiled"],
+            "attention with a dense mask": ("model.attention=masked",),
+        },
+        SMALL_DECODER,
+        "tokens/s",
+        1280,
+    ),
+}
+
+
+def recipe_for(subject: Subject, changes: list[str], small: bool, folder: Path) -> Recipe:
+    """The shipped recipe on random data, without validation, checkpoints, loggers and what draws samples."""
+    COMPONENTS["data"].update(DATA)
+    keys = [subject.data, f"training.global_batch={subject.batch}", "training.duration=1000000ba"]
+    keys += ["evals.val=null", "training.eval_every=null", f"output={folder}/run", *changes]
+    keys += ["checkpoints={save: false, every: null, autoresume: false, load_weights: null}"]
+    if small:
+        keys += [*subject.small, "training.microbatch=2", "training.fsdp=null", "training.precision=auto"]
+        keys += ["algorithms.low_precision_norms=null"]
+    recipe = load_config(ROOT / "yamls" / subject.yaml, keys, Recipe, [])
+    recipe.callbacks = {name: one for name, one in recipe.callbacks.items() if name in CALLBACKS}
+    recipe.loggers = {}
+    return recipe
+
+
+def single_changes(subject: Subject, small: bool) -> dict[str, tuple[str, ...]]:
+    """The subject's changes, and the removal of each lever that its starting point has; without those that change
+    nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def resolved(changes: tuple[str, ...]) -> str:
+            return to_yaml(recipe_for(subject, [*subject.start, *changes], small, Path(folder)))
+
+        start = recipe_for(subject, list(subject.start), small, Path(folder))
+        found = {f"without {label}": (f"algorithms.{label}=null",) for label in start.algorithms}
+        found |= subject.changes
+        plain = to_yaml(start)
+        return {name: changes for name, changes in found.items() if resolved(changes) != plain}
+
+
+def all_that_pay(rows: list[dict[str, Any]], unit: str) -> list[str]:
+    """The changes of those rows that are faster than the starting point; of several of one key, the fastest's."""
+    rates = {row["setting"]: row["values"].get(unit) for row in rows}
+    start = rates.get(START)
+    if not isinstance(start, int | float):
+        return []
+    faster = [row for row in rows if row["change"] and isinstance(row["values"].get(unit), int | float)]
+    faster = sorted((row for row in faster if row["values"][unit] >= GAIN * start), key=lambda r: -r["values"][unit])
+    kept: dict[str, str] = {}
+    for row in faster:
+        keys = [change.split("=", 1)[0] for change in row["change"]]
+        if not any(key in kept for key in keys):
+            kept |= dict(zip(keys, row["change"], strict=True))
+    return list(kept.values())

@@ -1,0 +1,191 @@
+"""Rates of the shipped recipes' training on random data: as shipped, with one change at a time, with all that pay."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback as ComposerCallback
+from composer import Logger, State
+
+from benchmarks.gpu_run.context import Context
+from benchmarks.gpu_run.operators import OneStep, busy, operator_rows, write_trace
+from benchmarks.gpu_run.subjects import (
+    BEST,
+    SHIPPED,
+    START,
+    SUBJECTS,
+    Subject,
+    all_that_pay,
+    recipe_for,
+    single_changes,
+)
+from benchmarks.random_latents import REDUCTION
+from benchmarks.steady import Steady, run_until
+from benchmarks.training import unet_flops
+from callbacks.peak_flops import number_format_of, peak_flops
+from data.log import log
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe
+from recipes.engines import parts
+from recipes.engines.composer.trainer import build_trainer
+from recipes.models.task import Task
+
+
+class Wait(ComposerCallback):
+    """When the first two steps were done, in seconds since it was made: what compiling costs."""
+
+    def __init__(self) -> None:
+        self.began, self.seconds = time.perf_counter(), 0.0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == 2:
+            if state.device.name == "gpu":
+                torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - self.began
+
+
+def setting(context: Context, *, subject: str, name: str, profiled: bool = False, like: str | None = None) -> None:
+    """Measure one setting of a subject, as a row of its table.
+
+    Args:
+        subject: in `SUBJECTS`.
+        name: of the setting: `SHIPPED`, `START`, `BEST`, or one of `single_changes`.
+        profiled: whether one step is profiled as well.
+        like: the subject whose changes are tried, for `BEST`; None: this one.
+    """
+    measured = SUBJECTS[subject]
+    change: list[str] = []
+    if name == BEST:
+        source = SUBJECTS[like or subject]
+        change = all_that_pay(context.records.rows(source.table), source.unit)
+        if like:  # sizes are other at another resolution
+            change = [text for text in change if not text.startswith("training.microbatch")]
+        if not change:
+            context.records.note(measured.table, "No single change was faster than the starting point.")
+            return
+    elif name not in (SHIPPED, START):
+        change = list(single_changes(measured, context.small)[name])
+    changes = [] if name == SHIPPED else [*measured.start, *change]
+    values: dict[str, Any] = {"setting": name if name != BEST else f"{name}: {', '.join(change)}"}
+    profile_step = OneStep(2 if context.small else 3) if profiled else None  # of the warm-up
+    try:
+        values |= measure(measured, changes, context, profile_step)
+    except Exception as error:
+        values[measured.unit] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise
+    finally:
+        rows = context.records.rows(measured.table)
+        start = next((row["values"].get(measured.unit) for row in rows if row["setting"] == START), None)
+        if isinstance(start, int | float) and isinstance(values.get(measured.unit), int | float):
+            values["relative to start"] = round(values[measured.unit] / start, 3)
+        context.records.row(measured.table, values, setting=name, change=change)
+    context.records.note(
+        measured.table, f"Starting point: yamls/{measured.yaml} with {', '.join(measured.start) or 'no change'}."
+    )
+    if profile_step is not None and profile_step.profiler is not None:
+        where = f"{measured.table}, {name}: one step"
+        for row in operator_rows(profile_step.profiler):
+            context.records.row(where, row)
+        shares = busy(profile_step.profiler)
+        if shares:
+            context.records.note(where, ", ".join(f"{what}: {value}" for what, value in shares.items()) + ".")
+        write_trace(profile_step.profiler, context.folder / f"trace_{subject}.json.gz")
+
+
+def measure(subject: Subject, changes: list[str], context: Context, profile_step: OneStep | None) -> dict[str, Any]:
+    """Train, and return the cells of a row."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_for(subject, changes, context.small, Path(folder))
+        warm_up, windows, steps = (4, 2, 1) if context.small else (5, 3, 3)
+        wait, warnings = Wait(), Warnings()
+        with made_on(context.device), warnings:
+            trainer = build_trainer(recipe)
+            trainer.state.callbacks += [wait] if profile_step is None else [wait, profile_step]
+            steady = run_until(trainer, Steady(warm_up, windows, steps))
+        rates = sorted(rate * subject.per_sample for rate in steady.rates)
+        values: dict[str, Any] = {subject.unit: round(statistics.median(rates), 1)}
+        values |= {"range": f"{rates[0]:,.1f} to {rates[-1]:,.1f}", "relative to start": ""}
+        if context.device.type == "cuda":
+            values |= {"peak GB": round(steady.peak / 1e9, 1)}
+        flops = 3 * forward_flops(recipe)
+        achieved = flops * values[subject.unit] / subject.per_sample
+        peak = peak_for(recipe, trainer.state.model)
+        values |= {"TFLOP/s": round(achieved / 1e12, 4 if context.small else 1)}
+        values |= {"MFU": f"{achieved / peak:.1%}" if peak else "", "s to the second step": round(wait.seconds, 1)}
+        graphs, breaks = compiler_counts()
+        values |= {"graphs": graphs, "graph breaks": breaks, "loss": round(steady.losses[-1], 4)}
+        values |= {"warnings": "; ".join(warnings.found)[:300]}
+        return values
+
+
+@contextlib.contextmanager
+def made_on(device: torch.device) -> Iterator[None]:
+    """Initial weights are drawn on the device, which takes less than a second instead of ten."""
+    build = parts.build
+
+    def on_device(component: Any, **context: Any) -> Any:
+        if getattr(component, "group", None) != "model":
+            return build(component, **context)
+        try:
+            with device:
+                return build(component, **context)
+        except RuntimeError as error:  # a model that draws with a generator of the CPU, say
+            log.info(f"weights are made on the CPU: {error}")
+            return build(component, **context)
+
+    parts.build = on_device
+    try:
+        yield
+    finally:
+        parts.build = build
+
+
+class Warnings(logging.Handler):
+    """What the compiler warns of, such as running out of recompilations and going on uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the first line of a message."""
+        line = record.getMessage().strip().split("\n")[0][:120]
+        if line not in self.found:
+            self.found.append(line)
+
+    def __enter__(self) -> None:
+        logging.getLogger("torch._dynamo").addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("torch._dynamo").removeHandler(self)
+
+
+def compiler_counts() -> tuple[int, int]:
+    """Graphs that dynamo has compiled in this process, and the places where it left compiled code."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def forward_flops(recipe: Recipe) -> float:
+    """FLOPs of the forward pass of one sample."""
+    task: Task = build_on_meta(recipe.model)
+    known = task.forward_flops()
+    if known is not None:
+        return known
+    return unet_flops(task.denoiser, recipe.data.args["resolution"] // REDUCTION)
+
+
+def peak_for(recipe: Recipe, model: torch.nn.Module) -> float | None:
+    """The peak FLOP/s in the number format in which a recipe computes; None if it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    precision = "amp_bf16" if recipe.training.precision == "auto" else recipe.training.precision
+    return peak_flops(torch.cuda.get_device_name(), number_format_of(model, precision))

@@ -1,0 +1,48 @@
+"""How long it takes to compare MDS files with their hashes, beside reading them.
+
+    python benchmarks/hashes.py
+    python benchmarks/hashes.py --mb 256 --algorithms xxh64,sha256
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import numpy as np
+from streaming.base.hashing import get_hash
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=64, help="size of the file; the encode job's are 64 by default")
+    parser.add_argument("--algorithms", default="xxh64,xxh3_64,sha1")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "shard.mds")
+        file.write_bytes(np.random.default_rng(0).bytes(options.mb << 20))
+        read = best(lambda: file.read_bytes(), options.repeats)
+        print(f"reading {options.mb} MB from the page cache: {1e3 * read:.1f} ms")
+        data = file.read_bytes()
+        for name in options.algorithms.split(","):
+            seconds = best(lambda name=name: get_hash(name, data), options.repeats)
+            print(f"{name}: {1e3 * seconds:.1f} ms, {options.mb / seconds / 1024:.1f} GB/s")
+
+
+def best(act, repeats: int) -> float:
+    """The least of several times, in seconds."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Kernel launches and waits of the host in one training step of the shipped recipes, counted on a CPU.
+
+    python benchmarks/launches.py
+    python benchmarks/launches.py --recipes sd2_base --passes 2
+
+The models have their real structure and a small width. Microbatches have the recipe's number format, and the levers of
+the recipe act; the Triton kernels are counted and not run. `plain` is the recipe without levers that change modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.counting import Launches, counting
+from benchmarks.reporting import write_results
+from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
+from recipes.config.build import build
+from recipes.config.recipe import Recipe, load_config
+from recipes.engines.parts import Place, build_levers
+from recipes.training.clock import Clock
+from recipes.training.levers import Levers
+from recipes.training.run import Run
+
+SAMPLES = 2  # per microbatch
+# The recipes of each kind of model, with overrides for a small width, and one microbatch.
+NARROW = {
+    "sd2_base": ["channels=[32,32,64,64]", "heads=[1,1,2,2]", "text_width=16"],
+    "dalle_1b": ["width=32", "heads=2", "codes=32", "text_vocabulary=64", "text_positions=16", "side=8"],
+    "dvae": ["hidden=8", "initial=8", "codes=32"],
+    "openmoji_text": [],
+    "openmoji_vae": [],
+}
+# Levers that change how a model computes; without them it is the plain one.
+CHANGES = (
+    "attention", "channels_last", "cudnn_benchmark", "fused_geglu", "fused_group_norm", "lean_blocks",
+    "low_precision_norms", "working_weights",
+)  # fmt: skip
+
+
+def narrow_recipe(name: str, *overrides: str) -> Recipe:
+    """A shipped recipe with a model of small width. Blocks are not compiled, which on a CPU takes minutes."""
+    section = "model.denoiser." if name.startswith("sd2") else "model."
+    changes = [section + change for change in NARROW[name]]
+    recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*changes, *overrides], Recipe, missing=[])
+    recipe.algorithms = {label: one for label, one in recipe.algorithms.items() if one.name != "compile"}
+    return recipe
+
+
+def batch_of(recipe: Recipe) -> dict[str, Tensor]:
+    """A microbatch of random samples."""
+    arguments = recipe.model.args
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(SAMPLES, *shape, generator=generator)
+
+    def integers(end: int, *shape: int) -> Tensor:
+        return torch.randint(end, (SAMPLES, *shape), generator=generator)
+
+    if recipe.model.name == "latent_diffusion":
+        denoiser = arguments["denoiser"].args
+        return {"latents": floats(4, 16, 16), "text": floats(77, denoiser["text_width"])}
+    if recipe.model.name == "autoregressive":
+        text = integers(arguments["text_vocabulary"], arguments["text_positions"])
+        return {"text": text, "image": integers(arguments["codes"], arguments["side"] ** 2)}
+    if recipe.model.name == "contrastive_text":
+        side = arguments["picture_size"]
+        tokens = integers(256, arguments["context_length"])
+        return {"image": integers(256, 3, side, side).to(torch.uint8), "tokens": tokens}
+    return {"image": integers(256, 3, 32, 32).to(torch.uint8)}
+
+
+class StepRun(Run):
+    """A run of one step on the CPU, as levers see it."""
+
+    def __init__(self, task: nn.Module, precision: str, passes: int, optimizer: torch.optim.Optimizer) -> None:
+        self.task = task
+        self.device = torch.device("cpu")
+        self.precision = precision
+        self.batch, self.outputs = {}, {}
+        self.passes, self.pass_number = passes, -1
+        self.loss = None
+        self.eval_label, self.eval_figures = "", {}
+        self._optimizer = optimizer
+
+    clock = Clock(1, SAMPLES, 0, "1000000ba", None)  # not a multiple of the intervals at which levers log
+    module = property(lambda self: self.task)
+    optimizer = property(lambda self: self._optimizer)
+
+    def autocast(self) -> AbstractContextManager:
+        """As on a GPU, with the CPU's lists of operations."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast("cpu", torch.bfloat16)
+
+    def gradient_scale(self) -> float:
+        """Without amp_fp16 there is none."""
+        return 1.0
+
+    def new_parameters(self) -> AbstractContextManager:
+        """Nothing is sharded."""
+        return nullcontext()
+
+    def peak_rates_changed(self) -> None:
+        """There is no schedule."""
+
+    def set_microbatch(self, samples: int) -> None:
+        """The microbatch is fixed."""
+
+    def log(self, figures: Any) -> None:
+        """Nothing is logged."""
+
+    log_settings = log
+
+    def log_images(self, name: str, images: Any) -> None:
+        """Nothing is logged."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step runs.
+
+    Attributes:
+        forward: of all microbatches.
+        backward: of all microbatches.
+        rest: levers and the optimizer.
+    """
+
+    forward: Launches
+    backward: Launches
+    rest: Launches
+
+    @property
+    def parts(self) -> tuple[Launches, Launches, Launches]:
+        """Forward, backward, rest."""
+        return self.forward, self.backward, self.rest
+
+    @property
+    def total(self) -> int:
+        """All launches."""
+        return sum(part.total for part in self.parts)
+
+    @property
+    def copies(self) -> int:
+        """See `Launches.copies`."""
+        return sum(part.copies for part in self.parts)
+
+    @property
+    def casts(self) -> int:
+        """See `Launches.casts`."""
+        return sum(part.casts for part in self.parts)
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """Operation -> number of times that the host waits."""
+        return dict(sum((part.waits for part in self.parts[1:]), self.forward.waits.copy()))
+
+
+def count_step(recipe: Recipe, passes: int) -> Step:
+    """Count the second step of a recipe: the first one also makes what later steps find.
+
+    Args:
+        recipe: with a model that a CPU can train.
+        passes: microbatches.
+    """
+    torch.manual_seed(0)
+    task = build(recipe.model).train()
+    precision = "amp_bf16" if recipe.training.precision == "auto" else recipe.training.precision
+    levers = Levers(build_levers(recipe, Place(False, precision, 1), {"task": task}, SAMPLES * passes))
+    optimizer = build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task)
+    run = StepRun(task, precision, passes, optimizer)
+    levers.prepare(run)
+    if "fused_group_norm" in {algorithm.name for algorithm in recipe.algorithms.values()}:
+        fuse_group_norms(task, measured=False)  # the lever leaves it on a CPU
+    levers.compile(run)
+    levers.at("begin", run)
+    _step(run, levers, batch_of(recipe), Launches(), Launches(), Launches())
+    step = Step(Launches(), Launches(), Launches())
+    _step(run, levers, batch_of(recipe), *step.parts)
+    return step
+
+
+def _step(
+    run: StepRun, levers: Levers, batch: dict[str, Tensor], forward: Launches, backward: Launches, rest: Launches
+) -> None:
+    """One step, as the engines make it."""
+    run.pass_number = -1
+    with counting(rest, kernels=True):
+        levers.at("before_passes", run)
+        run.optimizer.zero_grad(set_to_none=True)
+    for _ in range(run.passes):
+        run.batch, run.pass_number = batch, run.pass_number + 1
+        with counting(forward, kernels=True):
+            levers.at("before_forward", run)
+            with run.autocast():
+                loss = run.task(batch)["total"] / run.passes
+            levers.at("after_forward", run)
+        with counting(backward, kernels=True):
+            levers.at("before_backward", run)
+            loss.backward()
+            levers.at("after_backward", run)
+    with counting(rest, kernels=True):
+        levers.finish_gradients(run)
+        run.optimizer.step()
+        levers.at("step_end", run)
+
+
+def row(name: str, step: Step) -> dict[str, Any]:
+    """A row of the table."""
+    return {
+        "recipe": name,
+        "forward": step.forward.total,
+        "backward": step.backward.total,
+        "rest": step.rest.total,
+        "copies": step.copies,
+        "casts": step.casts,
+        "waits": sum(step.waits.values()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=list(NARROW), default=list(NARROW))
+    parser.add_argument("--passes", type=int, default=2, help="microbatches per step")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.recipes:
+        recipe = narrow_recipe(name)
+        plain = [f"algorithms.{label}=null" for label in recipe.algorithms if recipe.algorithms[label].name in CHANGES]
+        if plain:
+            rows.append(row(f"{name}, plain", count_step(narrow_recipe(name, *plain), arguments.passes)))
+        rows.append(row(name, count_step(recipe, arguments.passes)))
+    notes = (
+        f"Operations that launch at least one kernel, in a step of {arguments.passes} microbatches at small width; the "
+        "optimizer counts as one. `copies` go to other memory or another format, `casts` to another dtype; `waits` are "
+        "values that the host reads."
+    )
+    write_results("launches", f"{arguments.passes}passes", rows, notes)
+
+
+if __name__ == "__main__":
+    main()

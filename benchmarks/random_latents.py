@@ -1,0 +1,66 @@
+"""A data component for benchmarks only: random latents and text embeddings, for measuring the time of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from data.latents import LatentTransform
+from data.loading import Batch, Loading, Placement
+from recipes.config.components import COMPONENTS
+
+REDUCTION = 8  # pixels per latent, in each direction
+
+
+def register() -> None:
+    """Add it to the components of this process."""
+    COMPONENTS["data"]["random_latents"] = "benchmarks.random_latents:random_latents"
+
+
+def random_latents(
+    placement: Placement,
+    requirements: dict[str, Any],
+    *,
+    resolution: int,
+    text_length: int = 77,
+    batches: int = 1000000,
+) -> Loading:
+    """Batches as `data.latents` reads them, without reading: two are made, and come in turns.
+
+    Args:
+        resolution: side of the images in pixels.
+        text_length: tokens per caption.
+        batches: batches per epoch.
+    """
+    draw = torch.Generator().manual_seed(placement.seed + placement.rank)
+    shape = (placement.batch, requirements["channels"], resolution // REDUCTION, resolution // REDUCTION)
+    text = (placement.batch, text_length, requirements["text_width"])
+
+    def batch() -> Batch:
+        found = {
+            "mean": torch.randn(shape, generator=draw).half(),
+            "std": torch.rand(shape, generator=draw).half() * 0.1,
+            "text": torch.randn(text, generator=draw).half(),
+            "seed": torch.randint(2**62, shape[:1], generator=draw),
+        }
+        return {name: tensor.pin_memory() if placement.pin else tensor for name, tensor in found.items()}
+
+    null_text = torch.randn(text[1:], generator=draw).half()
+    transform = LatentTransform(null_text=null_text, caption_dropout=0.1, sample_posterior=True, flip=0.0)
+    loader = DataLoader(InTurns([batch(), batch()], batches), batch_size=None)
+    return Loading(loader, transform, resolution=resolution, null_text=null_text)
+
+
+class InTurns(Dataset):
+    """Whole batches in memory, again and again."""
+
+    def __init__(self, made: list[Batch], count: int) -> None:
+        self.made, self.count = made, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.made[number % len(self.made)]

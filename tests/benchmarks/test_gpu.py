@@ -1,0 +1,260 @@
+"""The command for a machine with a GPU, at tiny sizes without one: its steps, its records, and what ends a step."""
+
+import json
+import multiprocessing
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks import gpu, reporting
+from benchmarks.gpu_run import numbers, operators, suite, trained
+from benchmarks.gpu_run.context import Context
+from benchmarks.gpu_run.items import Item, items
+from benchmarks.gpu_run.numbers import SameDraws
+from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
+from benchmarks.gpu_run.subjects import BEST, SHIPPED, START, SUBJECTS, all_that_pay, single_changes
+from recipes.config.recipe import load_config
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture
+def unprepared(monkeypatch):
+    """Variables of this process stay as they are."""
+    monkeypatch.setattr(gpu, "prepare", lambda options: None)
+
+
+def test_steps_in_this_process(tmp_path, unprepared, capsys):
+    """A step of each kind that is quick; what fails is a row of its own, and the next step runs."""
+    arguments = ["--small", "--device", "cpu", "--here", "--out", str(tmp_path), "--only"]
+    records = gpu.main([*arguments, "numbers dvae", "unet_256, st", "unet_256, without ch", "powersgd"])
+    ends = {line["item"]: line["state"] for line in records.lines("end")}
+    assert ends == dict.fromkeys(ends, "done") and len(ends) == 4
+    (start, *others) = [row["values"] for row in records.rows("U-Net at 256")]
+    assert start["setting"] == START and start["images/s"] > 0 and start["TFLOP/s"] > 0
+    assert others[0]["relative to start"] == pytest.approx(others[0]["images/s"] / start["images/s"], abs=1e-3)
+    assert {row["values"]["result"] for row in records.rows(numbers.TABLE)} == {"passed"}
+    assert records.rows("U-Net at 256, starting point: one step")
+    assert (tmp_path / "trace_unet_256.json.gz").stat().st_size > 1000
+    (record,) = [line["record"] for line in records.lines("record")]
+    assert record["benchmark"] == "powersgd_cost" and record["commit"]
+    text = (tmp_path / MARKDOWN).read_text()
+    for words in ("## The machine", "## U-Net at 256\n", "## powersgd_cost, d64", "| powersgd cost | done |"):
+        assert (words in text) == (words != "## The machine")
+    assert "## Goals" not in text  # they are those of the published sizes
+    assert "Everything is in" in capsys.readouterr().out
+
+
+def test_every_step_has_its_function_and_a_limit():
+    for small in (False, True):
+        found = items(small)
+        assert len({item.name for item in found}) == len(found) > 20
+        for item in found:
+            module, function = item.work.split(":")
+            assert callable(getattr(__import__(f"benchmarks.gpu_run.{module}", fromlist=[function]), function))
+            assert 0 < item.limit <= 180
+    names = [item.name for item in items(False)]
+    assert (
+        names.index("unet_256, starting point") < names.index("unet_256, compiled") < names.index(f"unet_256, {BEST}")
+    )
+
+
+def test_changes_are_those_of_the_recipe():
+    for subject in SUBJECTS.values():
+        changes = single_changes(subject, small=False)
+        recipe = load_config(gpu.ROOT / "yamls" / subject.yaml, [], trained.Recipe, [])
+        assert {f"without {label}" for label in recipe.algorithms} <= set(changes)
+        assert all(
+            len(keys) == len(set(keys)) for change in changes.values() for keys in [[c.split("=")[0] for c in change]]
+        )
+
+
+def test_all_that_pay():
+    def row(setting, rate, *change):
+        return {"setting": setting, "change": list(change), "values": {"images/s": rate}}
+
+    rows = [row(SHIPPED, 300), row(START, 100), row("a", 120, "x=1"), row("b", 130, "x=2"), row("c", 100.5, "y=1")]
+    rows += [row("d", "OutOfMemoryError: no", "z=1"), row("e", 110, "u=1", "v=1")]
+    assert all_that_pay(rows, "images/s") == ["x=2", "u=1", "v=1"]
+    assert all_that_pay([rows[0]], "images/s") == []
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
+def test_random_numbers_are_those_of_the_cpu(shape):
+    """On the meta device nothing is drawn, but everything is asked for as on a GPU."""
+
+    def draw():
+        x = torch.ones(shape)
+        return [
+            torch.randn(shape),
+            torch.rand(shape),
+            torch.randint(9, shape),
+            torch.randint(5, 9, shape),
+            torch.randn_like(x),
+            torch.rand_like(x),
+            torch.empty(shape).uniform_(2, 3),
+            torch.empty(shape).normal_(),
+        ]
+
+    with SameDraws(7) as one:
+        first = draw()
+    with SameDraws(7):
+        second = draw()
+    assert one.drawn == len(first)
+    assert all(torch.equal(a, b) and a.shape == shape for a, b in zip(first, second, strict=True))
+    assert first[6].min() >= 2 and first[6].max() < 3 and first[3].min() >= 5 and first[2].dtype == torch.int64
+    with SameDraws(7), torch.device("meta"):
+        assert {x.device.type for x in draw()} == {"meta"}
+
+
+def test_a_difference_beyond_the_tolerance_fails(tmp_path, monkeypatch):
+    exact = numbers.gradients
+
+    def wrong(task, batch, device, autocast):
+        loss, vector = exact(task, batch, device, autocast)
+        return loss, vector if not calls.append(1) and len(calls) == 1 else vector * 1.01
+
+    calls = []
+    monkeypatch.setattr(numbers, "gradients", wrong)
+    with pytest.raises(ArithmeticError, match="contrastive_text: beyond the tolerance: fp32$"):
+        numbers.compare(Context(tmp_path, True), family="contrastive_text")
+    assert Records(tmp_path / RECORDS).rows(numbers.TABLE)[0]["values"]["result"] == "FAILED"
+
+
+def test_how_busy_a_gpu_is():
+    """Three kernels and a span around them: 10 us, then 20 us of which 10 overlap, then a gap of 10 us before 10 us."""
+
+    def event(name, start, end, device=DeviceType.CUDA, **more):
+        times = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(name=name, time_range=times, device_type=device, **more)
+
+    events = [
+        event("sm90_xmma_gemm_bf16", 0, 20),
+        event("flash_fwd_kernel", 10, 30),
+        event("void at::native::vectorized_elementwise_kernel", 40, 50),
+        event("Optimizer.step#AdamW.step", 0, 50, is_user_annotation=True),
+        event("## Call CompiledFxGraph", 0, 50),
+        event("aten::mm", 0, 50, DeviceType.CPU),
+    ]
+    found = operators.busy(SimpleNamespace(events=lambda: events))
+    assert found["kernels"] == 3 and found["GPU computes"] == "80.0%"
+    assert found["matrix product"] == "0.02 ms" and found["attention"] == "0.02 ms"
+    assert operators.busy(SimpleNamespace(events=lambda: events[-1:])) == {}
+    assert operators.kind_of("cudnn_fprop_implicit_gemm") == "convolution"
+    assert operators.kind_of("_backward") == "norm" and operators.kind_of("mystery") == "other"
+
+
+# --- processes, which a step cannot take with it -----------------------------------------------
+
+
+def hang(context):
+    context.records.row("before", {"found": 1})
+    print("hangs now")
+    time.sleep(100)
+
+
+def break_off(context):
+    raise ValueError("two\nlines")
+
+
+def die(context):
+    os._exit(9)
+
+
+def call(item, folder, small):
+    globals()[item.work](Context(folder, small))
+
+
+def test_a_step_that_hangs_fails_or_dies_ends_alone(tmp_path):
+    """By plain forks, which need no server; the steps are functions of this file."""
+    records = Records(tmp_path / RECORDS)
+    runner = gpu.Isolated(tmp_path, True, records, tmp_path / MARKDOWN)
+    runner.context = multiprocessing.get_context("fork")
+    runner.perform = call
+    steps = [Item(name, name, limit) for name, limit in (("hang", 2.0), ("break_off", 20.0), ("die", 20.0))]
+    said = []
+    gpu.run_all(steps, runner, records, time.monotonic() + 60, said.append)
+    ends = {line["item"]: line["state"] for line in records.lines("end")}
+    assert ends == {
+        "hang": "FAILED: ended after 2 s",
+        "break_off": "FAILED: ValueError: two lines",
+        "die": "FAILED: exit code 9",
+    }
+    assert records.rows("before")[0]["values"] == {"found": 1}
+    assert "hangs now" in (tmp_path / LOG).read_text() and "two\nlines" in (tmp_path / LOG).read_text()
+    assert "| break_off | FAILED: ValueError: two lines |" in (records.as_text())
+    assert len(said) == 3
+    gpu.run_all(steps, runner, records, time.monotonic(), said.append)
+    assert records.lines("end")[-1]["state"].startswith("left out")
+
+
+def test_records_of_a_run_that_was_cut_off(tmp_path):
+    records = Records(tmp_path / RECORDS)
+    records.add(
+        "run", surroundings={"gpu": "H", "date": "d", "commit": "c", "python": "p", "versions": {}}, small=False
+    )
+    records.add("begin", item="one")
+    records.row("U-Net at 256", {"setting": START, "images/s": 450.0})
+    records.row("U-Net at 256", {"setting": "other", "images/s": "OutOfMemoryError: a | b", "extra": 1})
+    with open(records.path, "a") as file:
+        file.write('{"kind": "row", "table": "U-N')
+    text = records.as_text()
+    assert "| U-Net training at 256 | images/s | 900 | 450.0 | 50% |" in text
+    assert "| one | cut off |" in text and "a \\| b | 1 |" in text
+
+
+def test_tables_are_placed_where_they_belong(tmp_path, monkeypatch):
+    page = tmp_path / "gpu.md"
+    page.write_text(f"# Page\n\n{gpu.BEGIN}\n\nold\n\n{gpu.END}\n\nend\n")
+    monkeypatch.setattr(gpu, "DOCUMENT", page)
+    monkeypatch.setattr(reporting, "RESULTS", tmp_path / "results")
+    records = Records(tmp_path / RECORDS)
+    with reporting.collected() as tables:
+        reporting.write_results("norms", "sd2", [{"a": 1}], "note")
+    assert not (tmp_path / "results").exists()
+    records.add("record", record=tables[0])
+    assert gpu.main(["--place", str(records.path)]) is None
+    (file,) = (tmp_path / "results").glob("*.json")
+    assert json.loads(file.read_text())["commit"] == reporting.commit()
+    text = page.read_text()
+    assert "old" not in text and "### norms, sd2" in text and text.endswith(f"{gpu.END}\n\nend\n")
+
+
+def test_results_of_tests_are_rows(tmp_path, pytester):
+    context = Context(tmp_path, True)
+    pytester.makepyfile(
+        """
+        import pytest
+        def test_good(): pass
+        def test_bad(): assert 1 == 2
+        @pytest.mark.skip(reason="no GPU")
+        def test_none(): pass
+        """
+    )
+    pytester.inline_run(plugins=[suite.Rows(context)])
+    rows = {row["values"]["test"].split("::")[1]: row["values"] for row in context.records.rows(suite.TABLE)}
+    assert {name: row["result"] for name, row in rows.items()} == {
+        "test_good": "passed",
+        "test_bad": "failed",
+        "test_none": "skipped",
+    }
+    assert rows["test_bad"]["reason"].startswith("assert 1 == 2") and "no GPU" in rows["test_none"]["reason"]
+    assert "tests/recipes/models/kernels/test_group_norm_silu.py" in suite.files_with("gpu")
+
+
+def test_what_is_not_there_is_refused(unprepared, capsys):
+    for arguments, words in (
+        (["--device", "cpu"], "add --small"),
+        (["--small", "--device", "cpu", "--only", "nothing"], "no step begins with 'nothing'"),
+    ):
+        with pytest.raises(SystemExit):
+            gpu.main(arguments)
+        assert words in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            gpu.main(["--here"])
+        assert "PyTorch sees no GPU" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""How many kernels a step launches, and how often the host waits: limits that a change may lower, and not raise."""
+
+import pytest
+import torch
+
+from benchmarks.counting import Launches, counting
+from benchmarks.launches import CHANGES, count_step, narrow_recipe
+
+# Recipe -> most launches per microbatch in the forward and in the backward pass, then the rest of a step.
+LIMITS = {
+    "sd2_base": (1000, 1960, 10),
+    "dalle_1b": (620, 980, 20),
+    "dvae": (370, 450, 10),
+    "openmoji_text": (240, 470, 20),
+    "openmoji_vae": (250, 310, 20),
+}
+PASSES = 2
+
+
+@pytest.fixture(scope="module")
+def step_of():
+    """Recipe, with overrides -> its counts, each made once."""
+    made = {}
+
+    def step(name, *overrides):
+        if (name, overrides) not in made:
+            made[name, overrides] = count_step(narrow_recipe(name, *overrides), PASSES)
+        return made[name, overrides]
+
+    return step
+
+
+@pytest.mark.parametrize("name", list(LIMITS))
+def test_a_step_stays_within_its_limits(step_of, name):
+    step = step_of(name)
+    forward, backward, rest = LIMITS[name]
+    assert step.waits == {}
+    assert step.forward.total <= forward * PASSES, step.forward.launches.most_common(20)
+    assert step.backward.total <= backward * PASSES, step.backward.launches.most_common(20)
+    assert step.rest.total <= rest, step.rest.launches
+    assert min(part.total for part in step.parts) > 0
+
+
+def test_what_the_levers_of_the_u_net_save(step_of):
+    plain = step_of("sd2_base", *(f"algorithms.{name}=null" for name in CHANGES))
+    step = step_of("sd2_base")
+    assert step.forward.total < 0.8 * plain.forward.total and step.backward.total < plain.backward.total
+    assert step.forward.copies <= PASSES  # the input's memory format
+    assert step.copies < 0.4 * plain.copies
+    assert step.casts < plain.casts
+
+
+def test_everything_that_makes_the_host_wait_is_seen():
+    x = torch.tensor([1.0, 0.0, 2.0])
+    for wait in (
+        lambda: x.sum().item(),
+        lambda: bool(x[0]),
+        lambda: float(x[0]),
+        lambda: x.nonzero(),
+        lambda: x[x > 0],
+        lambda: torch.masked_select(x, x > 0),
+        lambda: x.tolist(),
+        lambda: x.numpy(),
+        lambda: x.cpu(),
+        lambda: torch.equal(x, x),
+        lambda: x.repeat_interleave(torch.tensor([1, 2, 3])),
+    ):
+        launches = Launches()
+        with counting(launches):
+            wait()
+        assert sum(launches.waits.values()) >= 1
+    launches = Launches()
+    with counting(launches):
+        y = x.view(3, 1).expand(3, 2).t()
+        y = y + x[torch.tensor([0, 1, 1])].to(torch.float16)
+        y.clone()
+    assert not launches.waits
+    assert launches.launches == {"index": 1, "_to_copy": 1, "add": 1, "clone": 1}
+    assert (launches.casts, launches.copies, launches.total) == (1, 1, 4)
