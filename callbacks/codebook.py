@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from callbacks.counts import add_counts
 from data.log import log
 from recipes.models.task import Task
 from recipes.training import ranks
@@ -34,7 +35,7 @@ class Codebook(Callback):
         self.counts = torch.zeros(self.codes, dtype=torch.int64, device=run.device)
 
     def eval_after_forward(self, run: Run) -> None:
-        self.counts += torch.bincount(run.outputs["codes"].flatten(), minlength=self.codes)
+        add_counts(self.counts, run.outputs["codes"])
 
     def eval_end(self, run: Run) -> None:
         ranks.all_reduce(self.counts)

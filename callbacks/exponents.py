@@ -90,7 +90,7 @@ class Exponents(Callback):
     def _count(self, parameter: Tensor, block: int) -> None:
         if self.counting:
             gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            self.counts[block] += count_exponents(gradient / self.scales[block])
+            self.counts[block] += count_exponents(gradient.float() / self.scales[block])
 
     def gradients_ready(self, run: Run) -> None:
         if not self.counting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,8 @@ from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
 from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
+from recipes.training.clock import Clock
+from recipes.training.finite import is_worth_keeping
 from recipes.training.ranks import is_first_rank
 from recipes.training.run import Run
 
@@ -59,10 +62,25 @@ class Export(PeriodicCallback):
         self.average = average
 
     def act(self, run: Run) -> None:
-        if not run.clock.ended:  # the last export is written once, by `end`
+        if run.clock.ended:  # the last export is written once, by `end`
+            return
+        if is_worth_keeping(run):
             self._write(run, complete=False)
+        else:
+            log.warning(f"export: batch {run.clock.batch} is not finite; {self.folder} is left as it is")
+
+    def is_complete(self, clock: Clock) -> bool:
+        done = self.folder / "done.json"
+        return done.is_file() and json.loads(done.read_text(encoding="utf-8")).get("batches") == clock.batch
 
     def end(self, run: Run) -> None:
+        """Write the last export.
+
+        Raises:
+            ValueError: a weight is not finite.
+        """
+        if not is_worth_keeping(run):
+            raise ValueError(f"export: weights are not finite at the end of the run; {self.folder} is left as it is")
         self._write(run, complete=True)
 
     def _write(self, run: Run, complete: bool) -> None:

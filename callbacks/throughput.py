@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,26 +30,31 @@ class Throughput(Callback):
     """Logs samples/s, samples/s per device, achieved TFLOP/s, MFU, and each part's share of a step's time.
 
     A step is timed from the wait for its data to the end of its optimizer step, so that validation, checkpoints and
-    sampling between steps are left out. The FLOPs of the forward pass are counted once by PyTorch's counter (a
-    multiply-add counts as 2); training takes three times as many. On a GPU the parts are timed by CUDA events that are
-    read after they have passed, so that nothing waits for the device. Communication is part of the forward and backward
-    passes, and only a profile can tell it apart (see `CommunicationProfile`); profiled steps count for nothing else.
+    sampling between steps are left out. The FLOPs of the forward pass are counted once on the meta device by PyTorch's
+    counter (a multiply-add counts as 2); training takes three times as many. On a GPU the parts are timed by CUDA
+    events that are read after they have passed, so that nothing waits for the device. Communication is part of the
+    forward and backward passes, and only a profile can tell it apart (see `CommunicationProfile`); profiled steps count
+    for nothing else.
     """
 
     def __init__(
         self,
         task: Task,
+        blank: Callable[[], Task],
         average: ScheduledEMA | None,
         *,
         window: int = 50,
         communication_every: Duration | None = None,
     ) -> None:
-        """
+        """`blank` makes the task anew on the meta device, where FLOPs are counted.
+
         Args:
             window: number of steps that averages are taken over.
             communication_every: interval between profiles of 3 steps that give the share of communication; null: none.
         """
         self.task = task
+        self.blank = blank
+        self.counted = False
         self.average = average
         self.window = window
         self.profile_due = None if communication_every is None else Interval(communication_every)
@@ -84,10 +90,24 @@ class Throughput(Callback):
             self.profile = CommunicationProfile(run.on_gpu)
 
     def before_forward(self, run: Run) -> None:
-        if self.flops is None:
-            self.flops = flops_per_sample(self.task, run.batch)
-            run.log_settings({"forward_gflop_a_sample": self.flops / 1e9})
+        if not self.counted:
+            self._count(run)
         self.timer.begin("forward")
+
+    def _count(self, run: Run) -> None:
+        """Count the FLOPs of a sample, which needs a batch."""
+        self.counted = True
+        self.flops = self.task.forward_flops()
+        if self.flops is None:
+            try:
+                self.flops = flops_per_sample(self.blank, run.batch)
+            except RuntimeError as error:
+                log.warning(
+                    f"throughput: TFLOP/s and MFU are not logged, because {type(self.task).__name__} cannot be called "
+                    f"on the meta device ({str(error).splitlines()[0]}); define its forward_flops"
+                )
+                return
+        run.log_settings({"forward_gflop_a_sample": self.flops / 1e9})
 
     def after_forward(self, run: Run) -> None:
         self.timer.end("forward")

@@ -64,7 +64,9 @@ class TokenGrid(PromptGrid):
         """See `PromptGrid.prepare`."""
         vocabulary = Vocabulary.read(self.loading.vocabulary)
         encoded = [vocabulary.encode(prompt) for prompt in self.prompts]
-        return self.encoders()[0], pad_captions(encoded, self.task.network.layout.text)
+        image_encoder = self.encoders()[0]
+        image_encoder.need_decoder()
+        return image_encoder, pad_captions(encoded, self.task.network.layout.text)
 
     def draw(self) -> list[torch.Tensor]:
         """Grids of tokens (B, R, R); see `PromptGrid.draw`."""

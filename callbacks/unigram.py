@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from callbacks.counts import add_counts
 from data.log import log
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.training import ranks
@@ -31,15 +31,13 @@ class Unigram(Callback):
         self.validated: Tensor | None = None  # (K,), counts of the validation set's
 
     def before_forward(self, run: Run) -> None:
-        counts = self._counts(run)
-        self.seen = counts if self.seen is None else self.seen + counts
+        self.seen = self._add(self.seen, run)
 
     def eval_start(self, run: Run) -> None:
         self.validated = None
 
     def eval_before_forward(self, run: Run) -> None:
-        counts = self._counts(run)
-        self.validated = counts if self.validated is None else self.validated + counts
+        self.validated = self._add(self.validated, run)
 
     def eval_end(self, run: Run) -> None:
         if self.seen is None or self.validated is None:
@@ -52,8 +50,10 @@ class Unigram(Callback):
         run.log({f"metrics/{label}/unigram_loss": loss})
         log.info(f"{self.run_name}: {label} at batch {run.clock.batch}: frequencies alone would have {loss:.4f}")
 
-    def _counts(self, run: Run) -> Tensor:
-        return torch.bincount(run.batch[self.column].flatten(), minlength=self.codes)
+    def _add(self, counts: Tensor | None, run: Run) -> Tensor:
+        """The counts with those of the present microbatch; None: from 0 on."""
+        tokens = run.batch[self.column]
+        return add_counts(tokens.new_zeros(self.codes) if counts is None else counts, tokens)
 
 
 def unigram_loss(seen: Tensor, validated: Tensor) -> float:

@@ -148,7 +148,7 @@ def test_a_whole_run(name, averages, drawing, tmp_path, monkeypatch, capsys):
             "output": str(output),
             "loading": loading,
             "encoders": lambda: encoders_of(loading.manifest),
-            "blank": Everything,
+            "blank": lambda: Everything().to("meta"),
             "average": average,
             "scaling": scaling,
         }

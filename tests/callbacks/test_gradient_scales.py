@@ -8,6 +8,7 @@ from PIL import Image
 
 from callbacks import gradient_scales
 from callbacks.gradient_scales import GradientScales, History, Row, scale_chart
+from recipes.models.task import Task
 from recipes.training.callback import Callback
 from tests.callbacks.stand_ins import Scaling
 from tests.recipes.training.fake_run import FakeRun, train
@@ -37,14 +38,18 @@ def test_a_history_is_bounded_and_loses_no_count(monkeypatch, updates):
     assert sum(r.skipped for r in rows) == sum(b % 3 == 0 or b % 4 == 0 for b in batches)
 
 
-class Squares(torch.nn.Linear):
+class Squares(Task):
+    def __init__(self, outputs):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, outputs)
+
     def forward(self, batch):
-        return {"total": super().forward(batch["x"]).square().mean()}
+        return {"total": self.layer(batch["x"]).square().mean()}
 
 
 def run(scaling, callbacks, load=None, start=0):
     """Eight batches, or what a resumed run has left of them."""
-    fake = FakeRun(Squares(2, 2), duration="8ba")
+    fake = FakeRun(Squares(2), duration="8ba")
     if start:
         fake.at(start)
     train(fake, [{"x": torch.ones(4, 2)}] * 3, callbacks, [scaling], load=load)

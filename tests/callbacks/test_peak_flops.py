@@ -86,7 +86,7 @@ def test_utilization_is_logged_where_the_peak_is_known(monkeypatch, capsys, gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     run = FakeRun(Blocks(), precision="amp_bf16")
     run.device = torch.device("cuda", 0)
-    callback = Throughput(run.task, None, window=1)
+    callback = Throughput(run.task, lambda: run.task, None, window=1)
     callback.begin(run)
     assert callback.peak == (989.4e12 if gpu == "NVIDIA H200" else None)
     message = "throughput: the peak FLOP/s of NVIDIA Unheard-of in bf16 are not known, so MFU is not logged; add them"

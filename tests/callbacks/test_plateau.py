@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callbacks.plateau import Plateau, PlateauRule
+from recipes.models.task import Task
 from recipes.training.callback import Callback
 from tests.recipes.training.fake_run import FakeRun, train
 
@@ -73,20 +74,24 @@ class Rates(Callback):
         run.optimizer.param_groups[0]["lr"] = 0.1 * self.values[-1]
 
 
-class Squares(torch.nn.Linear):
+class Squares(Task):
+    def __init__(self, outputs):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, outputs)
+
     def forward(self, batch):
-        return {"total": super().forward(batch["x"]).square().mean()}
+        return {"total": self.layer(batch["x"]).square().mean()}
 
 
 def test_the_rate_of_a_run(capsys):
     """A loss that hardly falls: rates are halved to the limit, and a resumed run has the rates of the whole one."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(4, 2)} for _ in range(5)]
-    start = Squares(2, 1).state_dict()
+    start = Squares(1).state_dict()
 
     def run(duration, start, schedule_state=None, batch=0):
         """(rates, weights, the schedule's state) of a run from a batch on."""
-        fake = FakeRun(Squares(2, 1), duration=f"{duration}ba")
+        fake = FakeRun(Squares(1), duration=f"{duration}ba")
         fake.task.load_state_dict(start)
         if batch:
             fake.at(batch, samples=4)
