@@ -5,7 +5,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Without bytecode files, every process that imports composer compiles it again, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install test lint quickstart quickstart-tokens docs lock clean distclean
+.PHONY: help install test lint quickstart openmoji-vae openmoji-text quickstart-tokens gpu docs lock clean distclean
 
 TORCH ?= 2.7
 ifeq ($(TORCH),2.7)
@@ -65,12 +65,15 @@ endef
 # --- checks ------------------------------------------------------------------------------------
 
 PYTEST_ARGS ?=
+# Processes that run tests; each imports what it needs, so more than four gain little. JOBS=0 runs them in one.
+JOBS ?= auto
 # One thread, because the tensors of the tests are small and some tests start two ranks.
 test: export OMP_NUM_THREADS ?= 1
 test: export MKL_NUM_THREADS ?= 1
 
 test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
-	$(BIN)/python -m pytest -q -ra --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder \
+	    $(PYTEST_ARGS)
 
 lint: install  ## run ruff and hadolint
 	$(BIN)/ruff check .
@@ -81,30 +84,38 @@ lint: install  ## run ruff and hadolint
 # Without a GPU one process trains; with GPUs the launcher starts one process per GPU.
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 COMPOSER := $(BIN)/composer $(if $(GPU),,-n 1)
+# The diffusion model is trained by two processes of one thread, which a second program on one of two cores slows less
+# than one process of two threads. Images are read by one process; those stages run side by side instead.
+COMPOSER_2 := $(BIN)/composer $(if $(GPU),,-n $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1))
 SAMPLES := runs/openmoji_diffusion/samples.png
 TOKEN_SAMPLES := runs/openmoji_dalle/samples.png
 # ENGINE=lightning trains with Lightning; without it the recipes' own engine does.
 ENGINE ?=
 
-# $(call train,STAGE,TITLE,RECIPE) trains, unless the export of the recipe is complete (done.json is written last).
+# $(call train,STAGE,TITLE,RECIPE,LAUNCHER) trains, unless the export of the recipe is complete (done.json is written last).
 define train
 @echo "== $(1) $(2)"; \
 	if [ -f runs/$(3)/export/done.json ]; then \
 	    echo "already complete: runs/$(3)/export; delete it to run again"; \
 	else \
-	    $(COMPOSER) recipes/train.py yamls/$(3).yaml $(if $(ENGINE),training.engine=$(ENGINE)); \
+	    $(or $(4),$(COMPOSER)) recipes/train.py yamls/$(3).yaml $(if $(ENGINE),training.engine=$(ENGINE)); \
 	fi
 endef
 
 quickstart: install  ## OpenMoji from nothing to samples: VAE, text encoder, latents, diffusion model; ENGINE=lightning
 	@echo "== 1/6 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
-	$(call train,2/6,train the VAE,openmoji_vae)
-	$(call train,3/6,train the text encoder,openmoji_text)
+	@$(MAKE) --no-print-directory $(if $(GPU),,-j 2) openmoji-vae openmoji-text
 	@echo "== 4/6 encode images and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
-	$(call train,5/6,train the diffusion model,openmoji_diffusion)
+	$(call train,5/6,train the diffusion model,openmoji_diffusion,$(COMPOSER_2))
 	@echo "== 6/6 draw samples"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
+
+openmoji-vae openmoji-text: export OMP_NUM_THREADS ?= 1
+openmoji-vae:
+	$(call train,2/6,train the VAE,openmoji_vae)
+openmoji-text:
+	$(call train,3/6,train the text encoder,openmoji_text)
 
 quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, BPE, tokens, transformer
 	@echo "== 1/7 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
@@ -116,6 +127,14 @@ quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, B
 	@echo "== 7/7 draw samples: the best of 32 candidates per caption"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
 	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
+
+# --- measurements ------------------------------------------------------------------------------
+
+# Without the environment, the Python at hand: a GPU machine without a network has packages of its own (docs/gpu.md).
+GPU_ARGS ?=
+
+gpu:  ## tests, numbers and speed on one GPU in nine minutes; GPU_ARGS='--only unet_256' selects some
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) benchmarks/gpu.py $(GPU_ARGS)
 
 # --- upkeep ------------------------------------------------------------------------------------
 

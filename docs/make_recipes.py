@@ -95,8 +95,8 @@ determines how latents are sampled:
 a straight path | logit-normal ([Esser et al. 2024](https://arxiv.org/abs/2403.03206)) or uniform | `euler` |
 
 ```bash
-composer recipes/train.py yamls/openmoji_diffusion.yaml run_name=openmoji_flow model.objective.name=rectified_flow
-python recipes/generate.py runs/openmoji_flow/export --prompts "red heart" --sampler euler --steps 50
+composer recipes/train.py yamls/openmoji_unet.yaml run_name=openmoji_unet_flow model.objective.name=rectified_flow
+python recipes/generate.py runs/openmoji_unet_flow/export --prompts "red heart" --sampler euler --steps 50
 ```
 
 An export names its objective in `export.json` and holds the configuration of its sampler, in the format of diffusers,

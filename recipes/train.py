@@ -16,8 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.log import log
+from data.threads import set_default_threads
 from recipes.config.command_line import read_command_line, user_errors
 from recipes.config.recipe import Recipe
+from recipes.planning.machine_checks import cheap_checks
+from recipes.planning.recipe_checks import cheap_recipe_checks
+from recipes.training.stop import stop_signals
 
 
 def main() -> None:
@@ -32,11 +37,19 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 print(describe_run(recipe, command.missing))
             return
+        for finding in (*cheap_checks(), *cheap_recipe_checks(recipe)):
+            if finding.level == "error":
+                raise ValueError(f"{finding.subject}: {finding.text}")
+            if finding.level == "warning":
+                log.warning(str(finding))
         engine = ROOT / "recipes" / "engines" / recipe.training.engine / "trainer.py"
         if not engine.is_file():
             raise ValueError(f"training.engine: {recipe.training.engine} is not part of this version; use composer")
-        importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer").train(recipe)
+        trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
+        with stop_signals():  # after the imports, of which Composer's sets handlers of its own
+            trainer.train(recipe)
 
 
 if __name__ == "__main__":
+    set_default_threads()
     main()

@@ -22,8 +22,10 @@ TEXT = [
     "data={resolution: 32, tokens: 16}",
     "evals.val={resolution: 32, tokens: 16}",
 ]
+DIT = "{width: 16, layers: 1, heads: 2}"
+UNET = "{channels: [16, 32], attention: [false, true], heads: [1, 2], norm_groups: 8}"
 DIFFUSION = [
-    "model.denoiser={channels: [16, 32], attention: [false, true], heads: [1, 2], norm_groups: 8, text_width: 32}",
+    "model.denoiser.text_width=32",
     "data={resolution: 32, workers: 1}",
     "evals.val.resolution=32",
     "callbacks.sample_grid={every: null, prompts: [red heart, cat face], steps: 2}",
@@ -75,7 +77,8 @@ def test_from_nothing_to_pictures(root, tmp_path, monkeypatch, capsys):
         assert manifest.samples == count and not manifest.rejected
         manifest.check(resolution=32, channels=4, downsample=4, text_width=32, text_length=16)
 
-    fit(monkeypatch, root("openmoji_diffusion.yaml"), 6, 8, *DIFFUSION)
+    fit(monkeypatch, root("openmoji_unet.yaml"), 2, 8, *DIFFUSION, f"model.denoiser={UNET}")
+    fit(monkeypatch, root("openmoji_diffusion.yaml"), 6, 8, *DIFFUSION, f"model.denoiser={DIT}")
     capsys.readouterr()
     prompts = ["--prompts", "red heart", "cat face", "pizza", "--steps", "2", "--columns", "3", "--device", "cpu"]
     generate.main(["runs/openmoji_diffusion", *prompts, "--out", "grid.png"])
@@ -101,7 +104,7 @@ def test_from_nothing_to_pictures(root, tmp_path, monkeypatch, capsys):
     values["image_encoder"]["channels"] = 8
     path.write_text(json.dumps(values))
     with pytest.raises(SystemExit) as end:
-        fit(monkeypatch, root("openmoji_diffusion.yaml"), 1, 8, *DIFFUSION)
+        fit(monkeypatch, root("openmoji_diffusion.yaml"), 1, 8, *DIFFUSION, f"model.denoiser={DIT}")
     assert end.value.code == 2 and "channels is 8, the recipe expects 4" in capsys.readouterr().err
 
 

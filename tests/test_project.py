@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ("requirements.lock", "requirements-torch211.lock")
-TARGETS = ["install", "test", "lint", "quickstart", "quickstart-tokens", "docs", "lock", "clean", "distclean"]
+TARGETS = ["install", "test", "lint", "quickstart", "quickstart-tokens", "gpu", "docs", "lock", "clean", "distclean"]
 MIB = 2**20
 BY_SA = "https://creativecommons.org/licenses/by-sa/4.0/"
 

@@ -13,6 +13,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "denoiser": {
         "unet": "recipes.models.latent_diffusion.unet:unet",
+        "dit": "recipes.models.latent_diffusion.dit:DiT",
     },
     "objective": {
         "ddpm": "recipes.models.latent_diffusion.ddpm:DDPM",
@@ -35,6 +36,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "filter": {
         "pictures": "data.sources.filters:Filter",
+        "dalle": "data.sources.published:dalle",
     },
     "image_encoder": {
         "kl_vae": "recipes.encoders.vae:kl_vae",
@@ -59,11 +61,16 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "attention": "recipes.algorithms.modules.attention:AttentionImplementation",
         "channels_last": "recipes.algorithms.modules.channels_last:ChannelsLast",
         "compile": "recipes.algorithms.modules.compile:Compile",
+        "cudnn_benchmark": "recipes.algorithms.modules.cudnn_benchmark:CudnnBenchmark",
+        "fp8": "recipes.algorithms.modules.fp8:Fp8",
+        "fused_geglu": "recipes.algorithms.modules.fused_geglu:FusedGates",
         "fused_group_norm": "recipes.algorithms.modules.fused_group_norm:FusedGroupNorms",
+        "lean_blocks": "recipes.algorithms.modules.lean_blocks:LeanBlocks",
         "low_precision_norms": "recipes.algorithms.modules.low_precision_norms:LowPrecisionNorms",
         "powersgd": "recipes.algorithms.powersgd.lever:PowerSGD",
         "resblock_grad_scaling": "recipes.algorithms.sixteen_bit.resblock_grad_scaling:ResblockGradScaling",
         "scheduled_ema": "recipes.algorithms.averaging.scheduled_ema:ScheduledEMA",
+        "working_weights": "recipes.algorithms.modules.working_weights:WorkingWeights",
     },
     "callback": {
         "codebook": "callbacks.codebook:Codebook",

@@ -6,6 +6,7 @@ Nothing slow is imported here: a mistake in a config is reported before torch is
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from recipes.config.schema import ROOT, Checker
 from recipes.config.values import Component, ConfigError, Dumper, plain_values
 
 Config = TypeVar("Config")
+MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
 
 
 @dataclass(kw_only=True)
@@ -73,15 +75,18 @@ class Training:
     """Samples per forward and backward pass on each device; gradients are accumulated over the microbatches of a batch.
     null: the whole batch of the device; auto: the largest microbatch that fits into the memory of every GPU, found
     during the first batches (on a CPU the whole batch)."""
-    precision: Literal["auto", "fp32", "amp_bf16", "amp_fp16"] = "auto"
-    """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU, which supports
-    nothing else."""
+    precision: Literal["auto", "fastest", "fp32", "amp_bf16", "amp_fp16"] = "auto"
+    """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU. fastest: amp_bf16 on a
+    GPU and on a CPU that has instructions for it (AVX512-BF16, AMX), else fp32. A CPU hardly gains from amp_fp16."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU if there is one, else the CPU."""
     eval_every: Duration | None = None
     """Interval of validation; null: only at the end of the run. The end always validates."""
     grad_clip: float | None = None
     """Largest L2 norm of the gradient of all parameters; larger gradients are scaled down to it. null: no clipping."""
+    nonfinite_limit: int = 20
+    """Number of batches in a row with a loss or gradients that are not finite, after which the run ends with a report.
+    The update of each such batch is skipped."""
     fsdp: FSDP | None = None
     """Sharding over devices; null: each device holds the whole model (DDP)."""
     progress_bar: bool = False
@@ -103,6 +108,7 @@ class Training:
                 self.grad_clip is None or self.grad_clip > 0,
                 f"grad_clip: {self.grad_clip}; give a norm above 0, or null",
             ),
+            (self.nonfinite_limit >= 1, f"nonfinite_limit: {self.nonfinite_limit}; give 1 or more"),
         )
 
     def device_batch(self, world: int) -> int:
@@ -129,9 +135,14 @@ class Checkpoints:
     load_path: InputPath | None = None
     """Checkpoint to resume from, a file or a remote address. Weights, optimizer, step and schedule are restored."""
     load_weights: InputPath | None = None
-    """Exported folder (safetensors) to load only the weights from. Step, optimizer and schedule start anew."""
-    autoresume: bool = False
-    """Resume from the newest checkpoint of this run, if there is one."""
+    """Folder to load only the weights from: an export, or diffusers' (safetensors). Step, optimizer and schedule start
+    anew."""
+    autoresume: bool = True
+    """Whether a run whose folder has checkpoints goes on from the newest one. It must be the run that it was: a recipe
+    that has changed since is refused, except for its length, which may grow, and for `allow_changes`."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys of the recipe that may have changed since the run was begun, such as optimizer.lr; a key stands for all
+    below it."""
 
     def __post_init__(self) -> None:
         both = self.load_path is not None and self.load_weights is not None
@@ -142,8 +153,12 @@ class Checkpoints:
                 f"keep: {self.keep}; give 1 or more, or -1 for all; save: false for none",
             ),
             (not both, "load_weights: load_path loads the weights too; give one of them"),
-            (self.save or not self.autoresume, "autoresume: needs save: true, or there is nothing to resume from"),
         )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from its newest checkpoint; a run that saves none has none."""
+        return self.autoresume and self.save
 
 
 def _positive(duration: str | None) -> bool:
@@ -231,7 +246,7 @@ def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
     values = merge(_read(Path(path)), _parse(overrides))
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError([_one_line(error, str(path))]) from None
 
 
@@ -243,8 +258,9 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError([f"{path}: is its own base, through {', '.join(file.name for file in seen)}"])
     try:
+        _refuse_bombs(path)
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # for values with tags, PyYAML raises nearly anything
         raise ConfigError([f"{path}: not readable as YAML: {_one_line(error)}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path}: expected keys and values at the top level"])
@@ -254,6 +270,23 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str):
         raise ConfigError([f"{path}: base: expected the path of a YAML, from this one's folder, got {base!r}"])
     return merge(_read(path.parent / base, (*seen, path.resolve())), values)
+
+
+def _refuse_bombs(path: Path) -> None:
+    """Raises ValueError where aliases (`*name`) stand for more than `MAX_VALUES` values, or for themselves."""
+    text = path.read_bytes()
+    sizes: dict[int, float] = {}
+
+    def size(node: yaml.Node) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # while its own values are counted
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            inner = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        return sizes[id(node)]
+
+    if b"*" in text and b"&" in text and (tree := yaml.compose(text, yaml.SafeLoader)) and size(tree) > MAX_VALUES:
+        raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values")
 
 
 def _similar_file(path: Path) -> str:

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from recipes.config.recipe import Recipe, load_config
-from recipes.models.dvae.network import load_dvae
+from recipes.models.dvae.files import load_dvae
 from recipes.planning.dry_run import describe_run
 
 ROOT = Path(__file__).resolve().parents[2]

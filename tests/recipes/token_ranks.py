@@ -13,6 +13,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from composer import DataSpec, Trainer  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
@@ -21,9 +22,12 @@ from recipes.algorithms.modules.activation_checkpointing import recompute  # noq
 from recipes.algorithms.powersgd.lever import PowerSGD  # noqa: E402
 from recipes.algorithms.sharding.shard import shard  # noqa: E402
 from recipes.config.recipe import Recipe, load_config  # noqa: E402
+from recipes.engines.composer.model import ComposerTask  # noqa: E402
 from recipes.engines.composer.trainer import build_trainer  # noqa: E402
 from recipes.models.autoregressive.sampler import Choice, uniforms  # noqa: E402
 from recipes.models.autoregressive.task import Autoregressive  # noqa: E402
+from recipes.training.microbatches import samples_of, split, with_batch_means  # noqa: E402
+from tests.recipes.algorithms.composer_levers import algorithms_of  # noqa: E402
 from tests.recipes.engines.composer.inside import callback_of, lever_of  # noqa: E402
 
 BATCH = 4
@@ -47,9 +51,11 @@ def gradients(task: Autoregressive) -> dict[str, torch.Tensor]:
 def check_sharding() -> None:
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(10, (BATCH, 5), generator=generator)
-    text[:, 4] = -1  # as many tokens on each rank: losses are means over the rank's own
+    for row, length in enumerate([4, 1, 5, 3]):  # 3 predicted tokens on the first rank, 6 on the second
+        text[row, length:] = -1
     batch = {"text": text, "image": torch.randint(8, (BATCH, 16), generator=generator)}
     half = {name: tensor[dist.get_rank() * 2 :][:2] for name, tensor in batch.items()}
+    half = with_batch_means(half, make_task(), torch.device("cpu"))
     uniform = uniforms(list(range(2 * BATCH)), 16).unflatten(0, (BATCH, 2))
     choice = Choice(guidance=2.0)
 
@@ -68,9 +74,30 @@ def check_sharding() -> None:
         mean = task(half)["total"]
         mean.backward()
         dist.all_reduce(mean.detach_())
-        torch.testing.assert_close(mean / 2, loss.detach())
+        torch.testing.assert_close(mean / 2, loss.detach(), rtol=1e-6, atol=0)  # the mean of tokens is float32
         for name, gradient in gradients(task).items():
-            torch.testing.assert_close(gradient, wanted[name], rtol=1e-8, atol=1e-12, msg=name)
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-9, msg=name)
+    check_division(half, wanted)
+
+
+def check_division(half: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """A step of Composer under DDP is that of the whole batch, also where ranks have one microbatch or two."""
+    del half["text_tokens"]
+    for microbatch in (1, 2):
+        task = make_task()
+        before = {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
+        Trainer(
+            model=ComposerTask(task),
+            train_dataloader=DataSpec([half], split_batch=split, get_num_samples_in_batch=samples_of),
+            max_duration="1ba",
+            optimizers=torch.optim.SGD(task.parameters(), lr=1.0),
+            algorithms=algorithms_of([], task),
+            device="cpu",
+            device_train_microbatch_size=microbatch,
+            progress_bar=False,
+        ).fit()
+        for name, parameter in task.named_parameters():
+            torch.testing.assert_close(before[name] - parameter, wanted[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
 def check_16_bit_training(recipe: str, folder: Path) -> None:

@@ -50,7 +50,11 @@ def test_help(script, words, tmp_path):
         (TRAIN, ["openmoji_vea.yaml"], "openmoji_vea.yaml: no such YAML file; did you mean "),
         (TRAIN, [], "expected a YAML as the first argument (--help lists the keys)"),
         (TRAIN, ["--dryrun"], "expected a YAML as the first argument, got '--dryrun'"),
-        (TRAIN, [f"{ROOT}/yamls/sd2_base.yaml"], "data.streams.train.path: `runs/sd2/latents/train` does not exist"),
+        (
+            TRAIN,
+            [f"{ROOT}/yamls/sd2_base.yaml"],
+            "data.streams.train.path: `runs/sd2/latents_256/train` does not exist",
+        ),
         (
             ENCODE,
             [OPENMOJI, "image_encoder.pth=x"],

@@ -11,6 +11,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, Training, load_config, read_values, to_yaml
 from recipes.config.schema import Checker, subsections
 from recipes.config.values import Component, ConfigError
+from recipes.evaluation.config import Evaluation
 
 ROOT = Path(__file__).resolve().parents[3]
 YAMLS = sorted((ROOT / "yamls").glob("*.yaml"))
@@ -19,8 +20,8 @@ HEADER = ("Source", "Hardware", "Expected|Time", "Command")
 
 def class_of(path):
     """The dataclass of a shipped YAML."""
-    kinds = {"_encode": EncodeConfig, "_tokens": EncodeConfig, "_vocabulary": VocabularyConfig}
-    return next((kind for ending, kind in kinds.items() if path.stem.endswith(ending)), Recipe)
+    kinds = {"_evaluate": Evaluation, "_encode": EncodeConfig, "_tokens": EncodeConfig, "_vocabulary": VocabularyConfig}
+    return next((kind for word, kind in kinds.items() if word in path.stem), Recipe)
 
 
 @pytest.fixture(params=YAMLS, ids=[path.name for path in YAMLS])
@@ -225,10 +226,7 @@ def test_another_name_drops_the_old_arguments(small):
             ["checkpoints.load_path=pictures", "checkpoints.load_weights=pictures"],
             ["checkpoints.load_weights: load_path loads the weights too; give one of them"],
         ),
-        (
-            ["checkpoints.save=false", "checkpoints.autoresume=true"],
-            ["checkpoints.autoresume: needs save: true, or there is nothing to resume from"],
-        ),
+        (["training.nonfinite_limit=0"], ["training.nonfinite_limit: 0; give 1 or more"]),
         (["run_name="], ["run_name: expected str, got null"]),
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
