@@ -56,7 +56,7 @@ def train(cluster, latent_sets, output, name, *options):
         "evals.val=null",
         "model.denoiser.channels=[32,32,32,32]",
         "model.denoiser.heads=[1,1,1,1]",
-        f"checkpoints={{every: {EVERY}ba, keep: 2}}",
+        f"checkpoints={{every: {EVERY}ba, keep: 2, autoresume: true}}",
         "callbacks.export={name: export}",
         "callbacks.progress.seconds=0",
     ]
