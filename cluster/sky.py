@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import yaml
 
@@ -23,12 +24,12 @@ def task_text(job: Job, accelerator: str | None) -> str:
         raise ValueError("--accelerator: name the GPU to rent, such as H200")
     if job.spares:
         raise ValueError("--spares: rented machines are replaced; leave it out")
-    if job.kind == "encode":
-        command = f"python cluster/launch.py {_sizes(job)} -- {shlex.join(job.command)}"
-    else:
-        check = f"python cluster/check.py --gpus {job.gpus} --output {shlex.quote(job.output)}"
-        command = f"{check} && exec python cluster/launch.py {_sizes(job)} -- {shlex.join(job.command)}"
-    resources = {} if not job.gpus else {"accelerators": f"{accelerator}:{job.gpus}"}
+    sizes = f"--machines {job.machines} --processes {job.processes}"
+    check = f"python cluster/check.py --gpus {job.gpus} --output {shlex.quote(job.output)}"
+    command = f"{check} && exec python cluster/launch.py {sizes} -- {shlex.join(job.command)}"
+    resources: dict[str, Any] = {"job_recovery": {"max_restarts_on_errors": job.retries}}
+    if job.gpus:
+        resources["accelerators"] = f"{accelerator}:{job.gpus}"
     if job.image is not None:
         resources["image_id"] = f"docker:{job.image}"
     place = f"cd {ROOT}" if job.image else "source .venv/bin/activate"
@@ -37,7 +38,3 @@ def task_text(job: Job, accelerator: str | None) -> str:
         task |= {"workdir": ".", "setup": "make install\n"}
     task |= {"envs": job.variables, "run": f"{place}\n{command}\n"}
     return yaml.safe_dump({key: value for key, value in task.items() if value}, sort_keys=False, width=120)
-
-
-def _sizes(job: Job) -> str:
-    return f"--machines {job.machines} --processes {job.processes}"

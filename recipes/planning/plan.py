@@ -11,6 +11,7 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.batches import blank_batch, sample_bytes, traced_model
 from recipes.planning.costs import costs_of
+from recipes.planning.devices import DEVICES
 from recipes.planning.footprint import Devices
 from recipes.planning.length import length_of
 from recipes.planning.settings import USABLE, Place, Setting, best_of, plan_of, settings_of
@@ -69,7 +70,9 @@ class Planner:
         title = f"{count_text(place.world, 'GPU')} ({place.device.name}, {room} usable of each)"
         if best is None:
             least = min(settings, key=lambda setting: setting.memory.total)
-            return [f"{title}: nothing fits; the least is {least}: {size_text(least.memory.total)}"]
+            larger = [name for name, device in DEVICES.items() if least.fits(device)]
+            where = f", which fits on {', '.join(larger)}" if larger else "; no device of the table has it"
+            return [f"{title}: nothing fits; the least is {least}: {size_text(least.memory.total)}{where}"]
         lines = [f"{title}: {best}", *self._details(best, place, price)]
         divisions = dict.fromkeys(setting.division for setting in settings)
         for division in divisions:
@@ -85,9 +88,9 @@ class Planner:
         )
         yield (
             f"  step    {time.total:.3f} s, bound by {time.bound}: arithmetic {time.compute:.3f}, memory traffic "
-            f"{time.traffic:.3f}, gaps {time.gaps:.3f}, update {time.update:.3f}; beside it messages "
-            f"{time.messages:.3f}, launches {time.host:.3f}"
+            f"{time.traffic:.3f}, gaps {time.gaps:.3f}, update {time.update:.3f}"
         )
+        yield f"  beside  messages {time.messages:.3f} s, launches {time.host:.3f} s"
         rate = self.recipe.training.global_batch / time.total
         per_machine = rate * self.sample_bytes / max(1, place.world / place.machine)
         read = f"{size_text(per_machine)}/s read by each machine"

@@ -181,7 +181,7 @@ def test_an_encode_job_of_kubernetes_tries_each_task_by_itself():
 
 def test_a_task_of_skypilot():
     found = yaml.safe_load(made("skypilot", TRAIN, "--machines", "2", "--accelerator", "H200"))
-    assert (found["num_nodes"], found["resources"]) == (2, {"accelerators": "H200:8"})
+    assert (found["num_nodes"], found["resources"]["accelerators"]) == (2, "H200:8")
     assert subprocess.run(["bash", "-n"], input=found["run"], text=True).returncode == 0
     assert shlex.split(found["run"].splitlines()[-1])[-2:] == ["recipes/train.py", TRAIN]
 

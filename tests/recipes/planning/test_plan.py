@@ -159,6 +159,13 @@ def test_the_report(capsys, monkeypatch):
         assert f"\n  {division}, microbatch" in text
 
 
+def test_where_nothing_fits_the_report_says_what_does(planner):
+    tiny = dataclasses.replace(DEVICE, memory=1e6)
+    text = planner.report([Place(tiny, 1e14, SHARES, 8, 8)], None)
+    assert "nothing fits; the least is FULL_SHARD, microbatch 1, recomputing: " in text
+    assert ", which fits on v100-16, " in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
