@@ -149,7 +149,7 @@ failed() {{
 
 # Sets $healthy to the machines that pass the checks.
 check_machines() {{
-    local nodes node pid pids=()
+    local nodes node pid reason pids=()
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     for node in "${{nodes[@]}}"; do
         timeout --kill-after=10 300 {srun} --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
@@ -163,7 +163,8 @@ check_machines() {{
         if wait "$pid"; then
             healthy+=("$node")
         else
-            echo "job: machine $node is left out: $(tail -n 1 "$logs/check-$node.log")"
+            reason=$(grep "cannot be used" "$logs/check-$node.log" || tail -n 1 "$logs/check-$node.log")
+            echo "job: machine $node is left out: $reason"
         fi
     done
 }}

@@ -140,7 +140,8 @@ def slurm(folder: Path, machines: list[str], prepare: dict[str, str] | None = No
         yield found
     finally:
         with contextlib.suppress(Exception):
-            found.ask("scancel", "--full", "--user=root")
+            found.ask("scancel", "--signal=KILL", "--full", "--user=root")
+            found.ask("scancel", "--user=root")
             found.wait(lambda: not found.ask("squeue", "--noheader"), 30, "no job left")
         for daemon in reversed(daemons):
             _end(daemon)

@@ -79,7 +79,8 @@ def run_with_stand_ins(script, tmp_path, statuses, job="1"):
         "scontrol": 'case "$2" in hostnames) printf "a\\nb\\nc\\n";; node) echo "NodeAddr=addr-$3 x";;\n'
         '*) echo "scontrol $*" >>calls;; esac',
         "srun": 'echo "srun $MASTER_ADDR $*" >>calls\n'
-        'case "$*" in *check.py*) [ "$(cat sick 2>/dev/null)" != "$(sed "s/.*nodelist=\\(.\\).*/\\1/" <<<"$*")" ];;\n'
+        'case "$*" in *check.py*) echo "n: cannot be used: sick"; echo "srun: error" >&2\n'
+        '[ "$(cat sick 2>/dev/null)" != "$(sed "s/.*nodelist=\\(.\\).*/\\1/" <<<"$*")" ];;\n'
         '*) while [ "$1" != --status ]; do shift; done; mkdir -p "$2"; n=$(cat starts 2>/dev/null || echo 0)\n'
         'echo $((n + 1)) >starts; i=0; for s in $(sed -n "$((n + 1))p" statuses); do echo "$s" >"$2/$i"; i=$((i+1)); '
         "done;; esac",
@@ -118,7 +119,7 @@ def test_a_machine_that_fails_its_check_is_replaced_by_the_spare(tmp_path):
     script = made("slurm", TRAIN, "--machines", "2", "--spares", "1")
     code, text, calls = run_with_stand_ins(script, tmp_path, ["0 0"], job="40007")
     (start,) = [call for call in calls if "launch.py" in call]
-    assert code == 0 and "machine a is left out" in text
+    assert code == 0 and "machine a is left out: n: cannot be used: sick\n" in text
     assert start.startswith("srun addr-b ") and "--hosts b,c " in start and "--nodelist=b,c " in start
 
 
