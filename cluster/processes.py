@@ -87,10 +87,13 @@ class Processes:
             return subprocess.Popen(self.command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def _start_with_copy(self, environment: dict[str, str], log: str) -> subprocess.Popen[bytes]:
-        """A process whose lines appear here and in its log file. `tee` lives until the last process has closed it."""
-        copy = subprocess.Popen(
-            ["tee", "--append", "--ignore-interrupts", log], stdin=subprocess.PIPE, start_new_session=True
-        )
+        """A process whose lines appear here and in its log file.
+
+        `tee` lives until the last process has closed its pipe: Slurm signals all processes of a step, and without `tee`
+        the process could not print that it has saved a checkpoint.
+        """
+        script = "trap '' INT TERM USR1; exec tee -a \"$1\""
+        copy = subprocess.Popen(["sh", "-c", script, "tee", log], stdin=subprocess.PIPE)
         try:
             return subprocess.Popen(self.command, env=environment, stdout=copy.stdin, stderr=subprocess.STDOUT)
         finally:

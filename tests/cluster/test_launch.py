@@ -42,6 +42,7 @@ def launch(tmp_path, behaviour, *options, environment=None):
     return subprocess.Popen(
         [*command, "--", str(script), json.dumps(behaviour)],
         cwd=ROOT, env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -84,6 +85,18 @@ def test_the_first_rank_prints_here_as_well(tmp_path):
     text, _ = launch(tmp_path, {}, "--processes", "2").communicate(timeout=30)
     assert "rank 0 of 2" in text and "rank 1 of 2" not in text
     assert "rank 0 of 2" in (tmp_path / "logs" / "rank-00000.log").read_text()
+
+
+def test_a_signal_to_all_processes_at_once_loses_no_line(tmp_path):
+    started = launch(tmp_path, {"0": "wait", "1": "wait"}, "--processes", "2")
+    logs = [tmp_path / "logs" / f"rank-0000{rank}.log" for rank in (0, 1)]
+    while not all(log.is_file() and "rank" in log.read_text() for log in logs):
+        assert started.poll() is None
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGTERM)  # as Slurm does
+    text, _ = started.communicate(timeout=30)
+    assert started.returncode == 85, text
+    assert "saved SIGTERM" in text and all("saved SIGTERM" in log.read_text() for log in logs)
 
 
 @pytest.mark.parametrize(

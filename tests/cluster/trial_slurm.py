@@ -116,7 +116,8 @@ def test_a_run_that_is_killed_and_preempted_ends_as_one_that_is_left_alone(clust
         os.kill(number, signal.SIGSTOP)
     at_preemption = newest()
     first = subprocess.run(
-        ["sbatch", "--parsable", "--partition=high", "--nodes=3", "--output=/dev/null", "--wrap", "sleep 5"],
+        ["sbatch", "--parsable", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null",
+         "--wrap", "sleep 5"],
         env=cluster.environment, capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     cluster.wait(lambda: cluster.state(job)["PreemptTime"] != "None", PATIENCE, "the pre-emption")
