@@ -41,6 +41,7 @@ SchedulerParameters=batch_sched_delay=1,bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
+FirstJobId={first}
 SlurmdTimeout=900
 MessageTimeout=90
 KillWait=120
@@ -110,7 +111,8 @@ def slurm(folder: Path, machines: list[str], prepare: dict[str, str] | None = No
         f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={PORT + 1 + i} CPUs=2 State=UNKNOWN"
         for i, name in enumerate(machines)
     )
-    (folder / "slurm.conf").write_text(CONFIG.format(host=host, port=PORT, folder=folder, machines=nodes))
+    first = 1000 + secrets.randbelow(1_000_000)  # so that jobs do not append to the logs of an earlier trial
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, port=PORT, folder=folder, machines=nodes, first=first))
     found = Slurm(folder)
     daemons: list[subprocess.Popen] = []
 
