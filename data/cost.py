@@ -32,7 +32,8 @@ class Plan:
         parameters: number of the model's parameters.
         trained: number of those that are trained.
         replicas: groups of devices that each hold the whole model.
-        shards: devices of a replica, over which the model is divided; 1 without sharding.
+        shards: devices of a replica, over which the model is divided; 1 without sharding. Under tensor parallelism the
+            number of parameters over that on each device, which need not be an integer.
         output: folder of the run.
         averaged: whether the run has averaged weights beside the trained ones. Correct only for
             callbacks, whose costs are computed last.
@@ -43,7 +44,7 @@ class Plan:
     parameters: int
     trained: int
     replicas: int
-    shards: int
+    shards: float
     output: str
     averaged: bool
     build: Callable[[Any], Any]

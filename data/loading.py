@@ -27,10 +27,11 @@ class Placement:
         batch: number of samples per batch and device.
         training: whether samples are shuffled and the loader goes on to the next epoch, rather than reading a
             validation set once in order.
-        rank: number of this process.
-        world: number of processes.
+        rank: number of this process among those that read different samples.
+        world: number of those processes.
         seed: seed of the order.
         pin: put batches into page-locked memory, for a GPU.
+        copies: number of neighbouring processes that read the same samples, and share `rank`.
     """
 
     batch: int
@@ -39,6 +40,7 @@ class Placement:
     world: int = 1
     seed: int = 17
     pin: bool = False
+    copies: int = 1
 
 
 class ResumableLoader(Protocol):

@@ -116,7 +116,7 @@ class EncodedLoader(StreamingDataLoader):
 
     Args:
         dataset: what is read.
-        ranks: number of processes that train, each on its own part of an epoch.
+        ranks: number of processes, or groups of them, that train, each on its own part of an epoch.
         arguments: of DataLoader.
     """
 

@@ -34,6 +34,8 @@ FREE = (
     "training.device",
     "training.microbatch",
     "training.fsdp",
+    "training.tensor_parallel",
+    "training.tensor_between_machines",
     "training.eval_every",
     "training.nonfinite_limit",
     "training.progress_bar",

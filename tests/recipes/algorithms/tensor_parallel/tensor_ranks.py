@@ -1,0 +1,299 @@
+"""Run by test_tensor_parallel.py: four ranks, forked from one process, so that imports are paid for once.
+
+argv: a recipe, a folder to work in, and a file for the reports.
+
+The divided model against the whole one in 64 bits: losses, gradients, messages, updates, sampling. Then runs of the
+recipe under both engines, each divided in another way, against one in which every rank has the whole model.
+"""
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from recipes.algorithms.gradients.clipping import clip_by_norm
+from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.sharding.shard import shard, whole_weights
+from recipes.algorithms.tensor_parallel import collectives
+from recipes.algorithms.tensor_parallel.divide import divide
+from recipes.config.recipe import FSDP, Recipe, load_config
+from recipes.engines.composer import trainer as composer_trainer  # noqa: F401 - before processes are forked
+from recipes.engines.lightning import trainer as lightning_trainer  # noqa: F401
+from recipes.models.autoregressive.sampler import Choice, uniforms
+from recipes.models.autoregressive.task import Autoregressive, load_transformer
+from recipes.planning.tensor_parallel import messages, sent_bytes
+from tests.recipes.engines.recording import Recorder, record
+
+RANKS, BATCH = 4, 4
+CPU = torch.device("cpu")
+# 19 tokens: neither 2 nor 4 devices have equally many.
+SIZES = {"layers": 3, "width": 16, "heads": 4, "text_positions": 5, "text_vocabulary": 11, "side": 4, "codes": 8}
+
+
+def make_task() -> Autoregressive:
+    torch.manual_seed(0)
+    task = Autoregressive(**SIZES, kernel=3).double()
+    for parameter in task.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return task
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(11, (BATCH, 5), generator=generator)
+    for row, length in enumerate([4, 1, 5, 3]):
+        text[row, length:] = -1
+    batch = {"text": text, "image": torch.randint(8, (BATCH, 16), generator=generator)}
+    tokens = (text[:, 1:] >= 0).sum(1).double().mean()
+    return batch | {"text_tokens": tokens.expand(BATCH)}
+
+
+def divided(replicas: int, shards: int, devices: int, again: bool = False) -> tuple[Autoregressive, DeviceMesh]:
+    task = make_task()
+    if again:
+        recompute(task.blocks())
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (replicas, shards, devices), mesh_dim_names=names)
+    divide(task, task.tensor_plan(), mesh["tensor"], CPU)
+    if shards > 1:
+        shard(task, mesh["shard"])
+    return task, mesh
+
+
+def own_samples(batch: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """The samples of this rank's group; replicas compute the same ones here."""
+    each = BATCH // mesh["shard"].size()
+    return {name: tensor[each * mesh.get_local_rank("shard") :][:each] for name, tensor in batch.items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Messages:
+    """The all-reduces of one group, and the values that they gather."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.sizes, self.gathered = group, [], []
+
+    def __enter__(self) -> "Messages":
+        reduce, gather = dist.all_reduce, dist.all_gather_into_tensor
+
+        def counting_reduce(tensor, *args, group=None, **kwargs):
+            if group is self.group:
+                self.sizes.append(tensor.numel())
+            return reduce(tensor, *args, group=group, **kwargs)
+
+        def counting_gather(out, own, *args, group=None, **kwargs):
+            if group is self.group:
+                self.gathered.append(own.numel())
+            return gather(out, own, *args, group=group, **kwargs)
+
+        self.patches = [
+            mock.patch.object(collectives.dist, "all_reduce", counting_reduce),
+            mock.patch.object(collectives.dist, "all_gather_into_tensor", counting_gather),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+def check_gradients(recipe: Recipe, folder: Path) -> None:
+    """Losses, gradients, messages and sampling of tensor 2, tensor 4, and tensor 2 times shards 2."""
+    batch, task = make_batch(), make_task()
+    uniform, choice = uniforms(list(range(2 * BATCH)), 16).unflatten(0, (BATCH, 2)), Choice(guidance=2.0)
+    loss = task(batch)["total"]
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in task.named_parameters()}
+    evaluated, sampled = task.evaluate(batch)["loss"], task.sample(batch["text"], uniform, choice)
+    norm = clip_by_norm(_copies(task), 0.1)
+    for layout in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
+        for again in (False, True):
+            part, mesh = divided(*layout, again)
+            weights = whole_weights(part) if layout[1] > 1 else {n: whole(t) for n, t in part.state_dict().items()}
+            if dist.get_rank() == 0:
+                assert all(torch.equal(weights[name], tensor) for name, tensor in make_task().state_dict().items())
+            assert torch.equal(part.sample(batch["text"], uniform, choice), sampled)
+            own = own_samples(batch, mesh)
+            torch.testing.assert_close(part.evaluate(own)["loss"], own_samples({"x": evaluated}, mesh)["x"])
+            with Messages(mesh.get_group("tensor")) as sent:
+                found = part(own)["total"]
+                in_forward = len(sent.sizes)
+                found.backward()
+            check_messages(sent, in_forward, len(own["text"]), layout[2])
+            mean = found.detach().clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(mean / RANKS, loss.detach(), rtol=1e-8, atol=0)
+            for name, parameter in part.named_parameters():
+                torch.testing.assert_close(whole(parameter.grad), wanted[name], rtol=1e-8, atol=1e-12, msg=name)
+            torch.testing.assert_close(clip_by_norm(part.parameters(), 0.1), norm, rtol=1e-8, atol=0)
+            held = sum(p.to_local().numel() for p in part.parameters())
+            assert held < 1.3 * sum(p.numel() for p in part.parameters()) / (layout[1] * layout[2])
+
+
+def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
+    """Parameters with gradients of their own, for clipping."""
+    found = []
+    for parameter in task.parameters():
+        found.append(torch.nn.Parameter(parameter.detach().clone()))
+        found[-1].grad = parameter.grad.clone()
+    return found
+
+
+def check_messages(sent: Messages, in_forward: int, samples: int, devices: int) -> None:
+    """Two all-reduces forward and two backward per layer, and those of the loss, as the formulas of the dry run say."""
+    plan = make_task().tensor_plan()
+    count, values = messages(plan, samples)
+    assert count == 4 * SIZES["layers"] and in_forward == count // 2
+    rows = samples * plan.predicted
+    assert sent.sizes == [values] * (count // 2) + [rows * 16] + [values] * (count // 2)
+    assert sent.gathered == [2 * rows]
+    ring = sum(8 * 2 * (devices - 1) / devices * size for size in sent.sizes) + 4 * (devices - 1) * 2 * rows
+    assert sent_bytes(plan, samples, devices, value=8, loss_value=8) == ring
+
+
+def check_updates(recipe: Recipe, folder: Path) -> None:
+    """50 updates with clipping end in the same weights. Biases of keys are left out: their gradients are rounding
+    noise, which Adam magnifies."""
+    batch, task = make_batch(), make_task()
+    part, mesh = divided(1, 2, 2)
+    own = own_samples(batch, mesh)
+    ends = []
+    for model, samples in ((task, batch), (part, own)):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith("k.bias"))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(samples)["total"].backward()
+            clip_by_norm([p for p in model.parameters() if p.requires_grad], 0.5)
+            optimizer.step()
+        ends.append({name: whole(parameter.detach()) for name, parameter in model.named_parameters()})
+    assert (ends[0]["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def check_compiled(recipe: Recipe, folder: Path) -> None:
+    """A compiled block is one graph, messages included, and its gradients are the same."""
+    batch, task = make_batch(), make_task()
+    task(batch)["total"].backward()
+    part, _ = divided(2, 1, 2)
+    for block in part.blocks()[:2]:
+        block.compile(backend="aot_eager", fullgraph=True)
+    part(batch)["total"].backward()
+    for (name, parameter), plain in zip(part.named_parameters(), task.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.grad), plain.grad, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def check_runs(recipe: Recipe, folder: Path) -> None:
+    """Runs under both engines, and resumed on other numbers of devices, against one without division."""
+
+    def run(name: str, engine: str, devices: int, fsdp: FSDP | None = None, **checkpoints: str) -> Recorder:
+        training = replace(recipe.training, engine=engine, tensor_parallel=devices, fsdp=fsdp)
+        own = replace(recipe.checkpoints, **checkpoints)
+        changed = replace(recipe, output=str(folder / name), training=training, checkpoints=own)
+        return record(engine, changed, Recorder(with_digests=False))
+
+    def middle(name: str) -> str:
+        return str(next(path for path in (folder / name / "checkpoints").iterdir() if "-ba3" in path.name))
+
+    sharded, full = FSDP(), FSDP(checkpoints="full")
+    plain = run("plain", "composer", 1)
+    compare(plain, run("composer", "composer", 2, sharded))
+    compare(plain, run("lightning", "lightning", 4))
+    compare(plain, run("composer again", "composer", 4, sharded, load_path=middle("composer")))
+    compare(plain, run("lightning again", "lightning", 2, full, load_path=middle("lightning")))
+    compare(plain, run("composer from plain", "composer", 4, load_path=middle("plain")))
+    if dist.get_rank() == 0:
+        for name in ("composer", "lightning"):
+            for averaged in ("", "_ema"):
+                one, other = (
+                    load_transformer(folder / which / "export" / f"transformer{averaged}").state_dict()
+                    for which in ("plain", name)
+                )
+                assert all(close(one[key], other[key]) for key in one if not key.endswith("k.bias"))
+
+
+def compare(plain: Recorder, run: Recorder) -> None:
+    """The batches that both have, and everything at the end."""
+    batches = len(run.losses)
+    assert batches in (3, 6)
+    torch.testing.assert_close(run.losses, plain.losses[-batches:], rtol=1e-4, atol=0)
+    assert [a[:2] for a in run.evals] == [b[:2] for b in plain.evals][-len(run.evals) :]
+    for (_, _, one), (_, _, other) in zip(run.evals, plain.evals[-len(run.evals) :], strict=True):
+        assert one == {name: value for name, value in one.items() if abs(value - other[name]) < 1e-3}
+    assert run.epochs == plain.epochs[-len(run.epochs) :] if run.epochs else True
+    for name, tensor in plain.weights.items():
+        assert name.endswith("k.bias") or close(run.weights[name], tensor), name
+    assert set(run.average) == set(plain.average)
+    assert all(name.endswith("k.bias") or close(run.average[name], plain.average[name]) for name in run.average)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Within a hundredth of what six updates move a weight."""
+    return (one - other).abs().max().item() < 2e-4
+
+
+CHECKS = {
+    "gradients": check_gradients,
+    "updates": check_updates,
+    "compiled": check_compiled,
+    "runs": check_runs,
+}
+
+
+def of_rank(rank: int, recipe_file: str, folder: Path, report: Path) -> None:
+    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in launcher.items()})
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300))
+    recipe = load_config(recipe_file, [], Recipe)
+    results = {}
+    for name, check in CHECKS.items():
+        try:
+            check(recipe, folder)
+            results[name] = "passed"
+        except BaseException:
+            results[name] = traceback.format_exc()
+        report.with_suffix(f".{rank}.json").write_text(json.dumps(results))
+        if results[name] != "passed":  # the other ranks may wait for this one
+            os._exit(1)
+        dist.barrier()
+    os._exit(0)
+
+
+def main(recipe: str, folder: Path, report: Path) -> int:
+    torch.set_num_threads(1)
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            of_rank(rank, recipe, folder, report)
+        children.append(child)
+    failed = 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status and not failed:
+            failed = 1
+            for other in children:
+                os.kill(other, 9)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])))
