@@ -8,6 +8,7 @@ these views into the batch's memory.
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,10 @@ PREFETCH = 4  # batches that are ready or being read, per worker
 # Seconds that training waits for a batch. When a worker fails to fetch a shard, streaming lets the others that need it
 # wait for ever.
 LONGEST_WAIT = 1800
+
+
+# streaming warns in each epoch that positions must count the samples of copies once, which `EncodedLoader` does.
+logging.getLogger("streaming.base.dataset").addFilter(lambda record: "`replication` arg" not in record.getMessage())
 
 
 class EncodedDataset(StreamingDataset):

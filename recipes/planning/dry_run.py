@@ -15,7 +15,7 @@ from recipes.planning.costs import Costs, costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
-from recipes.planning.tensor_parallel import check_tensor_parallel, held
+from recipes.planning.tensor_parallel import check_tensor_parallel, divided_share
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,12 @@ def survey(recipe: Recipe) -> Survey:
         parameters=parameters,
         trained=trained,
         replicas=devices.replicas,
-        shards=devices.shards if devices.tensor == 1 else devices.shards * parameters / held(task, task, devices),
+        shards=devices.shards * devices.tensor,
         output=recipe.output,
         averaged=False,
         build=build,
+        tensor=devices.tensor,
+        matrices=divided_share(task, devices),
     )
     costs = costs_of(recipe, plan)
     return Survey(task, parameters, trained, devices, costs, length_of(recipe, costs.data.epoch or Epoch(None)))

@@ -14,7 +14,6 @@ from recipes.planning.devices import Devices
 REFUSED = {
     "fp8": "it multiplies whole matrices",
     "low_precision_norms": "it changes how norms compute",
-    "powersgd": "it would compress each device's parts as if they were whole matrices",
 }
 
 
@@ -33,6 +32,9 @@ def check_tensor_parallel(recipe: Recipe, devices: Devices, task: nn.Module | No
     if devices.tensor == 1:
         return
     asked = f"training.tensor_parallel: {devices.tensor}"
+    plan = (build_on_meta(recipe.model) if task is None else task).tensor_plan()
+    if plan is None:
+        raise ValueError(f"{asked}: the model {recipe.model.name} does not say how its matrices can be divided; give 1")
     if recipe.training.fsdp is None and devices.replicas > 1:
         raise ValueError(
             f"{asked} leaves {devices.replicas} groups of devices, between which only FSDP averages gradients; set "
@@ -46,10 +48,6 @@ def check_tensor_parallel(recipe: Recipe, devices: Devices, task: nn.Module | No
             )
         if algorithm.name == "resblock_grad_scaling" and algorithm.args.get("weights") == "fp16":
             raise ValueError(f"{asked} does not work with weights: fp16 of algorithms.{label}; use fp32")
-    task = build_on_meta(recipe.model) if task is None else task
-    plan = task.tensor_plan()
-    if plan is None:
-        raise ValueError(f"{asked}: the model {recipe.model.name} does not say how its matrices can be divided; give 1")
     plan.check(devices.tensor, devices.shards)
 
 
@@ -63,6 +61,15 @@ def held(module: nn.Module, task: nn.Module, devices: Devices) -> int:
     """
     divided = task.tensor_plan().dimensions() if devices.tensor > 1 else {}
     return sum(-(-p.numel() // devices.tensor) if id(p) in divided else p.numel() for p in module.parameters())
+
+
+def divided_share(task: nn.Module, devices: Devices) -> float:
+    """Share of the parameters that the devices of a tensor parallel group divide; 1 without such groups."""
+    if devices.tensor == 1:
+        return 1.0
+    dimensions = task.tensor_plan().dimensions()
+    counts = [(p.numel(), id(p) in dimensions) for p in task.parameters()]
+    return sum(count for count, divided in counts if divided) / sum(count for count, _ in counts)
 
 
 def messages(plan: TensorPlan, samples: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from recipes.training import stop
 from recipes.training.finite import largest_magnitude
 from recipes.training.lever import Lever
 from recipes.training.newest import newest_checkpoint
-from recipes.training.ranks import all_reduce, is_first_rank
+from recipes.training.ranks import all_reduce, is_first_rank, world_size
 from recipes.training.run import Run
 
 REPORT = "nonfinite.json"
@@ -135,11 +135,20 @@ def block_norms(task: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
+def _share(tensor: Tensor) -> float:
+    """What this rank's part counts in a sum over all ranks, some of which may hold the same part."""
+    if not isinstance(tensor, DTensor):
+        return 1.0
+    placed = enumerate(tensor.placements)
+    return math.prod(tensor.device_mesh.size(i) for i, placement in placed if placement.is_shard()) / world_size()
+
+
 def _norm(tensors: list[Tensor]) -> float | str:
     own = [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
     if not own:
         return 0.0
-    squared = torch.stack([t.float().square().sum() for t in own]).sum()
+    shares = [_share(t) for t in tensors]
+    squared = torch.stack([t.float().square().sum() * n for t, n in zip(own, shares, strict=True)]).sum()
     if any(isinstance(t, DTensor) for t in tensors):
         all_reduce(squared)
     norm = squared.sqrt().item()

@@ -79,14 +79,15 @@ class Sharding(Lever):
         averaging = self.averaging
         placement = None
         if self.tensor is not None:
-            mesh = self.tensor.mesh["shard"] if self.replicas == 1 else self.tensor.mesh["replicate", "shard"]
+            mesh = self.tensor.mesh[("shard",) if self.replicas == 1 else ("replicate", "shard")]
         elif averaging is None and self.replicas == 1:
             mesh = _mesh(device, shard=shards)
         else:
             mesh = _mesh(device, replicate=self.replicas, shard=shards)
         if averaging is not None:  # it averages over replicas, so FSDP knows only its own replica
-            placement = _by_parameter(averaging.divide(mesh, once=self.once))
-            mesh = mesh["shard"]
+            whole = mesh if self.tensor is None else self.tensor.mesh
+            placement = _by_parameter(averaging.divide(whole, once=self.once))
+            mesh = whole["shard"]
         low, scaled = self._format(run)
         with run.new_parameters():
             units = shard(
