@@ -11,7 +11,7 @@ autograd runs the one that ran last in the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -159,6 +159,17 @@ def is_sharded(module: nn.Module) -> bool:
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
     """The whole state dict of a sharded model in the host memory of the first rank; an empty dict on other ranks.
 
-    Every rank must call it. Tensors are gathered one after another.
+    Every rank must call it. Tensors are gathered one after another. They have memory of their own, also where each rank
+    of a model on a CPU holds a parameter as a whole, which is not gathered.
     """
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    found = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    held = {p.untyped_storage().data_ptr() for p in _on_this_cpu(module)}
+    return {name: t.clone() if t.untyped_storage().data_ptr() in held else t for name, t in found.items()}
+
+
+def _on_this_cpu(module: nn.Module) -> Iterator[Tensor]:
+    """This rank's parts of parameters and buffers, as far as they are in host memory."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if own.device.type == "cpu" and own.numel():
+            yield own.detach()

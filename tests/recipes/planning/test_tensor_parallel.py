@@ -12,7 +12,6 @@ from recipes.planning.dry_run import describe_run
 from recipes.planning.tensor_parallel import check_tensor_parallel, held, messages
 
 ROOT = Path(__file__).resolve().parents[3]
-PLAIN = ["algorithms={powersgd: null, resblock_grad_scaling: null}", "training={precision: amp_bf16, fsdp: {replicas: 1}}"]
 
 
 def recipe(name, *overrides):
@@ -55,7 +54,7 @@ def test_what_cannot_be_divided(name, overrides, world, message):
 
 
 def test_groups_may_be_spread_over_machines_if_the_recipe_says_so():
-    config = recipe("dalle_12b", "training={tensor_parallel: 2, tensor_between_machines: true}", *PLAIN)
+    config = recipe("dalle_12b", "training={tensor_parallel: 2, tensor_between_machines: true, fsdp: {replicas: 1}}")
     devices = Devices.of(config.training, 8, 1)
     assert (devices.tensor, devices.shards, devices.replicas) == (2, 4, 1)
     check_tensor_parallel(config, devices)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.resilience.guard import block_norms
 from recipes.algorithms.sharding.shard import shard, whole_weights
 from recipes.algorithms.tensor_parallel import collectives
 from recipes.algorithms.tensor_parallel.divide import divide
@@ -139,6 +140,8 @@ def check_gradients(recipe: str, folder: Path) -> None:
             for name, parameter in part.named_parameters():
                 torch.testing.assert_close(whole(parameter.grad), wanted[name], rtol=1e-8, atol=1e-12, msg=name)
             torch.testing.assert_close(clip_by_norm(part.parameters(), 0.1), norm, rtol=1e-8, atol=0)
+            norms = [row["gradients"] for row in block_norms(part)]
+            torch.testing.assert_close(norms, [row["gradients"] for row in block_norms(task)], rtol=1e-5, atol=0)
             held = sum(p.to_local().numel() for p in part.parameters())
             assert held < 1.3 * sum(p.numel() for p in part.parameters()) / (layout[1] * layout[2])
 
@@ -191,7 +194,7 @@ def check_compiled(recipe: str, folder: Path) -> None:
     batch, task = make_batch(), make_task()
     task(batch)["total"].backward()
     part, _ = divided(2, 1, 2)
-    for block in part.blocks()[:2]:
+    for block in part.blocks()[:2]:  # an attention block and an MLP
         block.compile(backend="aot_eager", fullgraph=True)
     part(batch)["total"].backward()
     for (name, parameter), plain in zip(part.named_parameters(), task.parameters(), strict=True):
@@ -206,41 +209,43 @@ def check_runs(recipe: str, folder: Path) -> None:
         return record(engine, load_config(recipe, [*own, *changes], Recipe), Recorder(with_digests=False))
 
     def middle(name: str) -> str:
-        found = (path for path in (folder / name / "checkpoints").iterdir() if "-ba3" in path.name)
+        found = (path for path in (folder / name / "checkpoints").iterdir() if "-ba2" in path.name)
         return f"checkpoints.load_path={next(found)}"
 
-    plain = run("plain", "composer", 1)
     sharded, full = "training.fsdp={checkpoints: sharded}", "training.fsdp={checkpoints: full}"
+    grid = "callbacks.token_grid={name: token_grid, prompts: [a dot, a star], batch: 2}"
+    plain = run("plain", "lightning", 1)
     runs = {
-        "composer": run("composer", "composer", 2, sharded),
+        "composer": run("composer", "composer", 2, sharded, grid),
         "lightning": run("lightning", "lightning", 4),
         "composer again": run("composer_again", "composer", 4, sharded, middle("composer")),
-        "lightning again": run("lightning_again", "lightning", 2, full, middle("lightning")),
-        "from copies": run("from_copies", "composer", 4, middle("plain")),
-        "two machines": run("two_machines", "lightning", 2, *MACHINES),
+        "lightning again": run("lightning_again", "lightning", 2, full, middle("plain")),
+        "two machines": run("two_machines", "composer", 2, *MACHINES),
     }
     for name, other in runs.items():
         compare(plain, other, name)
-    scaled = run("scaled", "composer", 2, sharded, "algorithms.scaling={name: resblock_grad_scaling}")
-    torch.testing.assert_close(scaled.losses, plain.losses, rtol=1e-3, atol=0)  # in fp16
+    short = ["training.duration=2ba", "callbacks.export=null", "checkpoints.save=false"]
+    scaling = "algorithms={scheduled_ema: null, scaling: {name: resblock_grad_scaling}}"
+    scaled = run("scaled", "lightning", 4, scaling, *short)
+    torch.testing.assert_close(scaled.losses, plain.losses[:2], rtol=1e-3, atol=0)  # in fp16
     # Four groups would validate on two samples twice, so that figures are those of runs with as many groups.
     for one, other in (("composer", "lightning again"), ("lightning", "composer again")):
         figures = [runs[name].evals[-1][2] for name in (one, other)]
         torch.testing.assert_close(*(list(values.values()) for values in figures), rtol=1e-4, atol=0)
     if dist.get_rank() == 0:
-        for name in ("composer", "lightning"):
-            for averaged in ("", "_ema"):
+        for name in ("composer", "lightning", "two_machines"):
+            for network in ("transformer", "transformer_ema"):
                 one, other = (
-                    load_transformer(folder / which / "export" / f"transformer{averaged}").state_dict()
-                    for which in ("plain", name)
+                    load_transformer(folder / which / "export" / network).state_dict() for which in ("plain", name)
                 )
-                assert all(close(one[key], other[key]) for key in one if not key.endswith("k.bias"))
+                wrong = [key for key in one if not key.endswith("k.bias") and not close(one[key], other[key])]
+                assert not wrong, (name, network, wrong)
 
 
 def compare(plain: Recorder, run: Recorder, label: str) -> None:
     """The batches that both have, and everything at the end."""
     batches = len(run.losses)
-    assert batches in (3, 6)
+    assert batches in (2, 4)
     torch.testing.assert_close(run.losses, plain.losses[-batches:], rtol=1e-4, atol=0)
     assert [a[:2] for a in run.evals] == [b[:2] for b in plain.evals][-len(run.evals) :]
     assert dist.get_rank() or set(run.average) == set(plain.average)  # gathered to the first rank
