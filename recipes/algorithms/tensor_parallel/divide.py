@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from recipes.algorithms.tensor_parallel.collectives import enter, leave
 from recipes.algorithms.tensor_parallel.vocabulary import divided_token_losses, gathered_logits
+from recipes.models.autocast import for_products
 from recipes.models.tensor_plan import TensorPlan
 
 
@@ -62,8 +63,8 @@ class EntersDivided(nn.Module):
     tensor_group: ProcessGroup
 
     def forward(self, *args: Tensor) -> Tensor:
-        """As the module's own, with the sum of the devices' gradients."""
-        return enter(super().forward(*args), self.tensor_group)
+        """As the module's own, with the sum of the devices' gradients, which is sent in the dtype of the products."""
+        return enter(for_products(super().forward(*args)), self.tensor_group)
 
 
 class SumsRows(nn.Linear):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from recipes.algorithms.tensor_parallel.collectives import gathered, summed
+from recipes.models.autocast import for_products
 from recipes.models.autoregressive.loss import CHUNK, chunks, narrow_product, wide, wide_factor, wide_product
 
 
@@ -35,11 +36,7 @@ def divided_token_losses(
     Returns:
         (M,), float32, or float64 if the factors are; the same bits on all devices.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _DividedTokenLosses.apply(hidden, weight, targets, first, group, chunk)
+    return _DividedTokenLosses.apply(for_products(hidden), for_products(weight), targets, first, group, chunk)
 
 
 class _DividedTokenLosses(torch.autograd.Function):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.models.autocast import for_products
+
 CHUNK = 4096  # rows whose logits are in memory at once: 400 MB for 24,576 tokens, and as much for their softmax
 # cuBLAS can multiply 16-bit matrices into float32 results; torch offers it since 2.8.
 WIDE_PRODUCT = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
@@ -29,11 +31,7 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = C
     Returns:
         (M,), float32, or float64 if the factors are.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _TokenLosses.apply(hidden, weight, targets, chunk)
+    return _TokenLosses.apply(for_products(hidden), for_products(weight), targets, chunk)
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from recipes.models.autocast import for_products
 from recipes.models.autoregressive.cache import Caches
 from recipes.models.autoregressive.loss import token_losses
 from recipes.models.autoregressive.masks import TokenLayout, layer_kinds, visible_pairs
@@ -35,7 +36,7 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
-        x = attend.enter(self.norm(x))  # (B, S, d)
+        x = attend.enter(for_products(self.norm(x)))  # (B, S, d)
         q, k, v = (self._heads(layer(x)) for layer in (self.q, self.k, self.v))  # (B, H, S, D) each
         x = attend(q, k, v).transpose(1, 2).flatten(2)  # (B, S, d)
         return attend.leave(self.out(x))
