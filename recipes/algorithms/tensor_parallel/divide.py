@@ -2,7 +2,7 @@
 
 Parameters become DTensors under the same names, so that optimizers, clipping, averages and checkpoints see the whole
 model: those that the plan divides, and all others as replicas. Modules compute with their local parts. PyTorch's own
-styles (`parallelize_module`) compute on DTensors instead, which takes several times as long on the host.
+styles (`parallelize_module`) compute on DTensors instead, which takes the host longer.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def check_gradients(recipe: str, folder: Path) -> None:
             weights = whole_weights(part) if layout[1] > 1 else {n: whole(t) for n, t in part.state_dict().items()}
             if dist.get_rank() == 0:
                 assert all(torch.equal(weights[name], tensor) for name, tensor in make_task().state_dict().items())
-            assert torch.equal(part.sample(batch["text"], uniform, choice), sampled)
+            assert again or torch.equal(part.sample(batch["text"], uniform, choice), sampled)
             own = own_samples(batch, mesh)
             torch.testing.assert_close(part.evaluate(own)["loss"], own_samples({"x": evaluated}, mesh)["x"])
             with Messages(mesh.get_group("tensor")) as sent:
@@ -174,7 +174,9 @@ def check_updates(recipe: str, folder: Path) -> None:
     part, mesh = divided(1, 2, 2)
     own = own_samples(batch, mesh)
     ends = []
-    for model, samples in ((task, batch), (part, own)):
+    for model, samples in ((part, own), (task, batch)):
+        if model is task and dist.get_rank():  # one rank is enough to compare
+            return
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.endswith("k.bias"))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
@@ -184,9 +186,9 @@ def check_updates(recipe: str, folder: Path) -> None:
             clip_by_norm([p for p in model.parameters() if p.requires_grad], 0.5)
             optimizer.step()
         ends.append({name: whole(parameter.detach()) for name, parameter in model.named_parameters()})
-    assert (ends[0]["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
-    for name, tensor in ends[0].items():
-        torch.testing.assert_close(ends[1][name], tensor, rtol=0, atol=1e-6, msg=name)
+    assert (ends[1]["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
+    for name, tensor in ends[1].items():
+        torch.testing.assert_close(ends[0][name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 def check_compiled(recipe: str, folder: Path) -> None:
@@ -195,7 +197,7 @@ def check_compiled(recipe: str, folder: Path) -> None:
     task(batch)["total"].backward()
     part, _ = divided(2, 1, 2)
     for block in part.blocks()[:2]:  # an attention block and an MLP
-        block.compile(backend="aot_eager", fullgraph=True)
+        block.compile(backend="eager", fullgraph=True)  # an error if it were several graphs
     part(batch)["total"].backward()
     for (name, parameter), plain in zip(part.named_parameters(), task.parameters(), strict=True):
         torch.testing.assert_close(whole(parameter.grad), plain.grad, rtol=1e-8, atol=1e-12, msg=name)
@@ -218,13 +220,13 @@ def check_runs(recipe: str, folder: Path) -> None:
     runs = {
         "composer": run("composer", "composer", 2, sharded, grid),
         "lightning": run("lightning", "lightning", 4),
-        "composer again": run("composer_again", "composer", 4, sharded, middle("composer")),
-        "lightning again": run("lightning_again", "lightning", 2, full, middle("plain")),
-        "two machines": run("two_machines", "composer", 2, *MACHINES),
+        "composer again": run("composer_again", "composer", 4, sharded, middle("composer"), NO_EXPORT),
+        "lightning again": run("lightning_again", "lightning", 2, full, middle("plain"), NO_EXPORT),
+        "two machines": run("two_machines", "composer", 2, *MACHINES, NO_EXPORT),
     }
     for name, other in runs.items():
         compare(plain, other, name)
-    short = ["training.duration=2ba", "callbacks.export=null", "checkpoints.save=false"]
+    short = ["training.duration=2ba", "checkpoints.save=false", NO_EXPORT]
     scaling = "algorithms={scheduled_ema: null, scaling: {name: resblock_grad_scaling}}"
     scaled = run("scaled", "lightning", 4, scaling, *short)
     torch.testing.assert_close(scaled.losses, plain.losses[:2], rtol=1e-3, atol=0)  # in fp16
@@ -233,7 +235,7 @@ def check_runs(recipe: str, folder: Path) -> None:
         figures = [runs[name].evals[-1][2] for name in (one, other)]
         torch.testing.assert_close(*(list(values.values()) for values in figures), rtol=1e-4, atol=0)
     if dist.get_rank() == 0:
-        for name in ("composer", "lightning", "two_machines"):
+        for name in ("composer", "lightning"):
             for network in ("transformer", "transformer_ema"):
                 one, other = (
                     load_transformer(folder / which / "export" / network).state_dict() for which in ("plain", name)
@@ -259,6 +261,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one - other).abs().max().item() < 2e-4
 
 
+NO_EXPORT = "callbacks.export=null"
 # One machine per group, between which PowerSGD of full rank averages and clips.
 MACHINES = [
     "training.grad_clip=null",
