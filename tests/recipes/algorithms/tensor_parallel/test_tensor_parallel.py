@@ -1,14 +1,12 @@
 """The divided model equals the whole one: four ranks in one launch."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
+from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[4]
 SMALL = [
@@ -39,11 +37,7 @@ def four_ranks(token_sets, tmp_path_factory):
     recipe = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths], Recipe)
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
     script = Path(__file__).with_name("tensor_ranks.py")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), str(folder / "recipe.yaml"), str(folder), str(folder / "report")]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=570)
+    done = launch(4, script, folder / "recipe.yaml", folder, folder / "report", cwd=folder)
     reports = [folder / f"report.{rank}.json" for rank in range(4)]
     found = [json.loads(file.read_text()) if file.is_file() else {} for file in reports]
     output = done.stdout[-2000:] + done.stderr[-4000:]
