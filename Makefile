@@ -5,7 +5,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Without bytecode files, every process that imports composer compiles it again, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install test lint quickstart openmoji-vae openmoji-text quickstart-tokens gpu docs lock clean distclean
+.PHONY: help install test test-cluster lint quickstart openmoji-vae openmoji-text quickstart-tokens gpu docs lock clean distclean
 
 TORCH ?= 2.7
 ifeq ($(TORCH),2.7)
@@ -74,6 +74,9 @@ test: export MKL_NUM_THREADS ?= 1
 test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
 	$(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder \
 	    $(PYTEST_ARGS)
+
+test-cluster: install  ## submit jobs to a Slurm that is started here: killed, pre-empted, resumed; needs root, minutes
+	$(BIN)/python -m pytest -q -ra -p no:xdist tests/cluster/trial_slurm.py
 
 lint: install  ## run ruff and hadolint
 	$(BIN)/ruff check .

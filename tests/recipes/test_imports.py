@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("callbacks", "data", "docs", "precompute", "recipes")
+PACKAGES = ("callbacks", "cluster", "data", "docs", "precompute", "recipes")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 # Which room may import from which, besides itself. Rooms and entry points are named by their paths; the longest name
@@ -46,11 +46,15 @@ ARROWS = {
         "recipes/engines",
         "recipes/exporting",
     ),
+    "cluster": ("data", "recipes/config", "recipes/training", "recipes/planning", "precompute"),
     "docs": (*SHARED, "precompute"),
 }
 KNOWS_COMPOSER = ("recipes/engines/composer",)
 # What is read before a config is known to be right: everything else on import would cost seconds.
 LIGHT = (
+    "cluster/check.py",
+    "cluster/launch.py",
+    "cluster/submit.py",
     "data/aliases.py",
     "data/manifest.py",
     "precompute/config.py",
