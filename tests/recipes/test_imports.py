@@ -22,6 +22,7 @@ ARROWS = {
     "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/training", "recipes/algorithms"),
     "recipes/generation": SHARED,
     "recipes/evaluation": (*SHARED, "recipes/generation"),
+    "recipes/comparison": ("data", "recipes/config"),
     "recipes/planning": (*SHARED, "recipes/algorithms"),
     "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks", "recipes/planning"),
     "recipes/exporting": (
@@ -42,6 +43,7 @@ ARROWS = {
         "callbacks",
         "recipes/generation",
         "recipes/evaluation",
+        "recipes/comparison",
         "recipes/planning",
         "recipes/engines",
         "recipes/exporting",
@@ -60,6 +62,7 @@ LIGHT = (
     "recipes/config/build.py",
     "recipes/config/command_line.py",
     "recipes/config/components.py",
+    "recipes/config/differences.py",
     "recipes/config/recipe.py",
     "recipes/config/schema.py",
     "recipes/config/values.py",
