@@ -33,6 +33,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "folder": "data.sources.folder:FolderSource",
         "parquet": "data.sources.parquet:ParquetSource",
         "mds": "data.sources.mds:MDSSource",
+        "scored": "data.sources.scored:ScoredSource",
     },
     "filter": {
         "pictures": "data.sources.filters:Filter",
