@@ -15,7 +15,7 @@ from recipes.comparison.runs import SAMPLES, Run, differing_keys
 from recipes.config.differences import value_at
 
 AXES = ("batches", "samples", "hours")
-FIRST = ("loss/", "metrics/")  # figures whose charts come first
+FIRST = ("loss/", "metrics/", "images/")  # figures whose charts come first
 THROUGHPUT, SHARES = "throughput/", "time/share/"
 PARTS = ("data", "forward", "backward", "optimizer", "ema")  # of a step, in their order
 COUNTERS = "time/"  # figures that only say where a run is
