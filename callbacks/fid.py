@@ -34,8 +34,8 @@ NOT_OF_A_SAMPLE = ("prompts", "every", "columns", "seed", "batch")  # options of
 class Fid(PeriodicCallback):
     """Logs `images/fid`, `images/kid` and its deviation `images/kid_std` of what the model draws for fixed captions.
 
-    FID of few images is too large, by an amount that depends on their number (Binkowski et al. 2018, section 4), so it
-    compares with runs of the same reference, number and extractor only; KID has no such bias, but a spread.
+    FID of few images is too large, by an amount that depends on their number (Binkowski et al. 2018), so it compares
+    with runs of the same reference, number and extractor only; KID has no such bias, but a spread.
     `recipes/evaluate.py` computes both on many images. The first rank draws the images while the others wait, for at
     most the 600 s after which a run takes a rank for lost. The weights are the averaged ones if the run has an average.
     """

@@ -44,12 +44,13 @@ def read_pictures(run: Path, config: Mapping[str, Any], moments: int, side: int)
         side: largest side of a picture in pixels; of a whole grid, four times that.
     """
     found: dict[str, list[Picture]] = {}
-    callbacks = [callback for callback in (config.get("callbacks") or {}).values() if isinstance(callback, Mapping)]
-    for callback in callbacks:
-        if callback.get("name") in GRIDS:
-            prompts = [str(prompt) for prompt in callback.get("prompts") or []]
+    callbacks = config.get("callbacks")
+    for callback in callbacks.values() if isinstance(callbacks, Mapping) else ():
+        if isinstance(callback, Mapping) and callback.get("name") in GRIDS:
+            prompts, columns = [str(prompt) for prompt in callback.get("prompts") or []], callback.get("columns")
+            columns = columns if isinstance(columns, int) and columns > 0 else None
             for batch, grid in _grids(run / "samples", moments):
-                cells = cut_grid(grid, prompts, callback.get("columns"))
+                cells = cut_grid(grid, prompts, columns)
                 if cells is None:
                     log.warning(f"{run}: the grid of batch {batch} is not one of the prompts in config.yaml; left out")
                     continue
