@@ -113,6 +113,7 @@ quickstart: install  ## OpenMoji from nothing to samples: VAE, text encoder, lat
 	@echo "== 6/6 draw samples"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
+	@$(BIN)/python recipes/compare.py runs/openmoji_diffusion --out runs/openmoji_diffusion/report.html
 
 openmoji-vae openmoji-text: export OMP_NUM_THREADS ?= 1
 openmoji-vae:
@@ -130,6 +131,7 @@ quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, B
 	@echo "== 7/7 draw samples: the best of 32 candidates per caption"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
 	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
+	@$(BIN)/python recipes/compare.py runs/openmoji_dalle --out runs/openmoji_dalle/report.html
 
 # --- measurements ------------------------------------------------------------------------------
 
