@@ -12,8 +12,8 @@ from recipes.config.build import build
 from recipes.config.recipe import FSDP, Recipe
 from recipes.models.task import Task
 from recipes.planning.costs import Costs, costs_of
-from recipes.planning.devices import Device, Shares
 from recipes.planning.footprint import Devices, gathered_sizes, gradient_traffic
+from recipes.planning.gpus import Device, Shares
 from recipes.planning.step_time import BACKWARD_PASSES, LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.trace import Traces
 

@@ -70,5 +70,5 @@ def device_named(name: str) -> Device:
         ValueError: it is not in the table.
     """
     if name not in DEVICES:
-        raise ValueError(f"--gpu {name}: not in the table (recipes/planning/devices.py); give {', '.join(DEVICES)}")
+        raise ValueError(f"--gpu {name}: not in the table (recipes/planning/gpus.py); give {', '.join(DEVICES)}")
     return DEVICES[name]
