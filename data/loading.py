@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.manifest import Manifest
+from data.stacks import give_stacks
 
 Batch = dict[str, Tensor]
 REMEMBERED_POSITIONS = 64  # batches; the most that a trainer may fetch ahead of what it trains on
@@ -122,8 +123,10 @@ def position(positions: deque[Position], ahead: int) -> Position:
 
 def leave_signals(worker: int) -> None:
     """For worker processes: signals that stop a run are left to the trainer, which still needs batches when they come.
+    Another one asks for stacks.
 
     Clusters and containers send them to all processes. A worker ends when its trainer does.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    give_stacks()

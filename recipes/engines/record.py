@@ -36,6 +36,8 @@ FREE = (
     "training.fsdp",
     "training.eval_every",
     "training.nonfinite_limit",
+    "training.watchdog",
+    "training.watchdog_ends",
     "training.progress_bar",
 )
 # Keys of data and its streams: how samples come here, and not which.
