@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -130,3 +132,17 @@ def leave_signals(worker: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     give_stacks()
+
+
+@atexit.register
+def end_workers() -> None:
+    """End the data workers of this process, when it ends with an error or a signal while an iterator is in use.
+
+    multiprocessing would ask them by SIGTERM, which they ignore, and then wait for them for ever. It is imported before
+    this file, so that this comes first.
+    """
+    workers = [worker for worker in multiprocessing.active_children() if worker.daemon]
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each
+    for worker in workers:
+        worker.kill()
