@@ -93,8 +93,24 @@ def own_unpickling() -> Iterator[None]:
         composer_checkpoint._torch_load_with_validation = theirs
 
 
+@contextmanager
+def own_signal_files() -> Iterator[None]:
+    """Inside, machines that share a file system do not share the files by which Composer waits within each of them.
+
+    Composer gives such a file the same name on all machines. Where the folder of checkpoints is shared, as it must be
+    for a resume, each machine removes the file, and all but one fail because it is gone.
+    """
+    theirs = dist.get_node_signal_file_name
+    dist.get_node_signal_file_name = lambda *arguments: f"{theirs(*arguments)}_{dist.get_node_rank()}"
+    try:
+        yield
+    finally:
+        dist.get_node_signal_file_name = theirs
+
+
 @own_data_parallel()
 @own_unpickling()
+@own_signal_files()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
     run = ComposerRun(parts.task, place.precision)

@@ -30,8 +30,7 @@ def killed(tmp_path_factory, small_recipe, token_sets, latent_sets):
     folder = tmp_path_factory.mktemp("killed")
     recipe = small_recipe(
         folder / "run",
-        "model.denoiser.channels=[32,32,32,32]",
-        "model.denoiser.heads=[1,1,1,1]",
+        "model.denoiser={channels: [32,32], heads: [1,1]}",
         "evals.val=null",
         "training.duration=7ba",
         "checkpoints={every: 2ba, keep: 2, autoresume: true}",

@@ -17,7 +17,7 @@ def test_a_recipe_that_fits(small_recipe, tmp_path):
 
 
 def test_what_is_missing_and_what_does_not_fit(small_recipe, tmp_path):
-    recipe = small_recipe(tmp_path / "run", "model.denoiser.text_width=32", "model.denoiser.heads=[1,2,2,2]")
+    recipe = small_recipe(tmp_path / "run", "model.denoiser.text_width=32")
     found = {finding.subject: finding for finding in recipe_checks(recipe, ["data.streams.x.path: `x` does not exist"])}
     assert found["input"].level == found["recipe"].level == "error" and "disk" not in found
     assert "does not exist" in found["input"].text and "text_width" in found["recipe"].text
