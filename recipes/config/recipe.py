@@ -88,6 +88,11 @@ class Training:
     nonfinite_limit: int = 20
     """Number of batches in a row with a loss or gradients that are not finite, after which the run ends with a report.
     The update of each such batch is skipped."""
+    watchdog: float | None = 300.0
+    """Seconds without progress after which each rank prints the call in which it waits and writes its stacks into the
+    output folder. Validation, sample grids and compilation that take longer give such a line, too. null: never."""
+    watchdog_ends: bool = False
+    """Whether a rank that has printed this line then ends, with status 86."""
     fsdp: FSDP | None = None
     """Sharding over devices; null: each device holds the whole model (DDP)."""
     tensor_parallel: int = 1
@@ -117,6 +122,11 @@ class Training:
             ),
             (self.nonfinite_limit >= 1, f"nonfinite_limit: {self.nonfinite_limit}; give 1 or more"),
             (self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel}; give 1 or more"),
+            (
+                self.watchdog is None or self.watchdog > 0,
+                f"watchdog: {self.watchdog}; give seconds above 0, or null",
+            ),
+            (not self.watchdog_ends or self.watchdog is not None, "watchdog_ends: true without watchdog"),
         )
 
     def groups(self, world: int, machine: int | None = None) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 
 from data.loading import Loading, Placement
 from data.log import log
+from data.reading import EncodedDataset, keys_of
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.microbatch.search import MicrobatchSearch
@@ -154,6 +155,8 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     schedule = build(recipe.schedule)
     if recipe.training.microbatch == "auto" and search is None:
         log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
+    dataset = getattr(data.loader, "dataset", None)
+    keys = partial(keys_of, dataset) if isinstance(dataset, EncodedDataset) else lambda seeds: {}
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
         callbacks["schedule"] = schedule
@@ -161,7 +164,7 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         task=task,
         data=data,
         evals=evals,
-        levers=Levers(levers, first=[Guard(recipe.training.nonfinite_limit, recipe.output), *rates]),
+        levers=Levers(levers, first=[Guard(recipe.training.nonfinite_limit, recipe.output, keys), *rates]),
         callbacks=callbacks,
         new_optimizer=new_optimizer,
         schedule=schedule,

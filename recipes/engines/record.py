@@ -35,6 +35,8 @@ FREE = (
     "training.tensor_between_machines",
     "training.eval_every",
     "training.nonfinite_limit",
+    "training.watchdog",
+    "training.watchdog_ends",
     "training.progress_bar",
 )
 # Keys of data and its streams: how samples come here, and not which.
