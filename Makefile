@@ -84,12 +84,13 @@ lint: install  ## run ruff and hadolint
 
 # --- quickstart --------------------------------------------------------------------------------
 
-# Without a GPU one process trains; with GPUs the launcher starts one process per GPU.
+# Without a GPU one process trains, without a launcher, which would import all of Composer a second time; with GPUs the
+# launcher starts one process per GPU.
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
-COMPOSER := $(BIN)/composer $(if $(GPU),,-n 1)
+ONE := $(BIN)/$(if $(GPU),composer,python)
 # The diffusion model is trained by two processes of one thread, which a second program on one of two cores slows less
 # than one process of two threads. Images are read by one process; those stages run side by side instead.
-COMPOSER_2 := $(BIN)/composer $(if $(GPU),,-n $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1))
+TWO := $(BIN)/$(if $(GPU),composer,torchrun --standalone --nproc_per_node $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1))
 SAMPLES := runs/openmoji_diffusion/samples.png
 TOKEN_SAMPLES := runs/openmoji_dalle/samples.png
 # ENGINE=lightning trains with Lightning; without it the recipes' own engine does.
@@ -101,18 +102,19 @@ define train
 	if [ -f runs/$(3)/export/done.json ]; then \
 	    echo "already complete: runs/$(3)/export; delete it to run again"; \
 	else \
-	    $(or $(4),$(COMPOSER)) recipes/train.py yamls/$(3).yaml $(if $(ENGINE),training.engine=$(ENGINE)); \
+	    $(or $(4),$(ONE)) recipes/train.py yamls/$(3).yaml $(if $(ENGINE),training.engine=$(ENGINE)); \
 	fi
 endef
 
 quickstart: install  ## OpenMoji from nothing to samples: VAE, text encoder, latents, diffusion model; ENGINE=lightning
-	@echo "== 1/6 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
+	@echo "== 1/6 render the small OpenMoji set"; $(BIN)/python data/openmoji.py --set small --out runs/openmoji/tars
 	@$(MAKE) --no-print-directory $(if $(GPU),,-j 2) openmoji-vae openmoji-text
 	@echo "== 4/6 encode images and captions"; $(BIN)/python precompute/encode.py yamls/openmoji_encode.yaml
-	$(call train,5/6,train the diffusion model,openmoji_diffusion,$(COMPOSER_2))
+	$(call train,5/6,train the diffusion model,openmoji_diffusion,$(TWO))
 	@echo "== 6/6 draw samples"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
+	@$(BIN)/python recipes/compare.py runs/openmoji_diffusion --out runs/openmoji_diffusion/report.html
 
 openmoji-vae openmoji-text: export OMP_NUM_THREADS ?= 1
 openmoji-vae:
@@ -121,7 +123,7 @@ openmoji-text:
 	$(call train,3/6,train the text encoder,openmoji_text)
 
 quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, BPE, tokens, transformer
-	@echo "== 1/7 render the OpenMoji data set"; $(BIN)/python data/openmoji.py --out runs/openmoji/tars
+	@echo "== 1/7 render the small OpenMoji set"; $(BIN)/python data/openmoji.py --set small --out runs/openmoji/tars
 	$(call train,2/7,train the dVAE,openmoji_dvae)
 	$(call train,3/7,train the text encoder for reranking,openmoji_text)
 	@echo "== 4/7 train the BPE vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
@@ -130,6 +132,7 @@ quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, B
 	@echo "== 7/7 draw samples: the best of 32 candidates per caption"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
 	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
+	@$(BIN)/python recipes/compare.py runs/openmoji_dalle --out runs/openmoji_dalle/report.html
 
 # --- measurements ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
     python benchmarks/published.py
 
-Fits the shares of `recipes/planning/devices.py` on three rates of Stable Diffusion 2's table, and predicts the others.
+Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table, and predicts the others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import re
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.costs import cost_of
-from recipes.planning.devices import DEVICES, SHARES, Shares
 from recipes.planning.footprint import Devices
+from recipes.planning.gpus import DEVICES, SHARES, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place, Setting, plan_of
 from recipes.planning.step_time import pass_times

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
         fail(error.lines)
     with user_errors():
         from callbacks.peak_flops import peak_flops
-        from recipes.planning.devices import SHARES, device_named
+        from recipes.planning.gpus import SHARES, device_named
         from recipes.planning.plan import Planner
         from recipes.planning.settings import Place
 

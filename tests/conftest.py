@@ -20,8 +20,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_N
 SPLITS = {"train": (4, 10), "val": (1, 6)}
 # yamls/sd2_base.yaml at the width, grid, text and batch that a CPU trains in tens of milliseconds.
 SMALL = [
-    "model.denoiser.channels=[32,64,64,64]",
-    "model.denoiser.heads=[1,2,2,2]",
+    "model.denoiser={channels: [32,64], attention: [true,false], heads: [1,2]}",
     "model.denoiser.blocks=1",
     "model.denoiser.text_width=16",
     "model.objective={name: ddpm, eval_timesteps: [50,500,950]}",

@@ -250,8 +250,7 @@ class TextEncoder(FrozenEncoder, ABC):
     Attributes:
         length: number of tokens of an embedding.
         width: width of the vector of each token.
-        layer: the block whose output is used, after the final layer norm: "last", "penultimate", or "embedding" for
-            what enters the first block.
+        layer: the block whose output is used, after the final layer norm: "last" or "penultimate".
         tokenizer_id: a readable name.
         tokenize: list of captions -> int64 (B, length). It needs no network, so that worker processes can call it.
     """

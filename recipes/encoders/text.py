@@ -22,7 +22,7 @@ def open_clip_text(
     path: InputPath | None = None,
     model: str = "ViT-H-14",
     pretrained: str | None = None,
-    layer: Literal["penultimate", "last", "embedding"] = "penultimate",
+    layer: Literal["penultimate", "last"] = "penultimate",
     precision: Literal["fp16", "bf16", "fp32"] = "fp16",
 ) -> OpenClipText:
     """The text tower of an OpenCLIP model, without its projection. The default layer is that of Stable Diffusion 2.
@@ -31,9 +31,7 @@ def open_clip_text(
         path: a local folder with open_clip_config.json and open_clip_model.safetensors, instead of the next two keys.
         model: a model of open_clip, or local-dir:FOLDER, which is the same as `path`.
         pretrained: a tag of open_clip's weights (laion2b_s32b_b79k), or a local .safetensors file.
-        layer: the block whose output is normalised by the final layer norm and kept; embedding: the vectors of tokens
-            and positions before the first block, which tell rare words of a small set apart where the blocks of a tower
-            that was trained on few captions do not.
+        layer: the block whose output is normalised by the final layer norm and kept.
         precision: number format of inference; on a CPU fp16 becomes fp32.
 
     Raises:
@@ -160,8 +158,8 @@ class OpenClipText(TextEncoder):
         return clip_text_model(self._network(exact=True)[0], self.id, tokenizer), tokenizer
 
     def _prepare(self, module: nn.Module) -> nn.Module:
-        if self.layer != "last":
-            module.blocks = module.blocks[:-1] if self.layer == "penultimate" else module.blocks[:0]
+        if self.layer == "penultimate":
+            module.blocks = module.blocks[:-1]
         return module
 
 

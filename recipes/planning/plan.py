@@ -11,8 +11,8 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.batches import blank_batch, sample_bytes, traced_model
 from recipes.planning.costs import costs_of
-from recipes.planning.devices import DEVICES
-from recipes.planning.footprint import Devices
+from recipes.planning.devices import Devices
+from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
 from recipes.planning.settings import USABLE, Place, Setting, best_of, plan_of, settings_of
 from recipes.planning.trace import NUMBERS, traces_of

@@ -12,8 +12,9 @@ from recipes.config.build import build
 from recipes.config.recipe import FSDP, Recipe
 from recipes.models.task import Task
 from recipes.planning.costs import Costs, costs_of
-from recipes.planning.devices import Device, Shares
-from recipes.planning.footprint import Devices, gathered_sizes, gradient_traffic
+from recipes.planning.devices import Devices
+from recipes.planning.footprint import gathered_sizes, gradient_traffic
+from recipes.planning.gpus import Device, Shares
 from recipes.planning.step_time import BACKWARD_PASSES, LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.trace import Traces
 
@@ -108,8 +109,10 @@ def settings_of(recipe: Recipe, task: Task, traces: Traces, place: Place) -> Ite
         place: where.
 
     Raises:
-        ValueError: the batch does not divide over the devices.
+        ValueError: the batch does not divide over the devices, or the recipe has tensor parallel groups.
     """
+    if recipe.training.tensor_parallel > 1:
+        raise ValueError("training.tensor_parallel: the planner knows only FSDP and DDP; give 1, or use --dry-run")
     batch = recipe.training.device_batch(place.world)
     for name, fsdp in DIVISIONS.items():
         if place.world == 1 and fsdp is not None:
@@ -188,7 +191,7 @@ def _memory(
         working = 2.0 * (parameters - costs.stored_16_bit)
         buckets = FLOAT * trained * (devices.world > 1 and passes > 1)
     else:
-        sizes = gathered_sizes(recipe, task, costs)
+        sizes = gathered_sizes(recipe, task, costs, devices)
         # One unit computes while the next one is gathered.
         working = sum(sizes) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(sizes)
         buckets = FLOAT * parameters * (fsdp.sync == "batch" and passes > 1)
@@ -229,7 +232,8 @@ def _sent(recipe: Recipe, task: Task, costs: Costs, devices: Devices, passes: in
         reduced = 1 if fsdp.sync == "batch" else passes
         gathered = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
         share = (devices.shards - 1) / devices.shards
-        within = share * (gathered * sum(gathered_sizes(recipe, task, costs)) + reduced * FLOAT * _counts(task)[0])
+        weights = sum(gathered_sizes(recipe, task, costs, devices))
+        within = share * (gathered * weights + reduced * FLOAT * _counts(task)[0])
     if devices.replicas > 1:
         own = next((c.sent_bytes for c in costs.algorithms.values() if c.sent_bytes is not None), None)
         between = gradient_traffic(task, devices, costs.stored_16_bit) if own is None else own

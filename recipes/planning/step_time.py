@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipes.planning.devices import Device, Shares
+from recipes.planning.gpus import Device, Shares
 from recipes.planning.trace import Trace
 
 LAUNCH = 5e-6  # seconds of the host per operation, in eager PyTorch; not fitted

@@ -1,15 +1,13 @@
 """Training curves by rank: a real run on two ranks, running means of losses, and refusals."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import rank_curves
 from benchmarks.rank_curves import OTHER_SEED, PLAIN, smoothed
+from tests.ranks import launch
 
 RANKS = Path(__file__).with_name("rank_curves_ranks.py")
 SMALL = [
@@ -23,12 +21,9 @@ SMALL = [
 
 @pytest.mark.slow
 def test_curves_of_two_ranks(token_sets, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(RANKS)]
     paths = ["--tokens", str(token_sets), "--vocabulary", str(token_sets / "vocabulary.json")]
     sizes = ["--ranks", "32", "1", "--batches", "12", "--window", "4"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANKS.parents[2])}
-    words = [*command, str(tmp_path / "results"), *paths, *sizes, *SMALL]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    done = launch(2, RANKS, tmp_path / "results", *paths, *sizes, *SMALL)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     record = json.loads((tmp_path / "results" / "rank_curves-openmoji-cpu.json").read_text())
     rows = {row["averaging"]: row for row in record["rows"]}

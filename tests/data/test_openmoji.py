@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.openmoji import build, caption_of, catalogue, held_out, words
+from data import openmoji
+from data.openmoji import HELD_OUT_SHAPES, build, caption_of, catalogue, held_out, small, words
 from data.sources.base import DecodedSample, iterate
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
@@ -81,7 +82,28 @@ def test_split_holds_out_combinations_of_known_words(emojis):
     assert all(words(one.caption) <= train for one in val)
     assert not any(one.caption.startswith("flag") for one in val)
     assert {len(one.tones) for one in val} == {0, 1, 2}
+    assert set(HELD_OUT_SHAPES) <= {one.caption for one in val}
     assert held == held_out(emojis[::-1])
+
+
+def test_small_set(emojis):
+    """It has the README's prompts, holds out what the whole set holds out, and people are its lesser part."""
+    chosen = small(emojis)
+    held = held_out(chosen)
+    assert held == held_out(emojis) & {one.hexcode for one in chosen}
+    assert 0.03 < len(held) / len(chosen) < 0.06 and 500 < len(chosen) < 700
+    assert sum(bool(one.tones) for one in chosen) < len(chosen) / 3
+    prompts = (SCRIPT.parents[1] / "docs" / "openmoji_prompts.txt").read_text().split("\n")
+    captions = {one.caption: one.hexcode for one in chosen}
+    unseen = [prompt for prompt in prompts if prompt and captions[prompt] in held]
+    assert len(unseen) == 5
+
+
+def test_small_set_names_only_images_that_exist(emojis, tmp_path, monkeypatch):
+    (tmp_path / "list.txt").write_text("# a comment\n\nshapes:\nred heart; blue  haert\n")
+    monkeypatch.setattr(openmoji, "SMALL_SET", tmp_path / "list.txt")
+    with pytest.raises(ValueError, match="list.txt: OpenMoji has no image of this name: blue  haert"):
+        small(emojis)
 
 
 @pytest.mark.parametrize("limit", [1, 25, 100, 700])
@@ -135,6 +157,7 @@ def test_second_start(tmp_path, capsys):
     build(out, **arguments)
     assert (out / "train" / "00000.tar").is_file()
     assert build(out, **arguments | {"size": 20})["size"] == 20
+    assert build(out, **arguments | {"choice": "small"})["set"] == "small"
     assert [path.name for path in tmp_path.iterdir()] == ["tars"]
 
 
@@ -149,7 +172,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").is_file()
 
 
-@pytest.mark.parametrize("arguments", [{"size": 8}, {"limit": 0}, {"shard_size": 0}, {"workers": 0}])
+@pytest.mark.parametrize("arguments", [{"size": 8}, {"limit": 0}, {"shard_size": 0}, {"workers": 0}, {"choice": "x"}])
 def test_arguments_are_checked(arguments, tmp_path):
     with pytest.raises(ValueError, match="--"):
         build(tmp_path / "out", **arguments)

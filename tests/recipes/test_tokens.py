@@ -3,10 +3,7 @@ sampled from by generate.py."""
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +16,10 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.composer.trainer import build_trainer
 from recipes.generate import main
 from recipes.generation.exports import family_of, find_network, load_pipeline
-from recipes.generation.reranking import Reranker, best
 from recipes.models.autoregressive.pipeline import jobs
 from recipes.models.autoregressive.task import Autoregressive
+from recipes.scoring.reranking import Reranker, best
+from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -144,15 +142,8 @@ def test_two_ranks(small, tmp_path):
         "schedule={name: plateau, window: 1, patience: 1, threshold: 0.9, limit: 2}",
     )  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE"):
-        environment.pop(name, None)  # a Trainer in this process has set them
-    command = [sys.executable, str(Path(sys.executable).with_name("composer")), "-n", "2"]
     script = Path(__file__).with_name("token_ranks.py")
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path / "recipe.yaml"), str(tmp_path / "machines")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    done = launch(2, script, tmp_path / "recipe.yaml", tmp_path / "machines", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "all as it should be" in done.stdout
     assert [path.name for path in sorted((tmp_path / "run" / "samples").iterdir())] == [

@@ -8,27 +8,24 @@ argv: the recipe, and a folder for the second run of it.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+import torch.distributed as dist
+from composer import DataSpec, Trainer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from composer import DataSpec, Trainer  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-
-from callbacks.plateau import Plateau  # noqa: E402
-from recipes.algorithms.modules.activation_checkpointing import recompute  # noqa: E402
-from recipes.algorithms.powersgd.lever import PowerSGD  # noqa: E402
-from recipes.algorithms.sharding.shard import shard  # noqa: E402
-from recipes.config.recipe import Recipe, load_config  # noqa: E402
-from recipes.engines.composer.model import ComposerTask  # noqa: E402
-from recipes.engines.composer.trainer import build_trainer  # noqa: E402
-from recipes.models.autoregressive.sampler import Choice, uniforms  # noqa: E402
-from recipes.models.autoregressive.task import Autoregressive  # noqa: E402
-from recipes.training.microbatches import samples_of, split, with_batch_means  # noqa: E402
-from tests.recipes.algorithms.composer_levers import algorithms_of  # noqa: E402
-from tests.recipes.engines.composer.inside import callback_of, lever_of  # noqa: E402
+from callbacks.plateau import Plateau
+from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.sharding.shard import shard
+from recipes.config.recipe import Recipe, load_config
+from recipes.engines.composer.model import ComposerTask
+from recipes.engines.composer.trainer import build_trainer
+from recipes.models.autoregressive.sampler import Choice, uniforms
+from recipes.models.autoregressive.task import Autoregressive
+from recipes.training.microbatches import samples_of, split, with_batch_means
+from tests.recipes.algorithms.composer_levers import algorithms_of
+from tests.recipes.engines.composer.inside import callback_of, lever_of
 
 BATCH = 4
 
@@ -104,7 +101,7 @@ def check_16_bit_training(recipe: str, folder: Path) -> None:
     """A run with all of DALL-E's 16-bit training: two machines of one device, which stay the same to the last bit."""
     overrides = [
         f"output={folder}",
-        "optimizer={name: adam16, lr: 1e-3}",
+        "optimizer={name: adam16, lr: 1e-3, compiled: false}",
         "training.precision=fp32",
         "training.fsdp={strategy: FULL_SHARD, replicas: 2}",
         "training.grad_clip=null",
@@ -115,7 +112,7 @@ def check_16_bit_training(recipe: str, folder: Path) -> None:
     trainer.fit()
     averaging = lever_of(trainer, PowerSGD)
     assert averaging.skipped == 0 and averaging.overlapped is not None
-    assert [len(m.shapes) for m in averaging.blocks[0]] == [3, 1]  # queries, keys and values apart
+    assert len(averaging.blocks[0]) == 4
     for parameter in trainer.state.model.parameters():
         assert isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
         first = parameter.to_local().detach().clone()

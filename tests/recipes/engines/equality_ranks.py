@@ -8,13 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
-
-from recipes.config.recipe import FSDP, Recipe, load_config  # noqa: E402
-from recipes.engines.conversion import convert  # noqa: E402
-from recipes.training.ranks import from_first_rank, is_first_rank  # noqa: E402
-from tests.recipes.engines.recording import Recorder, differences, record  # noqa: E402
+from recipes.config.recipe import FSDP, Recipe, load_config
+from recipes.engines.conversion import convert
+from recipes.training.ranks import from_first_rank, is_first_rank
+from tests.recipes.engines.recording import Recorder, differences, record
 
 
 def main():

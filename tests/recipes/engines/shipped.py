@@ -23,7 +23,7 @@ LATENTS = [
 ]
 UNET = [
     *LATENTS,
-    "model.denoiser={channels: [32,64,64,64], heads: [1,2,2,2], blocks: 1, text_width: 16}",
+    "model.denoiser={channels: [32,64], attention: [true,false], heads: [1,2], blocks: 1, text_width: 16}",
     "data.expect={scaling_factor: 0.5, text_length: 12}",
     "evals.val.expect={scaling_factor: 0.5, text_length: 12}",
     "schedule.warmup=0ba",

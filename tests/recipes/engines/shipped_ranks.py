@@ -1,24 +1,19 @@
 """Run by test_shipped.py on two ranks in the folder argv[1]: trains each recipe of recipes.json, and writes what was
 seen to seen.<rank>.json, or the error that ended it."""
 
-import itertools
 import json
 import os
 import sys
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+from torch import nn
 
-import torch  # noqa: E402
-from streaming.base.shared import prefix  # noqa: E402
-from torch import nn  # noqa: E402
-
-from callbacks.throughput import Throughput  # noqa: E402
-from recipes.config.recipe import Recipe, load_config  # noqa: E402
-from recipes.training.ranks import rank, world_size  # noqa: E402
-from tests.recipes.engines.recording import Recorder, record  # noqa: E402
+from callbacks.throughput import Throughput
+from recipes.config.recipe import Recipe, load_config
+from recipes.training.ranks import rank, world_size
+from tests.recipes.engines.recording import Recorder, record
 
 
 class Watch(Recorder):
@@ -41,9 +36,6 @@ class Watch(Recorder):
 
 def main():
     folder = Path(sys.argv[1])
-    # streaming tries names of shared memory from 0 on, for each data set: hundreds, where many were left on a machine.
-    first = 1000 * int(os.environ["MASTER_PORT"])
-    prefix._each_prefix_int = lambda: itertools.count(first)
     seen = {}
     for name, (engine, path) in json.loads((folder / "recipes.json").read_text()).items():
         watch = Watch()

@@ -2,15 +2,13 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes.config.recipe import to_yaml
-from tests.recipes.engines.shipped import BATCHES, ELSEWHERE, ROOT, SMALLER, small, training_recipes
+from tests.ranks import launch
+from tests.recipes.engines.shipped import BATCHES, ELSEWHERE, SMALLER, small, training_recipes
 
 pytestmark = pytest.mark.timeout(1600)  # more than thirty small runs in one launch, on a machine that may be busy
 FORMATS = {"amp_bf16": "torch.bfloat16", "amp_fp16": "torch.float16", "fp32": "torch.float16"}  # fp32: scaled blocks
@@ -37,13 +35,7 @@ def runs(request, tmp_path_factory):
             path.write_text(to_yaml(recipes[name, kind]))
             plan[f"{name} {kind}"] = (engines[(number + turn) % 2], str(path))
     (folder / "recipes.json").write_text(json.dumps(plan))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE")
-    environment = {name: value for name, value in os.environ.items() if name not in names} | {"OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("shipped_ranks.py")
-    done = subprocess.run(
-        [*command, str(script), str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
-    )
+    done = launch(2, Path(__file__).with_name("shipped_ranks.py"), folder, timeout=1500)
     files = [folder / f"seen.{rank}.json" for rank in range(2)]
     reports = [json.loads(file.read_text()) if file.is_file() else {} for file in files]
     missing = {"error": "it was not reached:\n" + done.stdout[-2000:] + done.stderr[-4000:]}

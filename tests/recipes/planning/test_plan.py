@@ -13,7 +13,7 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.plan import main
 from recipes.planning.batches import blank_batch, sample_bytes
-from recipes.planning.devices import Device, Shares
+from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place, best_of
 from recipes.planning.step_time import UPDATE_BYTES, message_seconds, pass_times

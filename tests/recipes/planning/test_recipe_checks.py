@@ -17,7 +17,7 @@ def test_a_recipe_that_fits(small_recipe, tmp_path):
 
 
 def test_what_is_missing_and_what_does_not_fit(small_recipe, tmp_path):
-    recipe = small_recipe(tmp_path / "run", "model.denoiser.text_width=32", "model.denoiser.heads=[1,2,2,2]")
+    recipe = small_recipe(tmp_path / "run", "model.denoiser.text_width=32")
     found = {finding.subject: finding for finding in recipe_checks(recipe, ["data.streams.x.path: `x` does not exist"])}
     assert found["input"].level == found["recipe"].level == "error" and "disk" not in found
     assert "does not exist" in found["input"].text and "text_width" in found["recipe"].text
@@ -42,7 +42,7 @@ def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder
     assert found.text.startswith("evals.val.streams.val and data.streams.train were encoded with different weights")
 
 
-@pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("1gb", "ok")])
+@pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
 

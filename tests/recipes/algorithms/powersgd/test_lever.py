@@ -1,8 +1,5 @@
 """PowerSGD in runs: refusals, real runs on two and four ranks, and (in the same launches) Adam16 on shards."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +13,14 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun
 from recipes.models.task import Task
 from recipes.training.levers import Levers
+from tests.ranks import launch
 from tests.recipes.algorithms.residual import Residual
 
 HERE = Path(__file__).parent
 
 
-def launch(ranks, script, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[3])}
-    result = subprocess.run(
-        [*command, str(HERE / script), *map(str, arguments)], env=env, capture_output=True, text=True, timeout=300
-    )
+def check(ranks, script, folder):
+    result = launch(ranks, HERE / script, folder)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     assert result.stdout.count("all as it should be") == ranks
 
@@ -34,13 +28,13 @@ def launch(ranks, script, *arguments):
 def test_runs_and_shards_on_two_ranks(tmp_path):
     """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; Adam16 on shards
     of FSDP2; exponents are counted over ranks."""
-    launch(2, "powersgd_ranks.py", tmp_path)
+    check(2, "powersgd_ranks.py", tmp_path)
 
 
 def test_two_machines_of_two_devices(tmp_path):
     """The compressor by itself; then the same between machines that shard, overlapped or not; errors move to another
     number of machines."""
-    launch(4, "powersgd_shards_ranks.py", tmp_path)
+    check(4, "powersgd_shards_ranks.py", tmp_path)
 
 
 def test_one_process_has_nothing_to_average():

@@ -30,14 +30,16 @@ GRADIENTS, LOW_PRECISION, RUNS = "gradients of shards", "shards in low precision
 UNITS = "units of a published U-Net"
 ROOT = Path(__file__).resolve().parents[4]
 BATCH = 4
+# How a model is sharded, and whether its blocks are computed again in the backward pass.
 MESH_OPTIONS = [
-    {"by_block": True, "reshard_after_forward": False},
-    {"by_block": False, "reshard_after_forward": False},
-    {"by_block": True, "reshard_after_forward": True},
+    ({"by_block": True, "reshard_after_forward": False}, False),
+    ({"by_block": False, "reshard_after_forward": False}, True),
+    ({"by_block": True, "reshard_after_forward": True}, True),
     # Norms apart from the rest, in a format that loses nothing of theirs.
-    {"by_block": True, "parameters": torch.float64},
-    {"by_block": True, "parameters": torch.float64, "reshard_after_forward": True},
-    {"by_block": False, "parameters": torch.float64},
+    ({"by_block": True, "parameters": torch.float64}, True),
+    ({"by_block": True, "parameters": torch.float64, "reshard_after_forward": True}, False),
+    ({"by_block": True, "parameters": torch.float64, "reshard_after_forward": True}, True),
+    ({"by_block": False, "parameters": torch.float64}, False),
 ]
 
 
@@ -100,39 +102,38 @@ def check_gradients(recipe_file: str, folder: Path) -> None:
     # Where parameters have a format of their own, the gradients of all but norms are summed in 32 bits.
     summed = {"rtol": 1e-4, "atol": 1e-6 * largest}
     norms = tuple(f"{n}." for n, m in whole.named_modules() if isinstance(m, NORMS))
-    for options in MESH_OPTIONS:
-        for recomputed in (False, True):
-            task = make_task(recipe).double()
-            task.to(memory_format=torch.channels_last)
-            if recomputed:
-                recompute(task.recomputed_blocks())
-            again = recomputed_modules(task)
-            assert len(again) == recomputed * len(task.recomputed_blocks())
-            units = shard(task, init_device_mesh("cpu", (2,)), recomputed=again, **options)
-            apart = "parameters" in options
-            assert units == 1 + options["by_block"] * len(task.blocks()) + apart * norm_units(task, again)
-            assert all(isinstance(p, DTensor) for p in task.parameters())
-            size = sum(p.to_local().numel() for p in task.parameters()) / sum(p.numel() for p in task.parameters())
-            assert 0.4 < size < 0.6
-            # Validation and sampling come first, so that what they gather is still there.
-            with torch.no_grad():
-                own = task.evaluate(part(batch))["loss"]
-                torch.testing.assert_close(own, part({"loss": evaluated})["loss"], **near)
-                made = task.denoise(batch["latents"], batch["timesteps"], batch["text"])
-                torch.testing.assert_close(made, denoised, rtol=1e-8, atol=1e-8)
-            for _ in range(2):  # what the first step leaves must not enter the second
-                task.zero_grad()
-                mean = task(part(batch))["total"]
-                mean.backward()
-                dist.all_reduce(mean.detach_())
-                torch.testing.assert_close(mean / 2, loss.detach(), **near)
-                for name, gradient in gradients(task).items():
-                    close = summed if apart and not name.startswith(norms) else near
-                    torch.testing.assert_close(gradient, wanted[name], **close, msg=lambda m, n=name: f"{n} {m}")
-            gathered = whole_weights(task)
-            assert bool(gathered) == (dist.get_rank() == 0)
-            for name, tensor in gathered.items():
-                assert torch.equal(tensor, weights[name]), name
+    for options, recomputed in MESH_OPTIONS:
+        task = make_task(recipe).double()
+        task.to(memory_format=torch.channels_last)
+        if recomputed:
+            recompute(task.recomputed_blocks())
+        again = recomputed_modules(task)
+        assert len(again) == recomputed * len(task.recomputed_blocks())
+        units = shard(task, init_device_mesh("cpu", (2,)), recomputed=again, **options)
+        apart = "parameters" in options
+        assert units == 1 + options["by_block"] * len(task.blocks()) + apart * norm_units(task, again)
+        assert all(isinstance(p, DTensor) for p in task.parameters())
+        size = sum(p.to_local().numel() for p in task.parameters()) / sum(p.numel() for p in task.parameters())
+        assert 0.4 < size < 0.6
+        # Validation and sampling come first, so that what they gather is still there.
+        with torch.no_grad():
+            own = task.evaluate(part(batch))["loss"]
+            torch.testing.assert_close(own, part({"loss": evaluated})["loss"], **near)
+            made = task.denoise(batch["latents"], batch["timesteps"], batch["text"])
+            torch.testing.assert_close(made, denoised, rtol=1e-8, atol=1e-8)
+        for _ in range(2):  # what the first step leaves must not enter the second
+            task.zero_grad()
+            mean = task(part(batch))["total"]
+            mean.backward()
+            dist.all_reduce(mean.detach_())
+            torch.testing.assert_close(mean / 2, loss.detach(), **near)
+            for name, gradient in gradients(task).items():
+                close = summed if apart and not name.startswith(norms) else near
+                torch.testing.assert_close(gradient, wanted[name], **close, msg=lambda m, n=name: f"{n} {m}")
+        gathered = whole_weights(task)
+        assert bool(gathered) == (dist.get_rank() == 0)
+        for name, tensor in gathered.items():
+            assert torch.equal(tensor, weights[name]), name
 
 
 def norm_units(task: LatentDiffusion, again: list[torch.nn.Module]) -> int:
