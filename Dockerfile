@@ -20,6 +20,7 @@ COPY recipes ./recipes
 COPY callbacks ./callbacks
 COPY data ./data
 COPY precompute ./precompute
+COPY cluster ./cluster
 COPY yamls ./yamls
 
 RUN useradd --uid 1000 --create-home precompose \

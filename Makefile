@@ -5,7 +5,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Without bytecode files, every process that imports composer compiles it again, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install test lint quickstart openmoji-vae openmoji-text quickstart-tokens gpu docs lock clean distclean
+.PHONY: help install test test-cluster lint quickstart openmoji-vae openmoji-text quickstart-tokens gpu docs lock clean distclean
 
 TORCH ?= 2.7
 ifeq ($(TORCH),2.7)
@@ -75,6 +75,9 @@ test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
 	$(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder \
 	    $(PYTEST_ARGS)
 
+test-cluster: install  ## submit jobs to a Slurm that is started here: killed, pre-empted, resumed; needs root, minutes
+	$(BIN)/python -m pytest -q -ra -p no:xdist tests/cluster/trial_slurm.py
+
 lint: install  ## run ruff and hadolint
 	$(BIN)/ruff check .
 	$(BIN)/hadolint Dockerfile
@@ -111,6 +114,7 @@ quickstart: install  ## OpenMoji from nothing to samples: VAE, text encoder, lat
 	@echo "== 6/6 draw samples"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_diffusion/export --out $(SAMPLES) \
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
+	@$(BIN)/python recipes/compare.py runs/openmoji_diffusion --out runs/openmoji_diffusion/report.html
 
 openmoji-vae openmoji-text: export OMP_NUM_THREADS ?= 1
 openmoji-vae:
@@ -128,6 +132,7 @@ quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, B
 	@echo "== 7/7 draw samples: the best of 32 candidates per caption"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
 	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
+	@$(BIN)/python recipes/compare.py runs/openmoji_dalle --out runs/openmoji_dalle/report.html
 
 # --- measurements ------------------------------------------------------------------------------
 

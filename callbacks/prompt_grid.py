@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from callbacks.averaged import averaged
@@ -84,17 +85,21 @@ class PromptGrid(PeriodicCallback, ABC):
             self.text = from_first_rank(self.text)
 
     def act(self, run: Run) -> None:
-        if not is_first_rank() and not is_sharded(self.task):
-            return  # and wait at the next collective
-        with averaged(self.average), evaluation_mode(self.task), run.autocast():
-            drawn = self.draw()
-        if not is_first_rank():
+        images = self.images(run)
+        if images is None:
             return
-        images = to_uint8(self._decoded(drawn))
         path = self.folder / f"ba{run.clock.batch:07d}.png"
         save_png(picture_grid(images, self.prompts, self.columns), path)
         log.info(f"samples: {path}")
         run.log_images("samples", images)
+
+    def images(self, run: Run) -> np.ndarray | None:
+        """The prompts' images, (N, H, W, 3) uint8; None on all ranks but the first. Every rank must call it."""
+        if not is_first_rank() and not is_sharded(self.task):
+            return None  # and wait at the next collective
+        with averaged(self.average), evaluation_mode(self.task), run.autocast():
+            drawn = self.draw()
+        return to_uint8(self._decoded(drawn)) if is_first_rank() else None
 
     def _decoded(self, drawn: list[torch.Tensor]) -> torch.Tensor:
         self.image_encoder.to(drawn[0].device)

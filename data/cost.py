@@ -9,7 +9,7 @@ Example::
     class Averager:
         @classmethod
         def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
-            return Cost(device_bytes=4 * plan.trained / plan.shards, note="for the average")
+            return Cost(device_bytes=4 * plan.trained * plan.share, note="for the average")
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class Plan:
         parameters: number of the model's parameters.
         trained: number of those that are trained.
         replicas: groups of devices that each hold the whole model.
-        shards: devices of a replica, over which the model is divided; 1 without sharding.
+        shards: devices of a replica, over which the model is divided; 1 without.
         output: folder of the run.
         averaged: whether the run has averaged weights beside the trained ones. Correct only for
             callbacks, whose costs are computed last.
         build: builds a component that is an argument of this one, such as the streams of a data component.
+        tensor: devices of those `shards` that divide the matrices of each layer.
+        matrices: share of the parameters that these divide; they all have the others.
     """
 
     task: Any
@@ -47,6 +49,13 @@ class Plan:
     output: str
     averaged: bool
     build: Callable[[Any], Any]
+    tensor: int = 1
+    matrices: float = 1.0
+
+    @property
+    def share(self) -> float:
+        """Share of the model's parameters that each device holds."""
+        return (self.matrices + (1 - self.matrices) * self.tensor) / self.shards
 
 
 @dataclass(frozen=True)

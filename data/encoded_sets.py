@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +15,12 @@ from streaming.base.storage import CloudDownloader
 from torch import Tensor
 
 from data.aliases import InputPath
+from data.fetching import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
+
+ATTEMPTS = 4  # to fetch a file, with pauses of 1, 2 and 4 s between them
+CREDENTIAL = "whether the address is right and the credential has expired"
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,24 @@ class EncodedSet:
         return path
 
     def _fetch(self, name: str) -> Path:
-        """Fetches a remote file to a new path, because all ranks fetch at the same time."""
+        """Fetches a remote file to a new path, because all ranks fetch at the same time.
+
+        Raises:
+            ValueError: the store refuses it, or does not answer.
+        """
         copy = Path(self.local, f".{name}.{uuid.uuid4().hex}")
         copy.parent.mkdir(parents=True, exist_ok=True)
         address = f"{self.remote.rstrip('/')}/{name}"
-        CloudDownloader.get(address).download(address, str(copy), timeout=120.0)
-        return copy
+        for attempt in range(ATTEMPTS):
+            try:
+                CloudDownloader.get(address).download(address, str(copy), timeout=120.0)
+                return copy
+            except Exception as error:  # each store's client has its own errors, without a common base class
+                copy.unlink(missing_ok=True)
+                if attempt + 1 == ATTEMPTS or _is_refused(error):
+                    raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); see {CREDENTIAL}") from error
+            time.sleep(2.0**attempt)
+        raise AssertionError
 
     def manifest(self) -> Manifest:
         """Reads the manifest of the set.
@@ -74,6 +91,13 @@ class EncodedSet:
     def null_text(self) -> Tensor:
         """(L, D) float16, the embedding of the empty caption."""
         return torch.from_numpy(np.load(self.file(NULL_TEXT), allow_pickle=False))
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether asking again gives the same answer: a missing file, or a status of HTTP from 400 to 499."""
+    answer = getattr(error, "response", None)
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) if isinstance(answer, dict) else 0
+    return isinstance(error, FileNotFoundError) or 400 <= status < 500
 
 
 def local_set(

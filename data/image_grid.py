@@ -14,6 +14,7 @@ from data.files import atomic_write
 
 FONT_SIZE = 11
 LINE_HEIGHT = 13
+MARGIN = 6  # pixels around cells
 
 
 def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, cell: int = 128) -> Image.Image:
@@ -32,12 +33,11 @@ def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None 
         raise ValueError(f"picture_grid: {len(pictures)} pictures with {len(captions)} captions")
     factor = max(1, math.ceil(cell / pictures.shape[1]))
     height, width = pictures.shape[1] * factor, pictures.shape[2] * factor
-    columns = columns or math.ceil(math.sqrt(len(pictures)))
+    columns = columns or _square(len(pictures))
     rows = math.ceil(len(pictures) / columns)
     font = ImageFont.load_default(FONT_SIZE)
-    lines = [textwrap.wrap(caption, max(8, int(width / (FONT_SIZE * 0.52))))[:3] for caption in captions]
-    text_height = LINE_HEIGHT * max(1, *(len(line) for line in lines)) + 6
-    margin = 6
+    lines, text_height = _wrapped(captions, width)
+    margin = MARGIN
     sheet = Image.new(
         "RGB", (columns * (width + margin) + margin, rows * (height + text_height + margin) + margin), "white"
     )
@@ -49,6 +49,44 @@ def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None 
         for place, line in enumerate(lines[number]):
             draw.text((left, top + height + 2 + place * LINE_HEIGHT), line, fill="black", font=font)
     return sheet
+
+
+def cut_grid(sheet: Image.Image, captions: list[str], columns: int | None = None) -> list[Image.Image] | None:
+    """The images of a sheet that `picture_grid` made, enlarged as they are there, without their captions.
+
+    Args:
+        sheet: the sheet.
+        captions: N, those that it was made with.
+        columns: as it was made with.
+
+    Returns:
+        N images; None if the sheet has not the size of one with these captions.
+    """
+    if not captions:
+        return None
+    columns = columns or _square(len(captions))
+    width, rest = divmod(sheet.width - MARGIN, columns)
+    row, rest_of_rows = divmod(sheet.height - MARGIN, math.ceil(len(captions) / columns))
+    width -= MARGIN
+    height = row - MARGIN - _wrapped(captions, width)[1]
+    if rest or rest_of_rows or width < 1 or height < 1:
+        return None
+    corners = [
+        (MARGIN + column * (width + MARGIN), MARGIN + line * row)
+        for line, column in (divmod(number, columns) for number in range(len(captions)))
+    ]
+    return [sheet.crop((left, top, left + width, top + height)) for left, top in corners]
+
+
+def _square(number: int) -> int:
+    """Columns of a grid that is nearly square."""
+    return math.ceil(math.sqrt(number))
+
+
+def _wrapped(captions: list[str], width: int) -> tuple[list[list[str]], int]:
+    """The lines of captions below images of a width in pixels, and the height of the largest caption in pixels."""
+    lines = [textwrap.wrap(caption, max(8, int(width / (FONT_SIZE * 0.52))))[:3] for caption in captions]
+    return lines, LINE_HEIGHT * max(1, *(len(line) for line in lines)) + 6
 
 
 def save_png(picture: Image.Image, path: Path) -> None:

@@ -86,6 +86,7 @@ def latents(
         shuffle=shuffle and placement.training,
         shuffle_algo=shuffle_algo,
         shuffle_seed=placement.seed,
+        replication=placement.copies if placement.copies > 1 else None,
         shuffle_block_size=shuffle_block,
         predownload=predownload,
         cache_limit=cache_limit,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.manifest import Manifest
+from data.stacks import give_stacks
 
 Batch = dict[str, Tensor]
 REMEMBERED_POSITIONS = 64  # batches; the most that a trainer may fetch ahead of what it trains on
@@ -27,10 +30,11 @@ class Placement:
         batch: number of samples per batch and device.
         training: whether samples are shuffled and the loader goes on to the next epoch, rather than reading a
             validation set once in order.
-        rank: number of this process.
-        world: number of processes.
+        rank: number of this process among those that read different samples.
+        world: number of those processes.
         seed: seed of the order.
         pin: put batches into page-locked memory, for a GPU.
+        copies: number of neighbouring processes that read the same samples, and share `rank`.
     """
 
     batch: int
@@ -39,6 +43,7 @@ class Placement:
     world: int = 1
     seed: int = 17
     pin: bool = False
+    copies: int = 1
 
 
 class ResumableLoader(Protocol):
@@ -122,8 +127,24 @@ def position(positions: deque[Position], ahead: int) -> Position:
 
 def leave_signals(worker: int) -> None:
     """For worker processes: signals that stop a run are left to the trainer, which still needs batches when they come.
+    Another one asks for stacks.
 
     Clusters and containers send them to all processes. A worker ends when its trainer does.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    give_stacks()
+
+
+@atexit.register
+def end_workers() -> None:
+    """End the data workers of this process, when it ends with an error or a signal while an iterator is in use.
+
+    multiprocessing would ask them by SIGTERM, which they ignore, and then wait for them for ever. It is imported before
+    this file, so that this comes first.
+    """
+    workers = [worker for worker in multiprocessing.active_children() if worker.daemon]
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each
+    for worker in workers:
+        worker.kill()

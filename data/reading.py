@@ -8,29 +8,35 @@ these views into the batch's memory.
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
+import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from streaming import Stream, StreamingDataLoader, StreamingDataset
+from streaming import Stream, StreamingDataLoader
 from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
-from data.encoded_sets import EncodedSet
+from data.encoded_sets import CREDENTIAL, EncodedSet
+from data.fetching import FetchingDataset, NotFetched
 from data.loading import REMEMBERED_POSITIONS, Batch, Placement, leave_signals, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of
 from data.shared_names import lock_cache, own_names
 
 PREFETCH = 4  # batches that are ready or being read, per worker
-# Seconds that training waits for a batch. When a worker fails to fetch a shard, streaming lets the others that need it
-# wait for ever.
+# Seconds that training waits for a batch: a store may be slow, but a worker may also be lost.
 LONGEST_WAIT = 1800
 
 
-class EncodedDataset(StreamingDataset):
+# streaming warns in each epoch that positions must count the samples of copies once, which `EncodedLoader` does.
+logging.getLogger("streaming.base.dataset").addFilter(lambda record: "`replication` arg" not in record.getMessage())
+
+
+class EncodedDataset(FetchingDataset):
     """Samples of encoded sets in streaming's order, and `collate`, which subclasses define, from samples to a batch.
 
     Args:
@@ -56,7 +62,6 @@ class EncodedDataset(StreamingDataset):
         self.arrays = self.shards[0].arrays
         self.blocks = BatchBlocks(blocks, bytes_of(self.specs(self.batch_size)))
         self.finished_epoch: int | None = None
-        self._failure: BaseException | None = None
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """See `StreamingDataset.state_dict`; Composer calls it with the number of samples of its current epoch.
@@ -68,22 +73,6 @@ class EncodedDataset(StreamingDataset):
         if from_beginning and not num_samples and state["epoch"] == self.finished_epoch:
             state |= {"epoch": self.finished_epoch + 1, "sample_in_epoch": 0}
         return state
-
-    def on_exception(self, future: Future) -> None:
-        """streaming calls this when a thread that fetches shards has ended."""
-        self._failure = future.exception() or self._failure
-        super().on_exception(future)
-
-    def __iter__(self) -> Iterator[StoredSample]:
-        """This worker's samples of the next epoch.
-
-        Raises:
-            RuntimeError: a shard could not be fetched. streaming itself would end the epoch without a message.
-        """
-        self._failure = None
-        yield from super().__iter__()
-        if self._failure is not None:
-            raise RuntimeError(f"a shard could not be fetched or decompressed: {self._failure}") from self._failure
 
     @property
     def epoch(self) -> int:
@@ -116,7 +105,7 @@ class EncodedLoader(StreamingDataLoader):
 
     Args:
         dataset: what is read.
-        ranks: number of processes that train, each on its own part of an epoch.
+        ranks: number of processes, or groups of them, that train, each on its own part of an epoch.
         arguments: of DataLoader.
     """
 
@@ -130,11 +119,15 @@ class EncodedLoader(StreamingDataLoader):
         """The batches of the next epoch, or of the rest of one that was resumed.
 
         Raises:
-            RuntimeError: a shard could not be fetched, or the epoch ended early for another reason.
+            ValueError: a shard could not be fetched.
+            RuntimeError: the epoch ended early for another reason.
         """
-        yield from self._epoch()
-        if self._skip_empty_epoch and not self.num_samples_yielded:
+        try:
             yield from self._epoch()
+            if self._skip_empty_epoch and not self.num_samples_yielded:
+                yield from self._epoch()
+        except NotFetched as error:
+            raise ValueError(f"data: {error.line}; start again when the store answers, and see {CREDENTIAL}") from None
         self._skip_empty_epoch = False
 
     def _epoch(self) -> Iterator[Batch]:
@@ -216,3 +209,23 @@ def streams_of(sets: Mapping[str, EncodedSet]) -> list[Stream]:
 def key_seed(key: str) -> int:
     """A seed from a sample's key: the same on every machine, in [0, 2^63)."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def keys_of(dataset: EncodedDataset, seeds: Collection[int], seconds: float = 20.0) -> dict[int, str]:
+    """Which samples seeds belong to: seed -> key, as far as their shards are on this disk and the time allows.
+
+    The shards that were read last are searched first.
+    """
+    wanted, found, limit = set(seeds), {}, time.monotonic() + seconds
+    for number in dataset._shard_access_times.numpy().argsort()[::-1]:
+        shard = dataset.shards[number]
+        for sample in range(shard.samples if os.path.isfile(shard.path) else 0):
+            if len(found) == len(wanted) or time.monotonic() > limit:
+                return found
+            try:
+                key = shard.get_item(sample).texts[0]
+            except (ValueError, FileNotFoundError):  # it is damaged, or was just evicted
+                continue
+            if key_seed(key) in wanted:
+                found[key_seed(key)] = key
+    return found

@@ -3,7 +3,8 @@
 streaming numbers the data sets of a machine from 0: it looks for the first name that does not exist, and then makes it.
 Two runs that look at the same moment take the same name, and one of them fails; what a killed container has left with
 `--ipc=host` stays in the way; and each look opens the memory of all data sets before. Here each data set begins at a
-number of its own, drawn at random, and finds it free at once.
+number of its own, drawn at random, and finds it free at once. What killed processes have left is removed first (see
+`data.stale_memory`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from streaming.base.shared import prefix
 
 from data.locks import held
+from data.stale_memory import clear, hold
 
 BITS = 48
 
@@ -31,6 +33,9 @@ def own_names() -> Iterator[None]:
     drawn = [secrets.randbits(BITS)]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)
+    if environ.get("LOCAL_RANK", "0") == "0":
+        clear()
+    hold(drawn[0])
     numbers = prefix._each_prefix_int
     prefix._each_prefix_int = lambda: itertools.count(drawn[0])
     try:

@@ -3,6 +3,7 @@
     python recipes/doctor.py
     python recipes/doctor.py yamls/openmoji_diffusion.yaml
     composer -n 8 recipes/doctor.py yamls/sd2_base.yaml     # also the clocks of the machines and the links between them
+    python recipes/doctor.py --clear                        # removes the shared memory that dead processes have left
 
 Exits with status 1 if a run could not start or could not end. Training makes the quick ones of these checks itself.
 """
@@ -24,12 +25,14 @@ def main(arguments: list[str]) -> int:
     if arguments in (["--help"], ["-h"]):
         print((__doc__ or "").strip())
         return 0
+    clear = "--clear" in arguments
+    arguments = [argument for argument in arguments if argument != "--clear"]
     command = read_command_line([*arguments, "--dry-run"], Recipe, __doc__) if arguments else None
     failed = False
     with user_errors():
         from recipes.planning.link_checks import link_checks
 
-        findings = [*machine_checks(), *link_checks()]
+        findings = [*machine_checks(clear), *link_checks()]
         if command is not None:
             from recipes.planning.recipe_checks import recipe_checks
 

@@ -58,8 +58,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
     from data.sources.tars import TarSource
     from recipes.encoders.base import weights_hash
-    from recipes.generation.reranking import Reranker
     from recipes.generation.retrieval import accuracy, ranks, read_pairs
+    from recipes.scoring.reranking import Reranker
 
     pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
     model = Reranker(options.retrieval, pipeline.device)

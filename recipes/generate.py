@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
         pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
         reranker = None
         if options.rerank is not None:
-            from recipes.generation.reranking import Reranker, best
+            from recipes.scoring.reranking import Reranker, best
 
             reranker = Reranker(options.rerank, pipeline.device)
         captions = [caption for caption in captions for _ in range(candidates)]

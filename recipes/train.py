@@ -23,6 +23,7 @@ from recipes.config.recipe import Recipe
 from recipes.planning.machine_checks import cheap_checks
 from recipes.planning.recipe_checks import cheap_recipe_checks
 from recipes.training.stop import stop_signals
+from recipes.training.watchdog import watched
 
 
 def main() -> None:
@@ -46,7 +47,9 @@ def main() -> None:
         if not engine.is_file():
             raise ValueError(f"training.engine: {recipe.training.engine} is not part of this version; use composer")
         trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
-        with stop_signals():  # after the imports, of which Composer's sets handlers of its own
+        training = recipe.training
+        # After the imports, of which Composer's sets signal handlers of its own.
+        with stop_signals(), watched(training.watchdog, recipe.output, training.watchdog_ends):
             trainer.train(recipe)
 
 

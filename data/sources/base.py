@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,12 +33,14 @@ REASONS = {
     "too_many_pixels": "more pixels than the filter's max_pixels (decompression bombs land here)",
     "too_small": "the shorter side is below the filter's min_side",
     "aspect": "width / height is outside the filter's min_aspect..max_aspect",
+    "low_similarity": "the image and its caption fit less well than the source's at_least, by their score",
     "nonfinite_latent": "the encoder's latents are not finite in fp16, nor when encoded again in fp32",
     "nonfinite_text": "the caption's embedding is not finite in fp16, nor when encoded again in fp32",
 }
 
 # Larger files are not read into memory. The largest photographs have a tenth of this.
 MAX_FILE_BYTES = 256 * 1024 * 1024
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of this machine, in bytes
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 

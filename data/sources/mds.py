@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from data.aliases import InputPath
-from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
+from data.sources.base import MAX_FILE_BYTES, MEMORY, ReadOnce, Rejected, Sample, assemble, shard_id
 
 _FILES = ("bytes", "jpeg", "png")  # encodings that hold an image's file as it is
 _IMAGES = (*_FILES, "pil")
 _TEXTS = ("str", "bytes")
+_CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "snappy": "snappy", "zstd": "zstd"}  # as Arrow calls them
 _NUMBERS = ("int", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)))
 
 
@@ -101,6 +102,9 @@ class MDSSource:
                     # Reading it anyway would give a truncated caption without an error.
                     yield Rejected(key, "broken_shard", f"sample {number} lies outside of the file's {size} bytes")
                     continue
+                if places[number + 1] - places[number] > 2 * MAX_FILE_BYTES:
+                    yield Rejected(key, "too_large_file", f"{places[number + 1] - places[number]} bytes of all columns")
+                    continue
                 try:
                     row = reader[number]
                 # The offsets of a damaged shard point anywhere, so the library can raise anything.
@@ -156,11 +160,36 @@ def locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
     zipped = root / _basename(info, "zip_data")
     if not zipped.is_file():
         raise FileNotFoundError(f"no file {zipped}: a shard of the source is gone")
-    from streaming.base.compression import decompress
-
     file = scratch / "shard.mds"
-    file.write_bytes(decompress(info["compression"], zipped.read_bytes()))
+    file.write_bytes(_decompressed(info, zipped))
     return file
+
+
+def _decompressed(info: dict[str, Any], zipped: Path) -> bytes:
+    """The bytes of a compressed shard, and never more than the index says: a bomb is not read to its end.
+
+    Raises:
+        ValueError: the index says more than this machine's memory, or another size than there is.
+    """
+    import pyarrow as pa
+
+    size, name = info["raw_data"]["bytes"], info["compression"].split(":")[0]
+    if not 0 <= size <= MEMORY:
+        raise ValueError(f"the index says {size:,} bytes, more than this machine's memory")
+    if name not in _CODECS:
+        raise ValueError(f"compression {name!r} is not read: give {', '.join(_CODECS)}")
+    if name == "snappy":  # not a stream; Arrow needs its size, which it says at its beginning, 7 bits a byte
+        stored = zipped.read_bytes()
+        last = next((i for i, byte in enumerate(stored[:5]) if byte < 128), 0)
+        if sum((byte & 127) << 7 * i for i, byte in enumerate(stored[: last + 1])) != size:
+            raise ValueError(f"it does not hold the {size:,} bytes of the index")
+        data = pa.Codec(name).decompress(stored, size, asbytes=True)
+    else:
+        with pa.CompressedInputStream(pa.OSFile(str(zipped)), _CODECS[name]) as stream:
+            data = stream.read(size + 1)
+    if len(data) != size:
+        raise ValueError(f"it holds {'more' if len(data) > size else 'fewer'} than the {size:,} bytes of the index")
+    return data
 
 
 def _reader(file: Path, info: dict[str, Any]) -> tuple[Any, dict[str, str]]:

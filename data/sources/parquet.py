@@ -1,15 +1,13 @@
 """Parquet files with the images' bytes and their captions, as Hugging Face data sets store them."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data.aliases import InputPath
-from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
+from data.sources.base import MEMORY, ReadOnce, Rejected, Sample, assemble, shard_id
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of this machine, in bytes
 
 
 class ParquetSource:

@@ -18,7 +18,7 @@ from recipes.algorithms.sixteen_bit.adam16 import Adam16
 def adamw_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """Two 32-bit moments of each trained parameter, see `data.cost`."""
     size = 2 * FLOAT * plan.trained
-    return Cost(device_bytes=size / plan.shards, checkpoint_bytes=size, note="two moments in fp32")
+    return Cost(device_bytes=size * plan.share, checkpoint_bytes=size, note="two moments in fp32")
 
 
 @with_cost(adamw_cost)
@@ -48,7 +48,7 @@ def adam16_cost(args: dict[str, Any], plan: Plan) -> Cost:
     low = sum(p.numel() for matrices in block_matrices(plan.task, "adam16") for p in matrices)
     size = 2 * (2 * low + FLOAT * (plan.trained - low))
     note = "two moments in fp32 (in 16 bits for the blocks' matrices)"
-    return Cost(device_bytes=size / plan.shards, checkpoint_bytes=size, note=note)
+    return Cost(device_bytes=size * plan.share, checkpoint_bytes=size, note=note)
 
 
 @with_cost(adam16_cost)

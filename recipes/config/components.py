@@ -33,6 +33,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "folder": "data.sources.folder:FolderSource",
         "parquet": "data.sources.parquet:ParquetSource",
         "mds": "data.sources.mds:MDSSource",
+        "scored": "data.sources.scored:ScoredSource",
     },
     "filter": {
         "pictures": "data.sources.filters:Filter",
@@ -76,6 +77,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "codebook": "callbacks.codebook:Codebook",
         "exponents": "callbacks.exponents:Exponents",
         "export": "callbacks.export:Export",
+        "fid": "callbacks.fid:Fid",
         "gradient_scales": "callbacks.gradient_scales:GradientScales",
         "lr_monitor": "callbacks.lr_monitor:LRMonitor",
         "memory_monitor": "callbacks.memory_monitor:MemoryMonitor",

@@ -49,15 +49,16 @@ class FSDP:
         valid = self.replicas == "machines" or self.replicas >= 1
         _require((valid, f"replicas: {self.replicas}; give 1 or more, or machines"))
 
-    def replicas_in(self, world: int, machine: int) -> int:
+    def replicas_in(self, world: int, machine: int, tensor_parallel: int = 1) -> int:
         """The number of replicas among `world` devices, `machine` of which are in each machine.
 
         Raises:
-            ValueError: it does not divide the number of devices.
+            ValueError: it does not divide the number of devices, or of tensor parallel groups.
         """
         replicas = world // machine if self.replicas == "machines" else self.replicas
-        if world % replicas:
-            raise ValueError(f"training.fsdp.replicas: {replicas} does not divide {world} devices")
+        if world % (replicas * tensor_parallel):
+            of = "" if tensor_parallel == 1 else f" in groups of {tensor_parallel}"
+            raise ValueError(f"training.fsdp.replicas: {replicas} does not divide {world} devices{of}")
         return replicas
 
 
@@ -87,8 +88,19 @@ class Training:
     nonfinite_limit: int = 20
     """Number of batches in a row with a loss or gradients that are not finite, after which the run ends with a report.
     The update of each such batch is skipped."""
+    watchdog: float | None = 300.0
+    """Seconds without progress after which each rank prints the call in which it waits and writes its stacks into the
+    output folder. Validation, sample grids and compilation that take longer give such a line, too. null: never."""
+    watchdog_ends: bool = False
+    """Whether a rank that has printed this line then ends, with status 86."""
     fsdp: FSDP | None = None
     """Sharding over devices; null: each device holds the whole model (DDP)."""
+    tensor_parallel: int = 1
+    """Number of neighbouring devices that divide each layer's matrices and compute a batch together; 1: every device
+    computes its own batch. The model must name a plan, as `autoregressive` does, and more than one such group needs
+    `fsdp`."""
+    tensor_between_machines: bool = False
+    """Whether such a group may be spread over machines, whose links are slower than those within one."""
     progress_bar: bool = False
     """Show the progress bar of the engine, in addition to the lines of the `progress` callback."""
 
@@ -109,17 +121,45 @@ class Training:
                 f"grad_clip: {self.grad_clip}; give a norm above 0, or null",
             ),
             (self.nonfinite_limit >= 1, f"nonfinite_limit: {self.nonfinite_limit}; give 1 or more"),
+            (self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel}; give 1 or more"),
+            (
+                self.watchdog is None or self.watchdog > 0,
+                f"watchdog: {self.watchdog}; give seconds above 0, or null",
+            ),
+            (not self.watchdog_ends or self.watchdog is not None, "watchdog_ends: true without watchdog"),
         )
 
+    def groups(self, world: int, machine: int | None = None) -> int:
+        """Number of groups of `tensor_parallel` devices, each of which computes its own part of the batch.
+
+        Args:
+            world: number of devices.
+            machine: number of devices in each machine; None: not checked.
+
+        Raises:
+            ValueError: `world` devices are not a whole number of groups, or a machine is not.
+        """
+        devices = self.tensor_parallel
+        if world % devices:
+            raise ValueError(f"training.tensor_parallel: {devices} does not divide {world} devices (WORLD_SIZE)")
+        if machine is not None and machine % devices and not self.tensor_between_machines:
+            raise ValueError(
+                f"training.tensor_parallel: groups of {devices} devices do not fit into machines of {machine} "
+                "(LOCAL_WORLD_SIZE); give a number that divides it, or training.tensor_between_machines=true"
+            )
+        return world // devices
+
     def device_batch(self, world: int) -> int:
-        """Samples per optimizer step on each of `world` devices.
+        """Samples per optimizer step on each of `world` devices, which devices of one tensor parallel group share.
 
         Raises:
             ValueError: the batch does not divide evenly.
         """
-        if self.global_batch % world:
-            raise ValueError(f"training.global_batch: {self.global_batch} does not divide over {world} devices")
-        return self.global_batch // world
+        groups = self.groups(world)
+        if self.global_batch % groups:
+            what = "devices" if self.tensor_parallel == 1 else f"groups of {self.tensor_parallel} devices"
+            raise ValueError(f"training.global_batch: {self.global_batch} does not divide over {groups} {what}")
+        return self.global_batch // groups
 
 
 @dataclass(kw_only=True)

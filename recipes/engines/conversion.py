@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from data.files import atomic_write, point_to
+from recipes.engines.earlier import upgraded
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import Sharded
@@ -45,11 +46,11 @@ def convert(path: Path, engine: str) -> Path:
     if path.name.endswith(".distcp"):  # Composer's `latest-rank0.pt` points to the first rank's part
         path = path.parent
     if engine == "lightning":
-        converted = from_composer(read_composer(path))
+        converted = upgraded(from_composer(read_composer(path)))
         name, latest = name_of(converted["counts"]["epoch"], converted["counts"]["batch"], sharded=False), LATEST
     else:
         checkpoint = read_file(path / REST) | read_parts(path) if path.is_dir() else read_file(path)
-        converted = to_composer(checkpoint)
+        converted = upgraded(to_composer(checkpoint))
         name, latest = "ep{epoch}-ba{batch}-rank0.pt".format(**checkpoint["counts"]), "latest-rank0.pt"
     new = path.parent / name
     with atomic_write(new) as partial:

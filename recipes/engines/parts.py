@@ -13,6 +13,7 @@ from torch import nn
 
 from data.loading import Loading, Placement
 from data.log import log
+from data.reading import EncodedDataset, keys_of
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.microbatch.search import MicrobatchSearch
@@ -22,11 +23,14 @@ from recipes.algorithms.resilience.guard import Guard
 from recipes.algorithms.resilience.recipe_rates import RecipeRates
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders, check_record
 from recipes.models.task import Task
+from recipes.planning.devices import Devices
+from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
@@ -74,7 +78,8 @@ class Parts:
         callbacks: by label.
         new_optimizer: makes the recipe's optimizer for the task's trained parameters, once those are what they will be.
         schedule: from the clock to the learning rate's factor.
-        sharding: the lever of `training.fsdp`, which is among the levers; None without.
+        divided: whether each rank holds a part of the model only, by `training.fsdp` or `training.tensor_parallel`.
+        copies: number of ranks that compute the same samples, `training.tensor_parallel`.
         loggers: descriptions, by label; each engine makes its own loggers of them.
         microbatch: samples that a device takes at once at the start; None: its whole batch.
     """
@@ -86,7 +91,8 @@ class Parts:
     callbacks: dict[str, Callback]
     new_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     schedule: Schedule
-    sharding: Sharding | None
+    divided: bool
+    copies: int
     loggers: dict[str, Any]
     microbatch: int | None
 
@@ -98,12 +104,24 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load; the run
             goes on, and its recipe or data is not what it was.
     """
-    batch = recipe.training.device_batch(world_size())
+    training = recipe.training
+    groups = training.groups(world_size(), place.local_world_size)
+    batch = training.device_batch(world_size())
+    check_tensor_parallel(recipe, Devices.of(training, world_size(), place.local_world_size))
     changed = check_record(recipe)
     task = build(recipe.model)
     if recipe.checkpoints.load_weights:
         task.load_export(Path(recipe.checkpoints.load_weights))
-    load = partial(Placement, batch=batch, rank=rank(), world=world_size(), seed=recipe.seed, pin=place.use_gpu)
+    copies = training.tensor_parallel
+    load = partial(
+        Placement,
+        batch=batch,
+        rank=rank() // copies,
+        world=groups,
+        seed=recipe.seed,
+        pin=place.use_gpu,
+        copies=copies,
+    )
     requirements = task.requirements()
     data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)
     evals = {
@@ -137,6 +155,8 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     schedule = build(recipe.schedule)
     if recipe.training.microbatch == "auto" and search is None:
         log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
+    dataset = getattr(data.loader, "dataset", None)
+    keys = partial(keys_of, dataset) if isinstance(dataset, EncodedDataset) else lambda seeds: {}
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
         callbacks["schedule"] = schedule
@@ -144,11 +164,12 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         task=task,
         data=data,
         evals=evals,
-        levers=Levers(levers, first=[Guard(recipe.training.nonfinite_limit, recipe.output), *rates]),
+        levers=Levers(levers, first=[Guard(recipe.training.nonfinite_limit, recipe.output, keys), *rates]),
         callbacks=callbacks,
         new_optimizer=new_optimizer,
         schedule=schedule,
-        sharding=the_one(levers, Sharding),
+        divided=training.fsdp is not None or copies > 1,
+        copies=copies,
         loggers={label: build(logger, **context) for label, logger in recipe.loggers.items()},
         microbatch=1 if search else None if recipe.training.microbatch == "auto" else recipe.training.microbatch,
     )
@@ -167,6 +188,8 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     levers = [built[label] for label in components]
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
+    if recipe.training.tensor_parallel > 1:
+        levers.append(new_tensor_parallel(recipe, place, context["task"]))
     if recipe.training.fsdp is not None:
         levers.append(new_sharding(recipe, place, context["task"], levers))
     if recipe.training.microbatch == "auto" and place.use_gpu:
@@ -176,6 +199,14 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     return levers
 
 
+def new_tensor_parallel(recipe: Recipe, place: Place, task: Task) -> TensorParallel:
+    """The lever of `training.tensor_parallel`."""
+    devices = Devices.of(recipe.training, world_size(), place.local_world_size)
+    return TensorParallel(
+        task, devices=devices.tensor, replicas=devices.replicas, sharded=recipe.training.fsdp is not None
+    )
+
+
 def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lever]) -> Sharding:
     """The lever of `training.fsdp`.
 
@@ -183,7 +214,7 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
         ValueError: replicas whose gradients nothing would average.
     """
     fsdp = recipe.training.fsdp
-    replicas = fsdp.replicas_in(world_size(), place.local_world_size)
+    replicas = Devices.of(recipe.training, world_size(), place.local_world_size).replicas
     averaging = the_one(levers, PowerSGD)
     if replicas > 1 and averaging is None and not place.use_gpu and torch_version() < (2, 8):
         raise ValueError(
@@ -199,6 +230,7 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
         sync=fsdp.sync,
         averaging=averaging,
         scaling=the_one(levers, ResblockGradScaling),
+        tensor=the_one(levers, TensorParallel),
     )
 
 

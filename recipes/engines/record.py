@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from data.files import write_json, write_text
 from data.loading import Loading
 from data.log import log
 from data.manifest import Manifest
+from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from recipes.config.schema import read_signature
-from recipes.config.values import Component, ConfigError, plain_values, quoted
+from recipes.config.values import ConfigError, quoted
 from recipes.planning.opening import CONFIG
 from recipes.training.clock import parse_duration
 from recipes.training.newest import has_checkpoints
@@ -34,8 +31,12 @@ FREE = (
     "training.device",
     "training.microbatch",
     "training.fsdp",
+    "training.tensor_parallel",
+    "training.tensor_between_machines",
     "training.eval_every",
     "training.nonfinite_limit",
+    "training.watchdog",
+    "training.watchdog_ends",
     "training.progress_bar",
 )
 # Keys of data and its streams: how samples come here, and not which.
@@ -50,7 +51,6 @@ FREE_OF_DATA = (
     "download_timeout",
 )
 ACTS_ON_TRAINING = ("scheduled_value",)  # callbacks that do
-Change = tuple[str, Any, Any]  # key, value in the record, value in the recipe
 
 
 def check_record(recipe: Recipe) -> list[str]:
@@ -67,7 +67,7 @@ def check_record(recipe: Recipe) -> list[str]:
     except ConfigError as error:
         log.warning(f"{record}: not a recipe of this version ({error.lines[0]}); the run goes on without a comparison")
         return []
-    changes = list(differences(before, recipe))
+    changes = list(changes_of(before, recipe))
     refused = [change for change in changes if not _is_allowed(change, recipe.checkpoints.allow_changes)]
     if refused:
         listed = "; ".join(f"{key} was {quoted(old)}, is {quoted(new)}" for key, old, new in refused)
@@ -79,7 +79,7 @@ def check_record(recipe: Recipe) -> list[str]:
     return [key for key, _, _ in changes]
 
 
-def _is_allowed(change: Change, allowed: list[str]) -> bool:
+def _is_allowed(change: Difference, allowed: list[str]) -> bool:
     key, old, new = change
     if key == "training.duration":
         (before, unit), (now, other) = parse_duration(old), parse_duration(new)
@@ -92,9 +92,9 @@ def _is_below(key: str, keys: tuple[str, ...] | list[str]) -> bool:
     return any(key == above or key.startswith(above + ".") for above in keys)
 
 
-def differences(before: Recipe, now: Recipe) -> Iterator[Change]:
+def changes_of(before: Recipe, now: Recipe) -> Iterator[Difference]:
     """The keys on which what a run learns depends, and whose values differ. Defaults count as given."""
-    for key, old, new in _differences(before, now, ""):
+    for key, old, new in differences(before, now):
         section, _, name = key.rpartition(".")
         of_data = section.startswith("data") and name in FREE_OF_DATA
         acts = key.startswith("callbacks.") and any(_acts_on_training(recipe, key) for recipe in (before, now))
@@ -105,27 +105,6 @@ def differences(before: Recipe, now: Recipe) -> Iterator[Change]:
 def _acts_on_training(recipe: Recipe, key: str) -> bool:
     callback = recipe.callbacks.get(key.split(".")[1])
     return callback is not None and callback.name in ACTS_ON_TRAINING
-
-
-def _differences(before: Any, now: Any, path: str) -> Iterator[Change]:
-    old, new = _parts(before), _parts(now)
-    other_kind = isinstance(before, Component) and isinstance(now, Component) and before.name != now.name
-    if old is None or new is None or other_kind:
-        if plain_values(before) != plain_values(now):
-            yield path, plain_values(before), plain_values(now)
-        return
-    for key in [*old, *(key for key in new if key not in old)]:
-        yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-
-
-def _parts(value: Any) -> Mapping[str, Any] | None:
-    """What a value of a config consists of; None for plain values."""
-    if isinstance(value, Component):
-        parameters = read_signature(value.target).parameters.values()
-        return {p.name: yaml.safe_load(p.default) for p in parameters if not p.required} | value.args
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return value if isinstance(value, Mapping) else None
 
 
 def keep_record(recipe: Recipe, data: Loading) -> None:

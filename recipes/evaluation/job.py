@@ -18,8 +18,8 @@ import numpy as np
 
 from data.files import atomic_write
 from recipes.evaluation.config import Evaluation
-from recipes.evaluation.reference import blurred, fingerprint
-from recipes.generation.reranking import Reranker
+from recipes.scoring.reference import blurred, fingerprint
+from recipes.scoring.reranking import Reranker
 
 POLL = 0.2  # seconds between looks at what other ranks have finished
 

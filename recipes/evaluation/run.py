@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from pathlib import Path
@@ -14,13 +15,13 @@ from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
 from recipes.evaluation.config import Evaluation
-from recipes.evaluation.extractors import build_extractor
-from recipes.evaluation.figures import check_counts, figures
 from recipes.evaluation.job import Job, Variant, ranks, variants
-from recipes.evaluation.reference import RESIZE, captions_of, content, read_reference, reference_features
 from recipes.evaluation.report import write_report
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline, read_record
-from recipes.generation.reranking import Reranker
+from recipes.scoring.extractors import build_extractor
+from recipes.scoring.figures import Settings, check_counts, figures
+from recipes.scoring.reference import RESIZE, captions_of, content, read_reference, reference_features
+from recipes.scoring.reranking import Reranker
 
 
 def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
@@ -35,11 +36,11 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     check_options(config, folder)
     samples = read_reference(build(config.reference.source), config.reference.images, config.seed)
     captions = captions_of(samples, config.images, config.seed)
-    check_counts(config, len(captions), len(samples))
+    check_counts(settings_of(config), len(captions), len(samples))
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     pipeline = load_pipeline(folder, config.device, config.precision, config.weights)
-    extractor = build_extractor(config.extractor, pipeline.device)
+    extractor = build_extractor(config.extractor.kind, config.extractor.path, pipeline.device)
     network = find_network(folder, config.weights)
     clip = Reranker(config.clip, pipeline.device) if "clip_score" in config.metrics else None
     reranker = None if config.rerank is None else Reranker(config.rerank.by, pipeline.device)
@@ -92,8 +93,13 @@ def rows_of(job: Job, variant: Variant, reference: dict[int, Any]) -> list[dict[
             option = variant.name.partition("=")[0]
             varied, against = {option: variant.options[option]}, reference[0]
         text = ", ".join(f"{name} {value}" for name, value in varied.items())
-        rows.append({"label": text, "varied": varied, "figures": figures(job.config, arrays, against)})
+        rows.append({"label": text, "varied": varied, "figures": figures(settings_of(job.config), arrays, against)})
     return rows
+
+
+def settings_of(config: Evaluation) -> Settings:
+    """What a config says about its figures."""
+    return Settings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)})
 
 
 def check_options(config: Evaluation, export: Path) -> None:

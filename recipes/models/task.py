@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recipes.models.tensor_plan import TensorPlan
+
 
 class Task(nn.Module):
     """A model together with its training loss: the interface that trainers, levers, callbacks and exports use.
@@ -110,6 +112,10 @@ class Task(nn.Module):
     def recomputed_blocks(self) -> list[nn.Module]:
         """The modules whose activations activation checkpointing recomputes, one by one. By default `blocks()`."""
         return self.blocks()
+
+    def tensor_plan(self) -> TensorPlan | None:
+        """How `training.tensor_parallel` divides the model's matrices over devices; None, the default: it cannot."""
+        return None
 
     def forward_flops(self) -> float | None:
         """FLOPs of the forward pass of one sample, counting a multiply-add as 2; None: use PyTorch's counter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+Upgrade = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
-def load_safetensors(module: nn.Module, file: Path) -> None:
+
+def load_safetensors(module: nn.Module, file: Path, upgrade: Upgrade | None = None) -> None:
     """Load every tensor of `file` into `module`.
+
+    Args:
+        module: the module to load into.
+        file: its state dict.
+        upgrade: from the tensors of a file, which an earlier version may have written, to those of this version.
 
     Raises:
         FileNotFoundError: no such file.
@@ -23,7 +30,8 @@ def load_safetensors(module: nn.Module, file: Path) -> None:
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such weights; expected a folder that a training run exported")
-    load_tensors(module, _load_safetensors(file), file)
+    tensors = _load_safetensors(file)
+    load_tensors(module, tensors if upgrade is None else upgrade(tensors), file)
 
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:

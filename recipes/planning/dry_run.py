@@ -12,8 +12,10 @@ from data.cost import FLOAT, Epoch, Plan, size_text
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs, costs_of
-from recipes.planning.footprint import Devices, algorithm_lines, memory_text, traffic_lines
+from recipes.planning.devices import Devices
+from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
+from recipes.planning.tensor_parallel import check_tensor_parallel, divided_share
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,18 @@ def survey(recipe: Recipe) -> Survey:
     parameters = sum(p.numel() for p in task.parameters())
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     devices = Devices.of_environment(recipe.training)
+    check_tensor_parallel(recipe, devices, task)
     plan = Plan(
         task=task,
         parameters=parameters,
         trained=trained,
         replicas=devices.replicas,
-        shards=devices.shards,
+        shards=devices.shards * devices.tensor,
         output=recipe.output,
         averaged=False,
         build=build,
+        tensor=devices.tensor,
+        matrices=divided_share(task, devices),
     )
     costs = costs_of(recipe, plan)
     return Survey(task, parameters, trained, devices, costs, length_of(recipe, costs.data.epoch or Epoch(None)))

@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import nn
 
 from data.cost import FLOAT, Cost, all_reduce_bytes, size_text
-from recipes.config.recipe import Recipe, Training
+from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs
-
-
-@dataclass(frozen=True)
-class Devices:
-    """The devices of a run.
-
-    Attributes:
-        world: number of devices.
-        replicas: groups of devices that each hold the whole model, divided over the group.
-    """
-
-    world: int
-    replicas: int
-
-    @property
-    def shards(self) -> int:
-        """Devices that each weight is divided over."""
-        return self.world // self.replicas
-
-    @classmethod
-    def of_environment(cls, training: Training) -> Devices:
-        """From the launcher's variables: WORLD_SIZE devices (default 1), LOCAL_WORLD_SIZE per machine (default all).
-
-        Raises:
-            ValueError: the number of replicas does not divide the number of devices.
-        """
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        machine = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        replicas = world if training.fsdp is None else training.fsdp.replicas_in(world, machine)
-        return cls(world, replicas)
+from recipes.planning.devices import Devices
+from recipes.planning.tensor_parallel import held, messages, sent_bytes
 
 
 def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices) -> str:
@@ -48,21 +18,25 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
     fsdp, shards = recipe.training.fsdp, devices.shards
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     halves = 2 * costs.stored_16_bit  # bytes of the weights that take half as much, and of their gradients
-    size = (FLOAT * (_count(task) + trained) - 2 * halves) / shards + costs.optimizer.device_bytes
+    share = held(task, task, devices) / _count(task) / shards
+    size = (FLOAT * (_count(task) + trained) - 2 * halves) * share + costs.optimizer.device_bytes
     state = f", {costs.optimizer.note}" if costs.optimizer.note else ""
     low = f" (in 16 bits for the blocks' matrices, {size_text(halves)} each)" if halves else ""
     text = f"memory: {size_text(size)} on each device for weights, gradients{low}{state}"
+    if devices.tensor > 1:
+        text += f", matrices divided over {devices.tensor} devices"
     if fsdp is not None:
-        sizes = gathered_sizes(recipe, task, costs)
+        sizes = gathered_sizes(recipe, task, costs, devices)
         all_at_once = fsdp.wrap == "model" or fsdp.strategy == "SHARD_GRAD_OP"
         gathered = sum(sizes) if all_at_once else max(sizes)
         what = "gathered weights" if fsdp.strategy == "SHARD_GRAD_OP" else "the largest gathered unit"
         number = gathered_format(recipe, costs)
         number += " (fp32 outside of blocks)" if number == "fp16" else ""
-        text += f", 1/{shards} of all, and {size_text(gathered)} for {what} in {number}"
+        of = "all" if devices.tensor == 1 else "that"
+        text += f", 1/{shards} of {of}, and {size_text(gathered)} for {what} in {number}"
         if fsdp.sync == "batch" and microbatches_of(recipe, devices) > 1:
-            text += f", {size_text(FLOAT * _count(task))} for gradients of all in fp32"
-    elif devices.world > 1 and (recipe.training.microbatch == "auto" or microbatches_of(recipe, devices) > 1):
+            text += f", {size_text(FLOAT * held(task, task, devices))} for gradients of all in fp32"
+    elif devices.replicas > 1 and (recipe.training.microbatch == "auto" or microbatches_of(recipe, devices) > 1):
         # Gradients of microbatches are summed outside of the buckets; with one microbatch they lie in them.
         text += f", and {size_text(FLOAT * trained)} for the buckets in which DDP averages gradients"
     return f"{text}; activations come on top"
@@ -87,11 +61,21 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
         reduced = 1 if fsdp.sync == "batch" else passes
         gathered = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
         share = (devices.shards - 1) / devices.shards
-        weights = gathered * share * sum(gathered_sizes(recipe, task, costs))
-        gradients = reduced * share * FLOAT * _count(task)
+        weights = gathered * share * sum(gathered_sizes(recipe, task, costs, devices))
+        gradients = reduced * share * FLOAT * held(task, task, devices)
         yield (
             f"within {devices.shards} shards: each device sends {size_text(weights)} of weights and "
             f"{size_text(gradients)} of gradients per step"
+        )
+    if devices.tensor > 1:
+        plan, samples = task.tensor_plan(), recipe.training.device_batch(devices.world)
+        low = recipe.training.precision in ("amp_bf16", "amp_fp16")
+        value, loss_value = (2 if low or costs.gathered else FLOAT), (2 if low else FLOAT)
+        sent = sent_bytes(plan, samples, devices.tensor, value=value, loss_value=loss_value)
+        count, values = messages(plan, samples // microbatches_of(recipe, devices))
+        yield (
+            f"within {devices.tensor} tensor parallel devices: each sends {size_text(sent)} per step; {count} "
+            f"all-reduces of {size_text(value * values)} per microbatch, one forward and one backward in each branch"
         )
     if devices.replicas > 1:
         cost = next((c for c in costs.algorithms.values() if c.sent_bytes is not None), None)
@@ -110,11 +94,13 @@ def gradient_traffic(task: nn.Module, devices: Devices, stored_16_bit: int = 0) 
         devices: of the run.
         stored_16_bit: number of gradients that are stored in 16 bits instead of 32, without sharding.
     """
+    divided = task.tensor_plan().dimensions() if devices.tensor > 1 else {}
     values = 0
     for p in task.parameters():
         if p.requires_grad:  # divided by its first dimension, as FSDP does
             rows = p.shape[0] if p.ndim else 1
-            values += -(-rows // devices.shards) * (p.numel() // max(rows, 1))
+            size = -(-rows // devices.shards) * (p.numel() // max(rows, 1))
+            values += -(-size // devices.tensor) if id(p) in divided else size
     return all_reduce_bytes(FLOAT * values - 2 * stored_16_bit, devices.replicas)
 
 
@@ -128,11 +114,12 @@ def gathered_format(recipe: Recipe, costs: Costs) -> str:
     return "bf16" if recipe.training.precision == "amp_bf16" else "fp32"
 
 
-def gathered_sizes(recipe: Recipe, task: nn.Module, costs: Costs) -> list[int]:
+def gathered_sizes(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices) -> list[int]:
     """Bytes of each unit that FSDP gathers at once: the blocks, then what lies outside of them."""
     number = gathered_format(recipe, costs)
-    counts = [_count(block) for block in task.blocks()] if recipe.training.fsdp.wrap == "blocks" else []
-    rest = _count(task) - sum(counts)
+    by_block = recipe.training.fsdp.wrap == "blocks"
+    counts = [held(block, task, devices) for block in task.blocks()] if by_block else []
+    rest = held(task, task, devices) - sum(counts)
     low = FLOAT if number == "fp32" else 2
     return [low * count for count in counts] + [(FLOAT if number == "fp16" else low) * rest]
 

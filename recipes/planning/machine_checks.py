@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+from data import stale_memory as stale
 from data.cost import size_text
 from recipes.config.schema import ROOT
 from recipes.planning.finding import Finding
@@ -31,13 +32,18 @@ def cheap_checks() -> Iterator[Finding]:
     yield threads()
 
 
-def machine_checks() -> Iterator[Finding]:
-    """All checks of this machine. They import torch, which takes seconds."""
+def machine_checks(clear: bool = False) -> Iterator[Finding]:
+    """All checks of this machine. They import torch, which takes seconds.
+
+    Args:
+        clear: remove the blocks of shared memory that dead processes have left.
+    """
     yield python()
     yield packages()
     yield gpu()
     yield attention()
     yield from cheap_checks()
+    yield stale_memory(clear)
     yield load()
 
 
@@ -158,6 +164,31 @@ def shared_memory(folder: Path = SHARED_MEMORY, free: Callable[[Path], int] | No
             f"{size_text(left)} free in {folder}: start the container with --shm-size=8g or --ipc=host",
         )
     return Finding("ok", "shared memory", f"{size_text(left)} free in {folder}")
+
+
+def stale_memory(clear: bool, folder: Path = SHARED_MEMORY, alone: bool | None = None) -> Finding:
+    """Blocks of shared memory that killed processes have left.
+
+    Args:
+        clear: remove those that are surely dead processes'.
+        folder: of shared memory.
+        alone: whether every process that may use the folder can be seen; None: asks the operating system.
+    """
+    ours, others = stale.left_behind(folder), stale.of_others(folder)
+    sizes = {path: path.stat().st_size for path in (*ours, *others) if path.exists()}
+    if not sizes:
+        return Finding("ok", "stale memory", f"no blocks of dead processes in {folder}")
+    alone = stale.sees_all_processes() if alone is None else alone
+    found = f"{len(sizes)} blocks of dead processes in {folder}, {size_text(sum(sizes.values()))}"
+    unsure = f"; {len(others)} of them may be in use in other containers: look again outside of this one"
+    if not clear:
+        return Finding("warning", "stale memory", f"{found}; doctor.py --clear removes them")
+    stale.clear(folder)
+    for path in others if alone else []:
+        path.unlink(missing_ok=True)
+    if others and not alone:
+        return Finding("warning", "stale memory", f"{found}, {len(sizes) - len(others)} removed{unsure}")
+    return Finding("ok", "stale memory", f"{found}, all removed")
 
 
 def threads() -> Finding:

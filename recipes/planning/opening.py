@@ -9,7 +9,7 @@ from torch import nn
 
 from data.cost import Epoch, count_text
 from data.loading import Loading
-from recipes.config.recipe import FSDP, Recipe
+from recipes.config.recipe import Recipe, Training
 from recipes.config.values import Component
 from recipes.planning.length import batch_text, length_of, length_text
 
@@ -42,7 +42,7 @@ def opening(
         "model": f"{recipe.model.name}, {parameters:,} parameters, {trained:,} of them trained",
         "data": "; ".join(_data_texts(recipe, data, evals)),
         "batch": batch_text(training, world),
-        "precision": f"{precision}, {_sharding_text(training.fsdp, world)}",
+        "precision": f"{precision}, {_sharding_text(training, world)}",
         "optimizer": _optimizer_text(recipe.optimizer, recipe.schedule, training.grad_clip),
         "algorithms": ", ".join(algorithm.name for algorithm in recipe.algorithms.values()) or "none",
         "length": length_text(training.duration, length),
@@ -60,10 +60,12 @@ def _data_texts(recipe: Recipe, data: Loading, evals: dict[str, Loading]) -> Ite
         yield f"validation {label}{samples}"
 
 
-def _sharding_text(fsdp: FSDP | None, world: int) -> str:
+def _sharding_text(training: Training, world: int) -> str:
+    fsdp, devices = training.fsdp, training.tensor_parallel
+    divided = "" if devices == 1 else f"tensor parallel over {devices} devices"
     if fsdp is None:
-        return "one device" if world == 1 else "DDP"
-    return f"FSDP2 {fsdp.strategy}, replicas: {fsdp.replicas}"
+        return divided or ("one device" if world == 1 else "DDP")
+    return f"FSDP2 {fsdp.strategy}, replicas: {fsdp.replicas}" + (f", {divided}" if divided else "")
 
 
 def _optimizer_text(optimizer: Component, schedule: Component, grad_clip: float | None) -> str:

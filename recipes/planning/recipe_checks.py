@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from recipes.config.recipe import Recipe
 from recipes.config.values import Component
 from recipes.planning.finding import Finding
 
-# A shard is kept until all workers have read it, and those that come next are fetched ahead.
+# What each worker reads, and has fetched ahead; a cache with less room fetches shards again and again.
 SHARDS_AT_A_TIME = 8
+LEAST_SHARDS = 4  # with less, streaming does not begin
 
 
 def cheap_recipe_checks(recipe: Recipe) -> Iterator[Finding]:
@@ -96,13 +98,15 @@ def caches(recipe: Recipe, sets: dict[str, Manifest]) -> Iterator[Finding]:
         from streaming.base.util import bytes_to_int
 
         room = bytes_to_int(limit)
-        at_a_time = SHARDS_AT_A_TIME * max(1, int(data.args.get("workers") or 0))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)  # of a machine, which share the cache
+        at_a_time = SHARDS_AT_A_TIME * max(1, int(data.args.get("workers") or 0)) * ranks
         text = f"{label}.cache_limit is {limit}, shards have up to {size_text(largest)}"
         if room < at_a_time * largest:
             yield Finding(
-                "error",
+                "error" if room < LEAST_SHARDS * largest else "warning",
                 "cache",
-                f"{text}, and {at_a_time} of them are needed at a time: give {size_text(at_a_time * largest)} or more",
+                f"{text}, and {at_a_time} of them are needed at a time, so that none is fetched twice: give "
+                f"{size_text(at_a_time * largest)} or more",
             )
         else:
             yield Finding("ok", "cache", text)

@@ -22,7 +22,7 @@ class Lever(Hooks):
         """
 
     def shard(self, run: Run) -> None:
-        """Shard parameters over devices. Only the lever of `training.fsdp` overrides this."""
+        """Divide or shard parameters over devices. Only levers of the `training` section override this."""
 
     def compile(self, run: Run) -> None:
         """Compile modules. No lever changes modules after this."""

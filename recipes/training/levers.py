@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from recipes.training.lever import Lever
 from recipes.training.run import Run
+from recipes.training.watchdog import alive
 
 
 class Levers:
@@ -45,5 +46,6 @@ class Levers:
         self._each(moment, run)
 
     def _each(self, moment: str, run: Run) -> None:
+        alive(moment, run)
         for lever in (*self._first, *self._levers):
             getattr(lever, moment)(run)

@@ -64,6 +64,11 @@ CASES = {
         files=["export/done.json", "export/export.json", "export/first_weight"],
         says="weights: ",
     ),
+    "fid": Case(
+        arguments={"every": "4ba", "images": 5, "extractor": "contrastive", "sampling": {"steps": 1}},
+        logs={"images/fid": [4, 6], "images/kid": [4, 6], "images/kid_std": [4, 6]},
+        says="fid: 5 images against 40 pictures, picture tower",
+    ),
     "gradient_scales": Case(files=["gradient_scales.json", "gradient_scales.png"]),
     "lr_monitor": Case(logs={"lr-SGD/group0": ALWAYS}),
     "memory_monitor": Case(says="memory_monitor: this run is on a CPU, so there is no GPU memory to log\n"),
@@ -110,7 +115,7 @@ def drawing(request, tmp_path):
     """name -> the model that a callback draws images with, and the data that it was trained on."""
 
     def make(name):
-        if name == "sample_grid":
+        if name in ("sample_grid", "fid"):
             task = build(request.getfixturevalue("small_recipe")(tmp_path).model)
             manifest = Manifest.read(request.getfixturevalue("latent_sets") / "train")
             null_text = torch.zeros(12, 16, dtype=torch.float16)
@@ -127,9 +132,23 @@ def drawing(request, tmp_path):
     return make
 
 
+@pytest.fixture
+def places(request):
+    """name -> arguments of a callback that are files of this session."""
+
+    def make(name):
+        if name != "fid":
+            return {}
+        tars = f"{request.getfixturevalue('drawings')}/train/*.tar"
+        path = str(request.getfixturevalue("clip_folder"))
+        return {"reference": {"name": "tars", "urls": tars}, "path": path}
+
+    return make
+
+
 @pytest.mark.parametrize("averages", [False, True], ids=["plain", "averaged"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_whole_run(name, averages, drawing, tmp_path, monkeypatch, capsys):
+def test_a_whole_run(name, averages, drawing, places, tmp_path, monkeypatch, capsys):
     case, output = CASES[name], tmp_path / "run"
     monkeypatch.setattr(progress.time, "monotonic", itertools.count().__next__)
     other, loading = drawing(name)
@@ -140,7 +159,7 @@ def test_a_whole_run(name, averages, drawing, tmp_path, monkeypatch, capsys):
         task = other or trained
         average, scaling = Average(task) if averages else None, Scaling(bad_batches=(2,))
         checker = Checker(COMPONENTS)
-        component = checker.component(case.group, {"name": name, **case.arguments}, name)
+        component = checker.component(case.group, {"name": name, **case.arguments, **places(name)}, name)
         assert not checker.errors and not checker.missing
         context = {
             "task": task,

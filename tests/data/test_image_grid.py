@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.image_grid import picture_grid, save_png, to_uint8
+from data.image_grid import cut_grid, picture_grid, save_png, to_uint8
 
 MARGIN = 6
 
@@ -84,3 +84,15 @@ def test_numbers_become_bytes():
     made = to_uint8(values)
     assert made.shape == (2, 4, 5, 3) and made.dtype == np.uint8
     assert made[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255]
+
+
+@pytest.mark.parametrize("columns", [None, 2, 7])
+def test_a_sheet_is_cut_into_its_images(columns):
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 256, (5, 40, 48, 3), dtype=np.uint8)
+    captions = ["", "b", "a long caption that has to be wrapped to several lines", "d", "e"]
+    sheet = picture_grid(pictures, captions, columns)
+    cut = np.stack([np.asarray(image) for image in cut_grid(sheet, captions, columns)])
+    assert np.array_equal(cut, pictures.repeat(4, 1).repeat(4, 2))
+    assert cut_grid(sheet.crop((0, 0, sheet.width - 1, sheet.height)), captions, columns) is None
+    assert cut_grid(sheet, [], columns) is None

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id
+from data.sources.base import MEMORY, REASONS, Rejected, Sample, rejected_line, shard_id
 from data.sources.folder import FolderSource
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
@@ -313,6 +313,19 @@ def test_mds_damaged_compression(tmp_path):
     source = mds_source(tmp_path, compression="zstd:3")
     next(iter(sorted((tmp_path / "mds").glob("*.zstd")))).write_bytes(b"damage")
     assert [row.reason for row in source.read(source.shards()[0])] == ["broken_shard"]
+
+
+@pytest.mark.parametrize("compression", ["br:5", "bz2:9", "gz:5", "snappy", "zstd:3"])
+def test_mds_bombs_are_not_read_to_their_end(tmp_path, compression):
+    source = mds_source(tmp_path, compression=compression)
+    shard = source.shards()[0]
+    whole = list(source.read(shard))
+    assert whole and all(isinstance(row, Sample) for row in whole)
+    raw = source.infos[shard]["raw_data"]
+    for size, reason in ((raw["bytes"] - 1, ""), (raw["bytes"] + 1, ""), (2 * MEMORY, "more than this machine's")):
+        raw["bytes"] = size
+        (row,) = source.read(shard)
+        assert row.reason == "broken_shard" and reason in row.detail
 
 
 # What the callers write

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("callbacks", "data", "docs", "precompute", "recipes")
+PACKAGES = ("callbacks", "cluster", "data", "docs", "precompute", "recipes")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 # Which room may import from which, besides itself. Rooms and entry points are named by their paths; the longest name
@@ -19,9 +19,18 @@ ARROWS = {
     "recipes/encoders": ("data", "recipes/models"),
     "recipes/training": ("data", "recipes/models"),
     "recipes/algorithms": ("data", "recipes/models", "recipes/training"),
-    "callbacks": ("data", "recipes/models", "recipes/encoders", "recipes/training", "recipes/algorithms"),
+    "recipes/scoring": ("data", "recipes/models", "recipes/encoders"),
+    "callbacks": (
+        "data",
+        "recipes/models",
+        "recipes/encoders",
+        "recipes/training",
+        "recipes/algorithms",
+        "recipes/scoring",
+    ),
     "recipes/generation": SHARED,
-    "recipes/evaluation": (*SHARED, "recipes/generation"),
+    "recipes/evaluation": (*SHARED, "recipes/scoring", "recipes/generation"),
+    "recipes/comparison": ("data", "recipes/config"),
     "recipes/planning": (*SHARED, "recipes/algorithms"),
     "recipes/engines": (*SHARED, "recipes/training", "recipes/algorithms", "callbacks", "recipes/planning"),
     "recipes/exporting": (
@@ -33,24 +42,30 @@ ARROWS = {
         "recipes/planning",
         "recipes/engines",
     ),
-    "precompute": ("data", "recipes/config", "recipes/encoders"),
+    "precompute": ("data", "recipes/config", "recipes/encoders", "recipes/scoring"),
     # Entry points.
     "recipes": (
         *SHARED,
         "recipes/training",
         "recipes/algorithms",
+        "recipes/scoring",
         "callbacks",
         "recipes/generation",
         "recipes/evaluation",
+        "recipes/comparison",
         "recipes/planning",
         "recipes/engines",
         "recipes/exporting",
     ),
+    "cluster": ("data", "recipes/config", "recipes/training", "recipes/planning", "precompute"),
     "docs": (*SHARED, "precompute"),
 }
 KNOWS_COMPOSER = ("recipes/engines/composer",)
 # What is read before a config is known to be right: everything else on import would cost seconds.
 LIGHT = (
+    "cluster/check.py",
+    "cluster/launch.py",
+    "cluster/submit.py",
     "data/aliases.py",
     "data/manifest.py",
     "precompute/config.py",
@@ -60,6 +75,7 @@ LIGHT = (
     "recipes/config/build.py",
     "recipes/config/command_line.py",
     "recipes/config/components.py",
+    "recipes/config/differences.py",
     "recipes/config/recipe.py",
     "recipes/config/schema.py",
     "recipes/config/values.py",

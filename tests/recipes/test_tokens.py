@@ -16,9 +16,9 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.composer.trainer import build_trainer
 from recipes.generate import main
 from recipes.generation.exports import family_of, find_network, load_pipeline
-from recipes.generation.reranking import Reranker, best
 from recipes.models.autoregressive.pipeline import jobs
 from recipes.models.autoregressive.task import Autoregressive
+from recipes.scoring.reranking import Reranker, best
 from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -112,7 +112,7 @@ def check_16_bit_training(recipe: str, folder: Path) -> None:
     trainer.fit()
     averaging = lever_of(trainer, PowerSGD)
     assert averaging.skipped == 0 and averaging.overlapped is not None
-    assert [len(m.shapes) for m in averaging.blocks[0]] == [3, 1]  # queries, keys and values apart
+    assert len(averaging.blocks[0]) == 4
     for parameter in trainer.state.model.parameters():
         assert isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
         first = parameter.to_local().detach().clone()

@@ -190,9 +190,9 @@ class ScheduledEMA(Lever):
         whole = FLOAT * plan.trained
         if args["device"] == "cpu":
             return Cost(
-                host_bytes=2 * whole / plan.shards, note=f"for the average and a copy, {begins}", averaged_bytes=whole
+                host_bytes=2 * whole * plan.share, note=f"for the average and a copy, {begins}", averaged_bytes=whole
             )
-        return Cost(device_bytes=whole / plan.shards, note=f"for the average, {begins}", averaged_bytes=whole)
+        return Cost(device_bytes=whole * plan.share, note=f"for the average, {begins}", averaged_bytes=whole)
 
     def bytes_to_come(self) -> int:
         """Memory on this rank's device that the average will take when it begins; 0 once it has."""

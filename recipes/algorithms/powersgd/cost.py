@@ -26,7 +26,8 @@ def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
     if plan.replicas == 1:
         refused = "refused with one replica, as here; WORLD_SIZE and LOCAL_WORLD_SIZE say where a run will be"
         return Cost(**memory, lines=(refused,))
-    shapes, others = first_device_shapes(plan.task, plan.shards)
+    dimensions = plan.task.tensor_plan().dimensions() if plan.tensor > 1 else None
+    shapes, others = first_device_shapes(plan.task, plan.shards // plan.tensor, plan.tensor, dimensions)
     compressor = LowRank(args["rank"] // plan.shards, wire=formats[args["wire"]])
     sent = sum(compressor.bytes_sent(block, plan.replicas) for block in shapes)
     full = all_reduce_bytes(FLOAT * sum(shape.numel() for block in shapes for shape in block), plan.replicas)

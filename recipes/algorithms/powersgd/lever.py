@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from data.log import log
-from recipes.algorithms.powersgd.block_gradients import Matrices, blocks_of, gradient_of, placements
+from recipes.algorithms.powersgd.block_gradients import Matrix, blocks_of, copies_of, gradient_of, placements
 from recipes.algorithms.powersgd.cost import powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
@@ -89,7 +89,7 @@ class PowerSGD(Lever):
         self.group: ProcessGroup | None = None  # the ranks that hold the same shards, one per machine
         self.shards: ProcessGroup | None = None  # the ranks of this machine
         self.scaling = scaling
-        self.blocks: list[list[Matrices]] = []
+        self.blocks: list[list[Matrix]] = []
         self.others: list[nn.Parameter] = []
         self.states: list[BlockState] = []
         self.overlapped: Overlap[Compressed] | None = None
@@ -102,7 +102,8 @@ class PowerSGD(Lever):
         """The sharding of the blocks' matrices over the devices of a machine, by the parameter's id.
 
         Args:
-            mesh: (machines, devices per machine), with the dimension names "replicate" and "shard".
+            mesh: (machines, devices per machine), with the dimension names "replicate" and "shard"; or, after
+                `training.tensor_parallel`, (machines, shards, devices), with "tensor" as the third name.
             once: whether gradients are averaged over the devices of a machine once per batch, instead of after each
                 microbatch.
         """
@@ -131,20 +132,20 @@ class PowerSGD(Lever):
         else:
             # If machines have one device each, the mesh may return the group of the whole world. Overlapped work needs
             # a separate group, because messages of two threads that use one group at the same time are mixed up.
-            self.group, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.T.tolist())
-            self.shards = self.mesh.get_group("shard")
-            devices = self.mesh.size(1)
+            self.group, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.flatten(1).T.tolist())
+            devices = self.mesh.mesh[0].numel()
+            self.shards, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh.flatten(1).tolist())
         self.machines = dist.get_world_size(self.group)
         self.blocks = blocks_of(self.task)  # again, because sharding has replaced the parameters
-        inside = {id(matrices.parameter) for block in self.blocks for matrices in block}
+        inside = {id(matrix.parameter) for block in self.blocks for matrix in block}
         self.others = [p for p in self.task.parameters() if p.requires_grad and id(p) not in inside]
         self.compressor = LowRank(self.rank // devices, seed=self.seed, **self.formats)
         for number, block in enumerate(self.blocks):
-            shapes = [shape for matrices in block for shape in matrices.shapes]
+            shapes = [matrix.shape for matrix in block]
             self.states.append(self.compressor.new_state(shapes, block[0].parameter.device, number))
         if self.resumed_errors is not None:
             for block, block_state in zip(self.blocks, self.states, strict=True):
-                parts = [as_matrix(part) for m in block for part in m.parts_of(self.resumed_errors[m.name])]
+                parts = [as_matrix(matrix.part_of(self.resumed_errors[matrix.name])) for matrix in block]
                 self.compressor.load_errors(block_state, parts, self.machines)
             self.resumed_errors = None
         self.overlapped = self._overlapped() if self.overlap else None
@@ -154,7 +155,7 @@ class PowerSGD(Lever):
         if run.precision == "amp_fp16":
             raise ValueError("powersgd: gradients are scaled under training.precision amp_fp16; use amp_bf16 or fp32")
         if self.mesh is not None:
-            machines, devices = self.mesh.shape
+            machines, devices = self.mesh.size(0), self.mesh.mesh[0].numel()
             if machines == 1:
                 raise ValueError(
                     "powersgd: training.fsdp.replicas gives one machine, so nothing is averaged; remove "
@@ -183,7 +184,7 @@ class PowerSGD(Lever):
         return Overlap(parameters, self._compress, before)
 
     def _log_traffic(self) -> None:
-        shapes = [shape for block in self.blocks for matrices in block for shape in matrices.shapes]
+        shapes = [matrix.shape for block in self.blocks for matrix in block]
         sent = self.compressor.bytes_sent(shapes, self.machines)
         plain = bytes_sent(sum(shape.numel() for shape in shapes), self.machines, FLOAT_32)
         log.info(
@@ -196,7 +197,7 @@ class PowerSGD(Lever):
     @torch.no_grad()
     def _compress(self, number: int) -> Compressed:
         """Steps 1 to 4 of `low_rank` for one block."""
-        gradients = [gradient for matrices in self.blocks[number] for gradient in matrices.gradients()]
+        gradients = [matrix.gradient() for matrix in self.blocks[number]]
         return self.compressor.compress(gradients, self.machines, self.states[number], self.group)
 
     @torch.no_grad()
@@ -209,7 +210,7 @@ class PowerSGD(Lever):
         repaired = self.compressor.repair(compressed, self.states, self.group)
         others = [gradient_of(p) for p in self.others]
         reduce_others(others, self.machines, self.group)
-        agreed = agree(compressed, others, self.group, self.shards)
+        agreed = agree(compressed, others, self.group, self.shards, [copies_of(p) for p in self.others])
         factor = None
         if self.clip is not None:
             factor = (self.clip / agreed.norm).clamp(max=1.0)
@@ -239,11 +240,11 @@ class PowerSGD(Lever):
             return {}
         errors = {}
         for block, block_state in zip(self.blocks, self.states, strict=True):
-            sums = iter(self.compressor.summed_errors(block_state, self.group))
-            for matrices in block:
-                total = matrices.whole(sums)
+            sums = self.compressor.summed_errors(block_state, self.group)
+            for matrix, own_sum in zip(block, sums, strict=True):
+                total = matrix.whole(own_sum)
                 if dist.get_rank() == 0:
-                    errors[matrices.name] = total.cpu()
+                    errors[matrix.name] = total.cpu()
         return {"errors": errors, "skipped": self.skipped, "rank": self.rank, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,7 +261,7 @@ class PowerSGD(Lever):
                     f"powersgd: the checkpoint was written with {key} {state[key]}, but the recipe has {key} "
                     f"{getattr(self, key)}; do not change the {key} during a run"
                 )
-        wanted = {matrices.name for block in blocks_of(self.task) for matrices in block}
+        wanted = {matrix.name for block in blocks_of(self.task) for matrix in block}
         wrong = sorted(wanted ^ set(state["errors"]))
         if wrong:
             raise ValueError(f"powersgd: the checkpoint's errors are of other matrices: {wrong[0]}")

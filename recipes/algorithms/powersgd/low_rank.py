@@ -284,7 +284,11 @@ def reduce_others(gradients: list[Tensor], scale: float, group: ProcessGroup) ->
 
 @torch.no_grad()
 def agree(
-    blocks: list[Compressed], others: list[Tensor], group: ProcessGroup, shards: ProcessGroup | None = None
+    blocks: list[Compressed],
+    others: list[Tensor],
+    group: ProcessGroup,
+    shards: ProcessGroup | None = None,
+    copies: Sequence[int] | None = None,
 ) -> Agreement:
     """Step 6: the norm of the averaged gradient without decompressing it, and whether anything was not finite.
 
@@ -295,12 +299,14 @@ def agree(
         others: gradients that `reduce_others` has summed.
         group: the ranks that hold the same shards, one per machine.
         shards: the ranks of this machine, which hold the other shards of the gradients; None: there are none.
+        copies: for each of `others`, the number of those ranks that hold the same values; None: 1.
     """
     flags = ~torch.stack([block.finite for block in blocks])  # (blocks, 3), true if not finite
     flags = flags.float()
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    parts = [q for block in blocks for q in block.factors] + others
-    squared = torch.stack([part.square().sum() for part in parts]).sum()
+    squares = [q.square().sum() for block in blocks for q in block.factors]
+    squares += [other.square().sum() / n for other, n in zip(others, copies or [1] * len(others), strict=True)]
+    squared = torch.stack(squares).sum()
     squared = torch.where(flags.any(), torch.inf, squared)
     if shards is not None:
         dist.all_reduce(squared, group=shards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from recipes.training import stop
 from recipes.training.finite import largest_magnitude
 from recipes.training.lever import Lever
 from recipes.training.newest import newest_checkpoint
-from recipes.training.ranks import all_reduce, is_first_rank
+from recipes.training.ranks import all_reduce, is_first_rank, wait, world_size
 from recipes.training.run import Run
 
 REPORT = "nonfinite.json"
@@ -34,18 +35,19 @@ class Guard(Lever):
     The checkpoint callback of either engine and `export` write nothing while `run.nonfinite` is above 0.
     """
 
-    def __init__(self, limit: int, output: str) -> None:
+    def __init__(self, limit: int, output: str, keys: Callable[[list[int]], dict[int, str]] = lambda _: {}) -> None:
         """
         Args:
             limit: number of batches in a row after which the run ends.
             output: folder of the run, for the report.
+            keys: finds the keys of samples by their seeds, as far as it can.
         """
+        self.keys = keys
         self.limit = limit
         self.output = Path(output)
         self.skipped = 0  # since this process began
         self._first: int | None = None  # batch at which the present row began
         self._bad = False
-        self._samples: list[int] = []
         self._blocks: list[dict[str, Any]] = []
 
     def batch_start(self, run: Run) -> None:
@@ -99,7 +101,8 @@ class Guard(Lever):
         """Write the report; returns the message."""
         blocks = self._blocks or block_norms(run.task)
         newest = newest_checkpoint(self.output)
-        row = run.batch.get("seed")
+        seeds = run.batch["seed"].tolist() if "seed" in run.batch else []
+        keys = self.keys(seeds) if is_first_rank() and seeds else {}
         report = {
             "batch": run.clock.batch,
             "in_a_row": run.nonfinite,
@@ -107,12 +110,14 @@ class Guard(Lever):
             "epoch": run.clock.epoch,
             "sample": run.clock.sample,
             "loss": str(run.loss),
-            "seeds_of_the_last_batch_on_rank_0": [] if row is None else row.tolist(),
+            "seeds_of_the_last_batch_on_rank_0": seeds,
+            "keys_of_the_last_batch_on_rank_0": [keys.get(seed) for seed in seeds],
             "blocks": blocks,
             "last_good_checkpoint": None if newest is None else str(newest),
         }
         if is_first_rank():
             write_text(self.output / REPORT, json.dumps(report, indent=1) + "\n")
+        wait()  # a launcher would end the first rank when another has ended
         return (
             f"training: {run.nonfinite} batches in a row were not finite, since batch {self._first} (loss {run.loss}); "
             f"the last good checkpoint is {newest or 'none'}; lower optimizer.lr or look at {self.output / REPORT}"
@@ -135,11 +140,20 @@ def block_norms(task: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
+def _share(tensor: Tensor) -> float:
+    """What this rank's part counts in a sum over all ranks, some of which may hold the same part."""
+    if not isinstance(tensor, DTensor):
+        return 1.0
+    placed = enumerate(tensor.placements)
+    return math.prod(tensor.device_mesh.size(i) for i, placement in placed if placement.is_shard()) / world_size()
+
+
 def _norm(tensors: list[Tensor]) -> float | str:
     own = [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
     if not own:
         return 0.0
-    squared = torch.stack([t.float().square().sum() for t in own]).sum()
+    shares = [_share(t) for t in tensors]
+    squared = torch.stack([t.float().square().sum() * n for t, n in zip(own, shares, strict=True)]).sum()
     if any(isinstance(t, DTensor) for t in tensors):
         all_reduce(squared)
     norm = squared.sqrt().item()

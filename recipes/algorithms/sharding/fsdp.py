@@ -15,6 +15,7 @@ from recipes.algorithms.modules.activation_checkpointing import recomputed_modul
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.shard import shard
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.training.lever import Lever
 from recipes.training.ranks import world_size
 from recipes.training.run import Run
@@ -36,6 +37,7 @@ class Sharding(Lever):
         sync: Literal["microbatch", "batch"],
         averaging: PowerSGD | None = None,
         scaling: ResblockGradScaling | None = None,
+        tensor: TensorParallel | None = None,
     ) -> None:
         """See `recipes.config.recipe.FSDP`.
 
@@ -48,6 +50,7 @@ class Sharding(Lever):
             sync: when gradients are reduced over the devices that a parameter is sharded over.
             averaging: the lever that averages gradients between replicas instead of FSDP.
             scaling: the lever that makes blocks compute in fp16.
+            tensor: the lever that divides the model first, which acts before this one.
         """
         self.task = task
         self.full_shard = full_shard
@@ -57,6 +60,7 @@ class Sharding(Lever):
         self.once = sync == "batch"
         self.averaging = averaging
         self.scaling = scaling
+        self.tensor = tensor
 
     def before_forward(self, run: Run) -> None:
         self._synchronise(run.last_pass)
@@ -71,16 +75,19 @@ class Sharding(Lever):
 
     def shard(self, run: Run) -> None:
         device = run.device.type
-        shards = world_size() // self.replicas
+        shards = world_size() // self.replicas // (1 if self.tensor is None else self.tensor.devices)
         averaging = self.averaging
         placement = None
-        if averaging is None and self.replicas == 1:
+        if self.tensor is not None:
+            mesh = self.tensor.mesh[("shard",) if self.replicas == 1 else ("replicate", "shard")]
+        elif averaging is None and self.replicas == 1:
             mesh = _mesh(device, shard=shards)
         else:
             mesh = _mesh(device, replicate=self.replicas, shard=shards)
         if averaging is not None:  # it averages over replicas, so FSDP knows only its own replica
-            placement = _by_parameter(averaging.divide(mesh, once=self.once))
-            mesh = mesh["shard"]
+            whole = mesh if self.tensor is None else self.tensor.mesh
+            placement = _by_parameter(averaging.divide(whole, once=self.once))
+            mesh = whole["shard"]
         low, scaled = self._format(run)
         with run.new_parameters():
             units = shard(

@@ -11,7 +11,7 @@ autograd runs the one that ran last in the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _BatchNorm)
@@ -38,7 +38,8 @@ def shard(
 ) -> int:
     """Shard a task in place; returns the number of units, each of which is gathered on its own.
 
-    Parameters become DTensors under the same names, so the optimizer must be given the new ones.
+    Parameters become DTensors under the same names, so the optimizer must be given the new ones. Those that are
+    DTensors already, divided over a tensor parallel group, must lie on another dimension of the mesh's root.
 
     Args:
         task: offers `blocks()`, called through their forward; and `entry_points`, names of the methods beside forward
@@ -65,7 +66,12 @@ def shard(
     _make_contiguous(task)
     if mesh.device_type == "cpu":
         divide_by_ranks_on_cpu()
-    options = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": placement}
+    shards = mesh.size(mesh.ndim - 1)
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": lambda p: (placement and placement(p)) or _evenly(p, shards),
+    }
     units = 0
     for unit in (*blocks, task):
         low = None if of_blocks_only and unit is task else parameters
@@ -101,6 +107,18 @@ def _shard_in_32_bits(unit: nn.Module, together: Iterable[nn.Module], options: d
         # A list, even of one module, has the hooks of groups.
         fully_shard(group if len(group) > 1 else group[0], mp_policy=policy, **options)
     return len(groups)
+
+
+def _evenly(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """Where rows are divided over a tensor parallel group already, and the rest does not divide by the shards: columns.
+
+    FSDP2 pads no rows that are divided twice.
+    """
+    if not isinstance(parameter, DTensor) or parameter.ndim < 2:
+        return None
+    (by_group,) = parameter.placements
+    uneven = by_group.is_shard(0) and parameter.shape[0] % (shards * parameter.device_mesh.size())
+    return Shard(1) if uneven else None
 
 
 def _make_contiguous(task: nn.Module) -> None:
@@ -141,6 +159,17 @@ def is_sharded(module: nn.Module) -> bool:
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
     """The whole state dict of a sharded model in the host memory of the first rank; an empty dict on other ranks.
 
-    Every rank must call it. Tensors are gathered one after another.
+    Every rank must call it. Tensors are gathered one after another. They have memory of their own, also where each rank
+    of a model on a CPU holds a parameter as a whole, which is not gathered.
     """
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    found = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    held = {p.untyped_storage().data_ptr() for p in _on_this_cpu(module)}
+    return {name: t.clone() if t.untyped_storage().data_ptr() in held else t for name, t in found.items()}
+
+
+def _on_this_cpu(module: nn.Module) -> Iterator[Tensor]:
+    """This rank's parts of parameters and buffers, as far as they are in host memory."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if own.device.type == "cpu" and own.numel():
+            yield own.detach()

@@ -24,6 +24,7 @@ from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.data_parallel import data_parallel
+from recipes.engines.earlier import upgraded
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
@@ -85,7 +86,7 @@ def own_data_parallel() -> Iterator[None]:
 def own_unpickling() -> Iterator[None]:
     """Inside, Composer's Trainer loads no code from checkpoints; see `recipes.engines.plain_pickles`."""
     theirs = composer_checkpoint._torch_load_with_validation
-    composer_checkpoint._torch_load_with_validation = lambda path, map_location: load_plain(path)
+    composer_checkpoint._torch_load_with_validation = lambda path, map_location: upgraded(load_plain(path))
     try:
         with plain_pickles():
             yield
@@ -93,8 +94,24 @@ def own_unpickling() -> Iterator[None]:
         composer_checkpoint._torch_load_with_validation = theirs
 
 
+@contextmanager
+def own_signal_files() -> Iterator[None]:
+    """Inside, machines that share a file system do not share the files by which Composer waits within each of them.
+
+    Composer gives such a file the same name on all machines. Where the folder of checkpoints is shared, as it must be
+    for a resume, each machine removes the file, and all but one fail because it is gone.
+    """
+    theirs = dist.get_node_signal_file_name
+    dist.get_node_signal_file_name = lambda *arguments: f"{theirs(*arguments)}_{dist.get_node_rank()}"
+    try:
+        yield
+    finally:
+        dist.get_node_signal_file_name = theirs
+
+
 @own_data_parallel()
 @own_unpickling()
+@own_signal_files()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
     run = ComposerRun(parts.task, place.precision)
@@ -109,9 +126,13 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     trained = [p for p in parts.task.parameters() if p.requires_grad]
     return Trainer(
         model=ComposerTask(parts.task, run.autocast),
-        train_dataloader=data_spec(parts.data),
+        train_dataloader=data_spec(parts.data, parts.copies),
         eval_dataloader=[
-            Evaluator(label=label, dataloader=data_spec(loading), device_eval_microbatch_size=parts.microbatch)
+            Evaluator(
+                label=label,
+                dataloader=data_spec(loading, parts.copies),
+                device_eval_microbatch_size=parts.microbatch,
+            )
             for label, loading in parts.evals.items()
         ],
         eval_interval=at_intervals(recipe.training.eval_every),
@@ -119,7 +140,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         optimizers=parts.new_optimizer(trained),
         schedulers=composer_schedule(parts.schedule),
         algorithms=as_algorithms(parts.levers, run),
-        parallelism_config=None if recipe.training.fsdp is None else {"fsdp": fsdp_config(recipe, parts.task)},
+        parallelism_config={"fsdp": fsdp_config(recipe, parts.task)} if parts.divided else None,
         callbacks=[
             *(run_callback(callback, run) for callback in parts.callbacks.values()),
             Generators(),
@@ -146,7 +167,7 @@ def composer_schedule(schedule: Schedule):
 
 
 def fsdp_config(recipe: Recipe, task: torch.nn.Module) -> FSDP2Config:
-    """What Composer must know of a task that the lever of `training.fsdp` shards.
+    """What Composer must know of a task that the levers of the `training` section divide.
 
     Composer's own wrapping knows one number format for the whole model, and has no way to hand over a mesh. It is told
     to wrap nothing more, and does what remains: checkpoints and resumption.
@@ -155,14 +176,21 @@ def fsdp_config(recipe: Recipe, task: torch.nn.Module) -> FSDP2Config:
     warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute will be removed")
     task._fsdp_wrap = False  # read by Composer
     fsdp = recipe.training.fsdp
+    if fsdp is None:
+        return FSDP2Config(state_dict_type="full")
     return FSDP2Config(reshard_after_forward=fsdp.strategy == "FULL_SHARD", state_dict_type=fsdp.checkpoints)
 
 
-def data_spec(loading: Loading) -> DataSpec:
-    """A loader as Composer takes it."""
+def data_spec(loading: Loading, copies: int = 1) -> DataSpec:
+    """A loader as Composer takes it.
+
+    Args:
+        loading: batches.
+        copies: number of ranks that compute the same samples, each of which counts a share of them.
+    """
     return DataSpec(
         loading.loader,
         microbatch_transforms=loading.on_device,
         split_batch=split,
-        get_num_samples_in_batch=samples_of,
+        get_num_samples_in_batch=samples_of if copies == 1 else lambda batch: samples_of(batch) / copies,
     )

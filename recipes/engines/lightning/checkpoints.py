@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, whole
+from recipes.engines.earlier import upgraded
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
@@ -108,7 +109,7 @@ class Checkpoints:
         """
         if self.path is None:
             return
-        state = read_file(self._rest_of(self.path))
+        state = upgraded(read_file(self._rest_of(self.path)))
         if self.path.is_dir():
             state |= self._read_parts(self.path)
         self._load_weights(state)
@@ -178,8 +179,8 @@ class Checkpoints:
     def _tensors(self, full: bool) -> dict[str, Any]:
         """Weights and the optimizer's state by the names of parameters; whole ones on the first rank only."""
         run = self._run
-        sharded = self._parts.sharding is not None
-        options = StateDictOptions(full_state_dict=full and sharded, cpu_offload=full and sharded)
+        gathers = full and self._parts.divided
+        options = StateDictOptions(full_state_dict=gathers, cpu_offload=gathers)
         return {
             "weights": get_model_state_dict(run.task, options=options),
             "optimizer": get_optimizer_state_dict(run.task, run.optimizer, options=options),

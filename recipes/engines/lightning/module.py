@@ -103,8 +103,8 @@ class TaskModule(pl.LightningModule):
         run.optimizer.zero_grad(set_to_none=True)
         samples = torch.tensor(samples_of(batch), device=run.device)
         all_reduce(samples)
-        total_samples = int(samples.item())
-        mean_batch = total_samples / world_size()  # of a rank
+        total_samples = int(samples.item()) // self._parts.copies
+        mean_batch = int(samples.item()) / world_size()  # of a rank
         losses = {"total": torch.zeros(1, device=run.device)}
         for number, microbatch in enumerate(microbatches):
             last = number + 1 == len(microbatches)

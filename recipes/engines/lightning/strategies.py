@@ -29,22 +29,22 @@ class TaskDDP(DDPStrategy):
         self._run.ddp = data_parallel(self._run.task)
 
 
-class ShardedByLever(ModelParallelStrategy):
-    """FSDP2. The lever of `training.fsdp` shards the task, on a mesh of its own, when the module is configured."""
+class DividedByLevers(ModelParallelStrategy):
+    """Levers divide and shard the task, on meshes of their own, when the module is configured."""
 
     def __init__(self) -> None:
         super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1, timeout=TIMEOUT)
 
 
-def strategy_of(run: LightningRun, sharded: bool) -> Strategy:
+def strategy_of(run: LightningRun, divided: bool) -> Strategy:
     """The strategy of a run.
 
     Args:
         run: of this process.
-        sharded: whether the recipe has `training.fsdp`.
+        divided: whether each rank holds a part of the task only.
     """
-    if sharded:
-        return ShardedByLever()
+    if divided:
+        return DividedByLevers()
     if world_size() > 1:
         return TaskDDP(run)
     return SingleDeviceStrategy(run.device)

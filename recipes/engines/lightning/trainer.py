@@ -139,7 +139,7 @@ def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTrainin
         end_if_asked=lambda: end_if_asked(run, checkpoints.save_now if recipe.checkpoints.save else None),
     )
     module = TaskModule(parts, run, moments, between, batches, seed=recipe.seed)
-    return LightningTraining(new_trainer(recipe, place, run, between, bool(parts.evals)), module, run, parts, loggers)
+    return LightningTraining(new_trainer(recipe, place, run, between, parts), module, run, parts, loggers)
 
 
 def load_and_seed(checkpoints: Checkpoints, seed: int) -> None:
@@ -155,7 +155,7 @@ def restore_saved(checkpoints: Checkpoints) -> None:
 
 
 def new_trainer(
-    recipe: Recipe, place: Place, run: LightningRun, between: BetweenBatches, validates: bool
+    recipe: Recipe, place: Place, run: LightningRun, between: BetweenBatches, parts: Parts
 ) -> pl.Trainer:
     """Lightning's Trainer without what this engine does by itself: precision, checkpoints, loggers, signals."""
     for message in WARNINGS:
@@ -165,13 +165,13 @@ def new_trainer(
         accelerator="gpu" if place.use_gpu else "cpu",
         devices=place.local_world_size,
         num_nodes=world_size() // place.local_world_size,
-        strategy=strategy_of(run, sharded=recipe.training.fsdp is not None),
+        strategy=strategy_of(run, divided=parts.divided),
         plugins=[StartedProcesses()],
         precision="32-true",
         callbacks=[between],
         max_epochs=1,  # the whole run; see `RunBatches`
         check_val_every_n_epoch=2,  # never: `BetweenBatches` starts validation
-        limit_val_batches=1.0 if validates else 0,
+        limit_val_batches=1.0 if parts.evals else 0,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,

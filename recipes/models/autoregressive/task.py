@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from recipes.models.autoregressive.loss import token_losses
+from recipes.models.autoregressive.earlier import separated
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
-from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops
+from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops, tensor_plan
 from recipes.models.task import Task
+from recipes.models.tensor_plan import TensorPlan
 from recipes.models.weights import load_safetensors
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
@@ -92,6 +93,10 @@ class Autoregressive(Task):
         """The residual blocks, attention and MLP in turn."""
         return list(self.network.blocks)
 
+    def tensor_plan(self) -> TensorPlan:
+        """Heads, the MLPs' inner width and the unembedding are divided; embeddings and norms are not."""
+        return tensor_plan(self.network)
+
     def forward_flops(self) -> float:
         """FLOPs of the forward pass of one sample, counting the visible pairs of attention only.
 
@@ -158,7 +163,7 @@ class Autoregressive(Task):
         text, image = batch["text"], batch["image"]
         hidden = self.network(text, image)[:, :-1]  # (B, S - 1, d): nothing follows the last token
         targets = torch.cat([text, image + self.network.text_vocabulary], dim=1)[:, 1:]  # (B, S - 1)
-        losses = token_losses(hidden.flatten(0, 1), self.network.unembedding.weight, targets.flatten())
+        losses = self.network.unembedding.losses(hidden.flatten(0, 1), targets.flatten())
         of_text, of_image = losses.view_as(targets).split([text.shape[1] - 1, image.shape[1]], dim=1)
         return of_text, of_image, predicted(text)
 
@@ -184,7 +189,7 @@ class Autoregressive(Task):
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
-        load_safetensors(self.network, folder / FOLDER / WEIGHTS)
+        load_safetensors(self.network, folder / FOLDER / WEIGHTS, separated)
 
 
 def predicted(text: Tensor) -> Tensor:
@@ -225,5 +230,5 @@ def load_transformer(folder: Path) -> TokenTransformer:
     """
     sizes = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     network = transformer_of(**sizes)
-    load_safetensors(network, folder / WEIGHTS)
+    load_safetensors(network, folder / WEIGHTS, separated)
     return network

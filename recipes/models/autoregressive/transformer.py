@@ -11,9 +11,12 @@ import math
 import torch
 from torch import Tensor, nn
 
+from recipes.models.autocast import for_products
 from recipes.models.autoregressive.cache import Caches
+from recipes.models.autoregressive.loss import token_losses
 from recipes.models.autoregressive.masks import TokenLayout, layer_kinds, visible_pairs
 from recipes.models.autoregressive.sparse_attention import Attend, Implementation, make_attend
+from recipes.models.tensor_plan import DividedBranch, TensorPlan
 
 INITIAL = 0.125  # standard deviation of initial weights, times sqrt(fan-in) (Child et al. 2019, section 6)
 
@@ -23,18 +26,24 @@ class CausalAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.qkv.stacked = 3  # three stacked matrices, for queries, keys and values
+        # Not one stacked matrix: a part of the rows of each of these is a number of whole heads.
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
-        x = attend.enter(self.norm(x))  # (B, S, d)
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, D) each
+        x = attend.enter(for_products(self.norm(x)))  # (B, S, d)
+        q, k, v = (self._heads(layer(x)) for layer in (self.q, self.k, self.v))  # (B, H, S, D) each
         x = attend(q, k, v).transpose(1, 2).flatten(2)  # (B, S, d)
         return attend.leave(self.out(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, S, H D) -> (B, H, S, D), for as many heads as there are."""
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -64,6 +73,22 @@ class Residual(nn.Module):
     def forward(self, x: Tensor, *context: Attend) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
         return x + self.branch(x, *context)
+
+
+class Unembedding(nn.Linear):
+    """One softmax over all tokens: (..., d) -> logits (..., C), without a bias. Logits are never held for all rows."""
+
+    def __init__(self, width: int, tokens: int) -> None:
+        super().__init__(width, tokens, bias=False)
+
+    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of each row, see `token_losses`: hidden (M, d), targets (M,) int64 -> (M,)."""
+        return token_losses(hidden, self.weight, targets)
+
+    def logits(self, hidden: Tensor, first: int) -> Tensor:
+        """(..., d) -> (..., C - first): logits of the tokens from `first` on, in the dtype of `hidden`."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden, self.weight[first:].to(hidden.dtype))
 
 
 class TokenTransformer(nn.Module):
@@ -120,7 +145,7 @@ class TokenTransformer(nn.Module):
             Residual(branch) for _ in range(layers) for branch in (CausalAttention(width, heads), MLP(width))
         )
         self.norm = nn.LayerNorm(width)
-        self.unembedding = nn.Linear(width, text_vocabulary + codes, bias=False)  # one softmax over text and image
+        self.unembedding = Unembedding(width, text_vocabulary + codes)  # text and image
         self._attends: dict[torch.device, list[Attend]] = {}
         self.reset_parameters()
 
@@ -171,8 +196,9 @@ class TokenTransformer(nn.Module):
     def embed_text(self, text: Tensor) -> Tensor:
         """(B, T) -> (B, T, d): token plus position. Padding has a learned embedding per position."""
         tokens = self.text_tokens(text.clamp(min=0))
-        tokens = torch.where((text < 0)[..., None], self.text_padding.weight, tokens)
-        return tokens + self.text_positions.weight
+        positions = torch.arange(self.layout.text, device=text.device)
+        tokens = torch.where((text < 0)[..., None], self.text_padding(positions), tokens)
+        return tokens + self.text_positions(positions)
 
     def embed_image(self, image: Tensor, first: int = 0) -> Tensor:
         """(B, n) -> (B, n, d): token plus row plus column, for the grid positions from `first` on."""
@@ -182,9 +208,7 @@ class TokenTransformer(nn.Module):
 
     def image_logits(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., K), float32: logits of the image codes, without those of the text tokens."""
-        weight = self.unembedding.weight[self.text_vocabulary :]
-        with torch.autocast(x.device.type, enabled=False):
-            return nn.functional.linear(x, weight.to(x.dtype))
+        return self.unembedding.logits(x, self.text_vocabulary)
 
     def new_caches(self, repeat: int = 1) -> Caches:
         """Empty caches.
@@ -202,6 +226,20 @@ class TokenTransformer(nn.Module):
         return self._attends[device]
 
 
+def tensor_plan(network: TokenTransformer) -> TensorPlan:
+    """How tensor parallelism divides it: attention by heads, MLPs by their inner width, the unembedding by tokens."""
+    branches = []
+    for branch in (block.branch for block in network.blocks):
+        if isinstance(branch, CausalAttention):
+            branches.append(DividedBranch(branch.norm, (branch.q, branch.k, branch.v), branch.out))
+        else:
+            branches.append(DividedBranch(branch.norm, (branch.up,), branch.down))
+    width = network.norm.normalized_shape[0]
+    heads = width // network.blocks[0].branch.head_width
+    length = network.layout.length
+    return TensorPlan(branches, network.unembedding, {"heads": heads}, length, length - 1, width)
+
+
 def forward_flops(network: TokenTransformer, sparse: bool = True) -> float:
     """FLOPs of the forward pass of one sample, counting a multiply-add as 2. The backward pass has twice as many.
 
@@ -210,6 +248,6 @@ def forward_flops(network: TokenTransformer, sparse: bool = True) -> float:
         sparse: count only the (query, key) pairs that each layer's mask shows; otherwise all S * S pairs.
     """
     layout, width = network.layout, network.norm.normalized_shape[0]
-    matrices = sum(module.weight.numel() for module in network.modules() if isinstance(module, nn.Linear))
+    matrices = sum(m.in_features * m.out_features for m in network.modules() if isinstance(m, nn.Linear))
     pairs = {kind: visible_pairs(kind, layout) if sparse else layout.length**2 for kind in set(network.kinds)}
     return 2.0 * matrices * layout.length + 4.0 * width * sum(pairs[kind] for kind in network.kinds)

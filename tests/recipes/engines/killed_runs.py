@@ -1,15 +1,20 @@
 """Runs that are killed by real SIGKILLs, stopped by signals, and started again each time.
 
-    python tests/recipes/engines/killed_runs.py FOLDER RECIPE ENGINE...
+    python tests/recipes/engines/killed_runs.py FOLDER RECIPE TOKENS ENCODE ENGINE...
 
-Each start is a process of its own, forked from this one, which has done the slow imports. It runs recipes/train.py.
-FOLDER/report.json says how each ended: [exit code or minus the signal, what it printed].
+Each start is a process of its own, or one per rank, forked from this one, which has done the slow imports. It runs
+recipes/train.py. FOLDER/report.json says how each ended: [exit code or minus the signal, what it printed].
+
+RECIPE is trained and killed on one rank, TOKENS on one rank and then on two and the other way round, and the encode job
+ENCODE is killed at random (FOLDER/encode.json).
 """
 
+import hashlib
 import io
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -21,11 +26,14 @@ import torch
 import callbacks.export
 import recipes.engines.composer.trainer
 import recipes.engines.lightning.trainer  # noqa: F401
+from benchmarks.killing import killed_jobs
 from recipes.algorithms.resilience.guard import Guard
 from recipes.engines import checkpoint_files
 from recipes.train import main
 
 STARTS = ["half 4", "unlinked 4", "{signal} 4", "export 7", "none 0"]
+# The engines begin on so many ranks, are killed in batch 3, and go on from batch 2 on so many.
+RANKS = {"composer": (1, 2), "lightning": (2, 1)}
 SIGNALS = {"composer": "SIGTERM", "lightning": "SIGUSR1"}
 
 
@@ -81,34 +89,80 @@ def arrange(what, batch):
         at_batch(batch, lambda: os.kill(os.getpid(), getattr(signal, what)))
 
 
-def start(what, batch, arguments, log):
-    """Fork, train; the child's exit code or minus its signal, and what it printed."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            arrange(what, batch)
-            sys.argv = ["recipes/train.py", *arguments]
-            main()
-            code = 0
-        except SystemExit as error:
-            code = error.code
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), Path(log).read_text()
+def record_samples(file, what):
+    """Write down a hash of each sample of each batch, whichever rank trains on it, and what kind of start it is."""
+    batch_start = Guard.batch_start
+
+    def patched(self, run):
+        batch_start(self, run)
+        rows = zip(*(tensor.tolist() for tensor in run.batch.values()), strict=True)
+        hashes = [hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest() for row in rows]
+        with open(file, "a") as lines:
+            lines.write(json.dumps([what, run.clock.batch, hashes]) + "\n")
+
+    Guard.batch_start = patched
+
+
+def start(what, batch, arguments, log, world=1, samples=None):
+    """Fork, train; the exit code or minus the signal of the last rank, and what it printed.
+
+    When it is killed, the other ranks are, too, as launchers do.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(world):
+        children.append(os.fork())
+        if not children[-1]:
+            code = 1
+            try:
+                output = os.open(log if rank == world - 1 else f"{log}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                if world > 1:
+                    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+                    place = {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                    os.environ |= {name: str(value) for name, value in (sizes | place).items()}
+                if rank == world - 1:
+                    arrange(what, batch)
+                if samples is not None:
+                    record_samples(samples, what)
+                sys.argv = ["recipes/train.py", *arguments]
+                main()
+                code = 0
+            except SystemExit as error:
+                code = error.code
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1])
+    for child in children[:-1]:
+        if code < 0:
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return code, Path(log).read_text()
+
+
+def on_other_ranks(folder, recipe, engines):
+    """Runs that are killed and go on with another number of ranks, and one that is left alone."""
+    report, log = {}, f"{folder}/log.txt"
+    alone = [recipe, f"output={folder}/tokens-whole"]
+    report["tokens whole"] = start("none", 0, alone, log, samples=f"{folder}/tokens-whole.jsonl")
+    for engine in engines:
+        killed = [recipe, f"training.engine={engine}", f"output={folder}/tokens-{engine}"]
+        for what, world in zip(("kill", "none"), RANKS[engine], strict=True):
+            name = f"tokens {engine} {what} on {world}"
+            report[name] = start(what, 3, killed, log, world, f"{folder}/tokens-{engine}.jsonl")
+    return report
 
 
 if __name__ == "__main__":
-    folder, recipe, *engines = sys.argv[1:]
-    report = {}
+    folder, recipe, tokens, encode, *engines = sys.argv[1:]
+    report = on_other_ranks(folder, tokens, engines)
     for engine in engines:
         arguments = [recipe, f"training.engine={engine}"]
         whole = [*arguments, f"output={folder}/{engine}-whole"]
@@ -120,3 +174,5 @@ if __name__ == "__main__":
             files = sorted(p.name for p in Path(folder, f"{engine}-killed", "checkpoints").iterdir())
             report[f"{engine} {name}"] += (files,)
     Path(folder, "report.json").write_text(json.dumps(report, indent=1))
+    jobs = list(killed_jobs([encode], Path(folder), ranks=[1, 2], kills=2, seed=0))
+    Path(folder, "encode.json").write_text(json.dumps(jobs))

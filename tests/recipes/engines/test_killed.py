@@ -9,20 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.recipe import to_yaml
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import from_composer, read_composer
 from recipes.engines.lightning.checkpoint_format import read_file
 from tests.recipes.engines.lightning.test_checkpoints import same
+from tests.recipes.engines.test_equality import AUTOREGRESSIVE
 
 ROOT = Path(__file__).resolve().parents[3]
 SIGNALS = {"composer": "SIGTERM", "lightning": "SIGUSR1"}  # as killed_runs.py sends them
+RANKS = {"composer": (1, 2), "lightning": (2, 1)}  # before and after it is killed, as killed_runs.py has them
+# Largest difference of weights and averages after 7 batches, 5 of them on another number of ranks.
+TOLERANCE = 1e-5
 KILLED = -9
 AGAIN = 85
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory, small_recipe):
+def killed(tmp_path_factory, small_recipe, token_sets, latent_sets):
     folder = tmp_path_factory.mktemp("killed")
     recipe = small_recipe(
         folder / "run",
@@ -34,16 +38,37 @@ def killed(tmp_path_factory, small_recipe):
         "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
     )
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    paths = [
+        f"data.streams.train.path={token_sets}/train",
+        f"data.vocabulary={token_sets}/vocabulary.json",
+        "evals.val=null",
+        "training={duration: 7ba, global_batch: 8, device: cpu, eval_every: null}",
+        "checkpoints={every: 2ba, keep: 2, autoresume: true}",
+        "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
+        "loggers={}",
+    ]
+    tokens = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*AUTOREGRESSIVE, *paths], Recipe)
+    (folder / "tokens.yaml").write_text(to_yaml(tokens))
+    (folder / "encode.yaml").write_text((latent_sets.parent / "encode.yaml").read_text())
+    recipes = [str(folder / f"{name}.yaml") for name in ("recipe", "tokens", "encode")]
     script = Path(__file__).with_name("killed_runs.py")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(folder / "recipe.yaml"), "composer", "lightning"],
+        [sys.executable, str(script), str(folder), *recipes, "composer", "lightning"],
         env=environment, cwd=folder, capture_output=True, text=True, timeout=570,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder, json.loads((folder / "report.json").read_text())
+
+
+def samples_of(file):
+    """Batch -> hashes of its samples, over all ranks; of a batch that was trained on twice, those of the last start."""
+    batches = {}
+    for what, batch, hashes in map(json.loads, file.read_text().splitlines()):
+        batches.setdefault(batch, {}).setdefault(what, []).extend(hashes)
+    return {batch: sorted(starts.get("none", starts.get("kill"))) for batch, starts in batches.items()}
 
 
 ENGINES = pytest.mark.parametrize("engine", ["composer", "lightning"])
@@ -91,3 +116,26 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(killed, engine):
     assert Path("export/done.json") in files
     assert filecmp.cmpfiles(whole, again, files, shallow=False)[0] == files
     assert len(list((again / "checkpoints").iterdir())) == 3  # the newest two and the link
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_killed_run_goes_on_with_another_number_of_ranks(killed, engine):
+    """From 1 to 2 and from 2 to 1: each batch has the same samples, and only the order of additions differs."""
+    folder, report = killed
+    codes = {name: code for name, (code, *_) in report.items() if name.startswith(f"tokens {engine}")}
+    before, after = RANKS[engine]
+    assert codes == {f"tokens {engine} kill on {before}": KILLED, f"tokens {engine} none on {after}": 0}, report
+    assert samples_of(folder / f"tokens-{engine}.jsonl") == samples_of(folder / "tokens-whole.jsonl")
+    one, other = final(folder / "tokens-whole", "composer"), final(folder / f"tokens-{engine}", engine)
+    assert one["counts"]["sample"] == other["counts"]["sample"] == 56
+    averages = (state["levers"]["ScheduledEMA"]["average"] for state in (one, other))
+    for weights, others in ((one["weights"], other["weights"]), averages):
+        assert weights.keys() == others.keys()
+        assert max((tensor - others[name]).abs().max().item() for name, tensor in weights.items()) <= TOLERANCE
+
+
+def test_a_killed_encode_job_ends_in_the_same_bytes(killed):
+    """2 kills at random on 1 and on 2 ranks; `python benchmarks/killing.py` makes 50."""
+    folder, _ = killed
+    for job in json.loads((folder / "encode.json").read_text()):
+        assert job["kills"] == 2 and job["jobs"] >= 1 and job["files"] > 20 and not job["different"], job

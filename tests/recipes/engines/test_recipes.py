@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from recipes.comparison.events import read_curves
 from recipes.config.recipe import Recipe, load_config
 from tests.recipes.engines.recording import assert_bit_equal, record
 
@@ -104,6 +105,12 @@ def test_both_engines_do_the_same(recipe_of, tmp_path):
     assert len(exact) > 3
     for name in exact:
         assert lightning_scalars[name] == scalars[name], name
+
+    for engine in found:  # as the page of recipes/compare.py reads them
+        curves = read_curves(tmp_path / engine / "tensorboard")
+        for name in (name for name in exact if name.startswith(("loss/", "metrics/", "lr-"))):
+            read = zip(curves[name].batches.tolist(), curves[name].values.tolist(), strict=True)
+            assert list(read) == scalars[name], name
 
     (checkpoint,) = (tmp_path / "lightning" / "checkpoints").glob("*-ba6.ckpt")
     resumed = record("lightning", recipe_of(tmp_path / "resumed", f"checkpoints.load_path={checkpoint}"))

@@ -88,7 +88,7 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
         raise AssertionError("it was done before")
 
     monkeypatch.setattr(DiffusionPipeline, "generate", forbidden)
-    monkeypatch.setattr("recipes.evaluation.reference.decoded", forbidden)
+    monkeypatch.setattr("recipes.scoring.reference.decoded", forbidden)
     assert figures(evaluate(export, read(path))) == found
 
 
@@ -143,7 +143,7 @@ def test_inception_with_weights_from_a_file(tmp_path):
     from safetensors.torch import save_file
     from torch_fidelity import feature_extractor_inceptionv3 as theirs
 
-    from recipes.evaluation.extractors import inception
+    from recipes.scoring.extractors import inception
 
     class New(theirs.FeatureExtractorInceptionV3):
         def load_state_dict(self, *_, **__):

@@ -7,9 +7,9 @@ from PIL import Image, ImageFilter
 
 from recipes.config.values import ConfigError
 from recipes.evaluation.config import Evaluation, Extractor, Reference, Rerank
-from recipes.evaluation.figures import figures
-from recipes.evaluation.reference import blurred, fingerprint
 from recipes.evaluation.report import curves, markdown, write_report
+from recipes.scoring.figures import figures
+from recipes.scoring.reference import blurred, fingerprint
 
 
 def config(**changes):

@@ -42,7 +42,7 @@ def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder
     assert found.text.startswith("evals.val.streams.val and data.streams.train were encoded with different weights")
 
 
-@pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("1gb", "ok")])
+@pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
 

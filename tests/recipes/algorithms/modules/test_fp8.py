@@ -10,6 +10,7 @@ from torch import nn
 
 from recipes.algorithms.modules.fp8 import BACKWARD, FORWARD, Fp8, Fp8Linear, check_capability, product, quantise
 from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.autoregressive.transformer import Unembedding
 from tests.recipes.training.fake_run import FakeRun
 
 DIGITS = {FORWARD: 3, BACKWARD: 2}  # explicit bits of the significand
@@ -112,9 +113,9 @@ def test_the_lever_changes_the_matrices_of_blocks():
     task, plain = small(), small()
     run = FakeRun(task)
     Fp8(task).change_modules(run)
-    assert run.settings == {"fp8": 8}
+    assert run.settings == {"fp8": 12}
     assert list(task.state_dict()) == list(plain.state_dict())
-    assert type(task.network.unembedding) is nn.Linear
+    assert type(task.network.unembedding) is Unembedding
     batch = {"text": torch.tensor([[1, 2, 3], [4, 5, -1]]), "image": torch.arange(8).reshape(2, 4) % 7}
     for model in (task, plain):
         nn.init.normal_(model.network.unembedding.weight, generator=torch.Generator().manual_seed(1))

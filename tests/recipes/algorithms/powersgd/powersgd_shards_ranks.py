@@ -30,12 +30,13 @@ def equal(a, b):
 
 
 def check_parts():
-    """The transformer's matrices are sharded as square as possible, and queries, keys and values stay separate."""
+    """The transformer's matrices are sharded as square as possible."""
     torch.manual_seed(0)
     task = Autoregressive(layers=1, width=16, heads=2, text_positions=5, text_vocabulary=10, side=4, codes=8, kernel=3)
     names = {id(p): name for name, p in task.named_parameters()}
     cuts = {names[key].split("branch.")[1]: value for key, value in placements(task, 2).items()}
-    assert cuts == {"qkv.weight": Shard(1), "out.weight": Shard(0), "up.weight": Shard(0), "down.weight": Shard(1)}
+    square = dict.fromkeys(("q.weight", "k.weight", "v.weight", "out.weight"), Shard(0))
+    assert cuts == {**square, "up.weight": Shard(0), "down.weight": Shard(1)}
     weights = {name: p.detach().clone() for name, p in task.named_parameters()}
     for p in task.parameters():
         p.grad = torch.randn_like(p)
@@ -44,18 +45,15 @@ def check_parts():
     of_machine = placements(task, 2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     shard(task, mesh["shard"], placement=lambda p: of_machine.get(id(p)))
-    assert [[m.stacked for m in block] for block in blocks_of(task)] == [[3, 1], [1, 1]]
     part = mesh.get_local_rank("shard")
-    for matrices in (m for block in blocks_of(task) for m in block):
-        whole = gradients[matrices.name]
-        pieces = matrices.parts_of(whole)
-        dimension = 0 if matrices.name.endswith(("out.weight", "up.weight")) else 1
-        expected = [third.chunk(2, dim=dimension)[part] for third in whole.chunk(matrices.stacked)]
-        assert all(torch.equal(a, b) for a, b in zip(pieces, expected, strict=True))
-        assert [piece.shape for piece in pieces] == matrices.shapes
-        lesser_first = [piece.T if piece.shape[0] > piece.shape[1] else piece for piece in pieces]
-        assert torch.equal(matrices.whole(iter(lesser_first)), whole)
-        assert torch.equal(matrices.parameter.full_tensor(), weights[matrices.name])
+    for matrix in (m for block in blocks_of(task) for m in block):
+        whole = gradients[matrix.name]
+        piece = matrix.part_of(whole)
+        dimension = 1 if matrix.name.endswith("down.weight") else 0
+        assert torch.equal(piece, whole.chunk(2, dim=dimension)[part]) and piece.shape == matrix.shape
+        lesser_first = piece.T if piece.shape[0] > piece.shape[1] else piece
+        assert torch.equal(matrix.whole(lesser_first), whole)
+        assert torch.equal(matrix.parameter.full_tensor(), weights[matrix.name])
 
 
 def check_full_rank(plain):

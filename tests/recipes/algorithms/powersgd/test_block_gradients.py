@@ -11,7 +11,7 @@ from recipes.algorithms.powersgd.block_gradients import (
     cut_dimension,
     first_device_shapes,
     placements,
-    shard_shapes,
+    shard_shape,
 )
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.task import Task
@@ -22,10 +22,10 @@ SIZES = st.integers(1, 40)
 @given(rows=SIZES, columns=SIZES, rest=st.sampled_from([(), (3, 3)]), shards=st.sampled_from([1, 2, 4, 8]))
 def test_pieces_are_as_square_as_they_can_be(rows, columns, rest, shards):
     shape = (rows, columns, *rest)
-    cut = cut_dimension(shape, 1, shards)
+    cut = cut_dimension(shape, shards)
     assert shards > 1 or cut == 0
     assert cut == 0 or columns % shards == 0, "FSDP2 pads the first dimension only"
-    (piece,) = shard_shapes(shape, 1, shards)
+    piece = shard_shape(shape, shards)
     assert piece == torch.empty(shape).chunk(shards, dim=cut)[0].shape
 
     def factors(dimension):
@@ -38,47 +38,41 @@ def test_pieces_are_as_square_as_they_can_be(rows, columns, rest, shards):
         assert factors(cut) <= factors(1 - cut)
 
 
-@given(width=SIZES, stacked=st.integers(2, 4), shards=st.sampled_from([1, 2, 4, 8]))
-def test_stacked_matrices_are_cut_across_or_not_taken_apart(width, stacked, shards):
-    shapes = shard_shapes((stacked * width, width), stacked, shards)
-    if width % shards == 0:
-        assert shapes == [(width, width // shards)] * stacked
-    else:
-        assert len(shapes) == 1 and shapes[0][1] == width
-
-
 def test_a_transformers_layer_is_cut_as_published():
-    """Ramesh et al. 2021, table 2: pieces d x d/m of four matrices, d x 4d/m and its transpose of the MLP's."""
+    """Ramesh et al. 2021, table 2: pieces d x d/m of four matrices, or d/m x d, which have equal factors; d x 4d/m and
+    its transpose of the MLP's."""
     with torch.device("meta"):
         task = Autoregressive(
             layers=2, width=64, heads=2, text_positions=4, text_vocabulary=9, side=4, codes=8, kernel=3
         )  # fmt: skip
     blocks, others = first_device_shapes(task, 8)
-    attention, mlp = [(64, 8)] * 3 + [(8, 64)], [(32, 64), (64, 32)]
+    attention, mlp = [(8, 64)] * 4, [(32, 64), (64, 32)]
     assert blocks == [attention, mlp] * 2
     inside = 8 * sum(shape.numel() for block in blocks for shape in block)
     assert others >= (sum(p.numel() for p in task.parameters()) - inside) / 8  # rows are padded
     assert first_device_shapes(task, 1)[0] == [[(64, 64)] * 4, [(256, 64), (64, 256)]] * 2
     dimensions = {name: placements(task, 8).get(id(p)) for name, p in task.named_parameters()}
-    assert dimensions["network.blocks.0.branch.qkv.weight"] == Shard(1)
-    assert dimensions["network.unembedding.weight"] is dimensions["network.blocks.0.branch.qkv.bias"] is None
+    assert dimensions["network.blocks.1.branch.down.weight"] == Shard(1)
+    assert dimensions["network.unembedding.weight"] is dimensions["network.blocks.0.branch.q.bias"] is None
+    # With 2 devices that divide matrices, and 4 shards: the same number of values, in pieces of other sides.
+    divided, _ = first_device_shapes(task, 4, 2, task.tensor_plan().dimensions())
+    assert divided == [[(32, 16)] * 3 + [(16, 32)], [(32, 64), (64, 32)]] * 2
 
 
-def test_matrices_in_one_parameter_have_gradients_in_its_memory():
+def test_a_gradient_is_the_parameters_own():
     class OneLayer(Task):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(3, 6)
-            self.layer.stacked = 2
 
         def blocks(self):
             return [self.layer]
 
     task = OneLayer()
-    ((matrices,),) = blocks_of(task)
-    assert matrices.name == "layer.weight" and matrices.shapes == [(3, 3), (3, 3)]
-    assert all((g == 0).all() for g in matrices.gradients())  # a parameter that a batch did not use
-    matrices.gradients()[1].fill_(5.0)
-    assert task.layer.weight.grad.tolist() == [[0.0] * 3] * 3 + [[5.0] * 3] * 3
+    ((matrix,),) = blocks_of(task)
+    assert matrix.name == "layer.weight" and matrix.shape == (6, 3)
+    assert (matrix.gradient() == 0).all()  # a parameter that a batch did not use
+    matrix.gradient()[1].fill_(5.0)
+    assert task.layer.weight.grad.tolist() == [[0.0] * 3, [5.0] * 3] + [[0.0] * 3] * 4
     whole = torch.arange(18.0).view(6, 3)
-    assert torch.equal(matrices.whole(iter(matrices.parts_of(whole))), whole)
+    assert torch.equal(matrix.whole(matrix.part_of(whole).T), whole)  # the lesser side first

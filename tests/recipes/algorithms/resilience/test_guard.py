@@ -32,7 +32,7 @@ def step(run, levers, batch, value=1.0):
 def new_run(tmp_path, limit=3, precision="fp32"):
     task = nn.Linear(2, 2)
     run = FakeRun(task, precision=precision, optimizer=torch.optim.AdamW(task.parameters(), lr=0.1))
-    return run, Levers([ClipByNorm(1.0)], first=[Guard(limit, str(tmp_path))])
+    return run, Levers([ClipByNorm(1.0)], first=[Guard(limit, str(tmp_path), lambda seeds: {5: "cat"})])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -80,6 +80,7 @@ def test_too_many_in_a_row_end_the_run_with_a_report(tmp_path):
     report = json.loads((tmp_path / REPORT).read_text())
     assert report["in_a_row"] == 3 and report["since_batch"] == 4 and report["last_good_checkpoint"] == str(good)
     assert report["seeds_of_the_last_batch_on_rank_0"] == [3, 5]
+    assert report["keys_of_the_last_batch_on_rank_0"] == [None, "cat"]
     (block,) = report["blocks"]
     weights = torch.nn.utils.get_total_norm([p.detach() for p in run.task.parameters()])
     assert block["gradients"] == "nan" and block["weights"] == pytest.approx(weights.item())

@@ -12,6 +12,7 @@ import torch
 from composer import Callback
 from PIL import Image
 
+from recipes.comparison.runs import read_runs
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
 from recipes.engines.composer.run import clock_of
@@ -101,6 +102,16 @@ def test_figures_and_pictures_are_logged(exported):
     assert len(scalars["metrics/val/loss"]) == 3  # batches 5, 10 and the end
     pictures = [steps for tag, steps in images.items() if tag.startswith("samples")]
     assert sorted(step for steps in pictures for step in steps) == [6, 12, 14]
+
+
+def test_a_run_is_read_for_a_comparison(exported):
+    recipe, _ = exported
+    (run,) = read_runs([Path(recipe.output)], 12, 64)
+    assert run.curves["loss/train/total"].batches.tolist() == list(range(14)) and run.config == recipe
+    assert run.position(14, "samples") == 112 and 0 < run.position(14, "hours") < 1
+    assert {prompt: [p.batch for p in found] for prompt, found in run.pictures.items()} == {
+        prompt: [6, 12, 14] for prompt in ("a dot", "a star", "a wall")
+    }
 
 
 def test_only_weights_can_be_taken(exported, small_recipe, tmp_path):

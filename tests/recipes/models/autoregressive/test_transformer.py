@@ -180,7 +180,8 @@ def test_initial_weights():
     mlp = network.blocks[1].branch
     expected = {
         network.text_tokens.weight: 0.125 / root,
-        network.blocks[0].branch.qkv.weight: 0.125 / root,
+        network.blocks[0].branch.q.weight: 0.125 / root,
+        network.blocks[0].branch.v.weight: 0.125 / root,
         network.blocks[0].branch.out.weight: 0.125 / root / 4,
         mlp.up.weight: 0.125 / root,
         mlp.down.weight: 0.125 / (2 * root) / 4,

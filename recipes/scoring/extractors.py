@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from data.log import log
 from recipes.encoders.base import cannot_load, weights_hash
-from recipes.evaluation.config import Extractor
-from recipes.generation.reranking import Reranker
 from recipes.models.weights import read_tensors
+from recipes.scoring.reranking import Reranker
 
 BATCH = 64  # pictures at once; a constant, so that features do not depend on any setting
 
@@ -42,18 +41,23 @@ class Features:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def build_extractor(config: Extractor, device: str) -> Features:
-    """The extractor that a config names.
+def build_extractor(kind: Literal["inception", "contrastive"], path: str | None, device: str) -> Features:
+    """An extractor by its kind.
+
+    Args:
+        kind: InceptionV3 as FID defines it, or the picture tower of a contrastive model.
+        path: file of InceptionV3's weights, None to fetch them; or the contrastive model, see `Reranker`.
+        device: of the network.
 
     Raises:
         FileNotFoundError, ValueError: it cannot be loaded.
     """
-    if config.kind == "inception":
-        return inception(config.path, device)
-    model = Reranker(config.path, device)
+    if kind == "inception":
+        return inception(path, device)
+    model = Reranker(path, device)
     size = "x".join(map(str, model.size))
     return Features(
-        name=f"picture tower of the contrastive model {config.path}",
+        name=f"picture tower of the contrastive model {path}",
         resize=f"bicubic to {size}, antialiased (none at that size)",
         hash=weights_hash(model.network),
         network=lambda pictures: {"features": model.embed_images(pictures)},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
@@ -9,14 +12,31 @@ from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
-from recipes.evaluation.config import Evaluation
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is computed.
+
+    Attributes:
+        metrics: any of fid, kid, inception_score, precision_recall and clip_score.
+        kid_subsets: number of KID's subsets.
+        kid_subset_size: pictures per subset of KID.
+        neighbours: neighbours that span a sphere of precision and recall.
+        splits: parts over which the Inception Score is averaged.
+    """
+
+    metrics: Sequence[str]
+    kid_subsets: int = 100
+    kid_subset_size: int = 1000
+    neighbours: int = 3
+    splits: int = 10
 
 
-def figures(config: Evaluation, generated: dict[str, np.ndarray], reference: np.ndarray) -> dict[str, float]:
-    """The figures that a config names, rounded to 6 digits.
+def figures(config: Settings, generated: dict[str, np.ndarray], reference: np.ndarray) -> dict[str, float]:
+    """The figures that the settings name, rounded to 6 digits.
 
     Args:
-        config: metrics and their settings.
+        config: the settings.
         generated: features (N, D); logits (N, K) and scores (N,) where the metrics need them.
         reference: features (M, D) of the reference.
 
@@ -53,7 +73,7 @@ def figures(config: Evaluation, generated: dict[str, np.ndarray], reference: np.
     return {name: float(f"{value:.6g}") for name, value in found.items()}
 
 
-def check_counts(config: Evaluation, generated: int, reference: int) -> None:
+def check_counts(config: Settings, generated: int, reference: int) -> None:
     """
     Raises:
         ValueError: fewer pictures than a metric needs.

@@ -1,0 +1,186 @@
+"""Kill an encode job at random moments, start it again each time, and compare its end with an uninterrupted job's.
+
+    python benchmarks/killing.py yamls/openmoji_encode.yaml                              # 50 kills on 1 and on 2 ranks
+    python benchmarks/killing.py yamls/openmoji_encode.yaml workers=0 --kills 10 --ranks 2
+
+The kills are SIGKILLs of real processes, of one rank or of all of them and their decoding processes. A job that ends
+before its kill is compared and begun anew, until there were enough kills. Exits with status 1 unless every job that
+ended has the same files as the uninterrupted one, byte by byte, but for the seconds that a shard took.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import numpy as np
+
+LONGEST = 600.0  # seconds after which a start that does not end is an error
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="+", help="YAML of an encode job, and overrides of its keys")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_intermixed_args(arguments)
+    same = True
+    with tempfile.TemporaryDirectory(prefix="killing-") as folder:
+        for report in killed_jobs(options.recipe, Path(folder), options.ranks, options.kills, options.seed):
+            same &= not report["different"]
+            found = f"not the same: {', '.join(report['different'][:5])}" if report["different"] else "the same bytes"
+            print(
+                f"{report['kills']} kills on {report['ranks']} ranks in {report['starts']} starts; "
+                f"{report['jobs']} jobs ended, {report['files']} files each: {found}",
+                flush=True,
+            )
+    return 0 if same else 1
+
+
+def killed_jobs(recipe: list[str], folder: Path, ranks: list[int], kills: int, seed: int):
+    """Yields a report for each number of ranks: kills, starts, jobs, files, and the names of files that are different.
+
+    Args:
+        recipe: YAML of an encode job, and overrides of its keys.
+        folder: for the sets, which are removed.
+        ranks: numbers of processes.
+        kills: for each of them.
+        seed: of the moments.
+
+    Raises:
+        RuntimeError: a start that was not killed ended with an error, or not at all.
+    """
+    import_slow()
+    rng = np.random.default_rng(seed)
+    began = time.monotonic()
+    start([*recipe, f"out={folder}/whole"], 1, folder / "log.txt")
+    seconds = time.monotonic() - began
+    whole = digests(folder / "whole")
+    for world in ranks:
+        report = {"kills": 0, "ranks": world, "starts": 0, "jobs": 0, "files": len(whole), "different": []}
+        out = folder / f"killed-{world}"
+        while True:
+            last = report["kills"] == kills
+            victims = rng.permutation(world)[: rng.integers(1, world + 1)].tolist()
+            moment = None if last else rng.uniform(0.0, seconds)
+            killed = start([*recipe, f"out={out}"], world, folder / "log.txt", moment, victims)
+            report["kills"] += killed
+            report["starts"] += 1
+            if not killed:
+                found = digests(out)
+                report["jobs"] += 1
+                report["different"] += sorted(n for n in whole.keys() | found.keys() if whole.get(n) != found.get(n))
+                shutil.rmtree(out)
+                if last:
+                    break
+        yield report
+
+
+def import_slow() -> None:
+    """Import what encode jobs import, before processes are forked that do."""
+    import diffusers.models
+    import open_clip  # noqa: F401
+
+    import precompute.encode
+    import precompute.job  # noqa: F401
+
+    assert diffusers.models.AutoencoderKL and precompute.encode.main
+
+
+def start(arguments: list[str], world: int, log: Path, moment: float | None = None, victims: list[int] = ()) -> bool:
+    """One start of the job, in `world` processes.
+
+    Args:
+        arguments: of precompute/encode.py.
+        world: number of processes.
+        log: where they print.
+        moment: seconds after which some are killed; None: never.
+        victims: the ranks that are killed.
+
+    Returns:
+        Whether a process was killed.
+
+    Raises:
+        RuntimeError: a process ended with an error, or not at all.
+    """
+    log.write_bytes(b"")
+    began = time.monotonic()
+    left = {fork(arguments, rank, world, log): rank for rank in range(world)}
+    killed: set[int] = set()
+    while left:
+        for process in list(left):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                rank, code = left.pop(process), os.waitstatus_to_exitcode(status)
+                if code and not (rank in killed and code == -signal.SIGKILL):
+                    raise RuntimeError(f"rank {rank} ended with {code}:\n{log.read_text()[-3000:]}")
+        now = time.monotonic() - began
+        if moment is not None and now > moment and not killed:
+            for process, rank in left.items():
+                if rank in victims:
+                    os.killpg(process, signal.SIGKILL)
+                    killed.add(rank)
+        if now > LONGEST:
+            for process in left:
+                os.killpg(process, signal.SIGKILL)
+            raise RuntimeError(f"ranks {sorted(left.values())} did not end:\n{log.read_text()[-3000:]}")
+        time.sleep(0.005)
+    return bool(killed)
+
+
+def fork(arguments: list[str], rank: int, world: int, log: Path) -> int:
+    """A process, and leader of a group, that runs the job as a launcher's rank does."""
+    child = os.fork()
+    if child:
+        os.setpgid(child, child)  # here and there: whichever comes first
+        return child
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        from precompute.encode import main as encode
+
+        encode(arguments)
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def digests(out: Path) -> dict[str, str]:
+    """A hash of each file of an encoded set that training, or another job, may read."""
+    found = {}
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        # config.yaml holds the folder's name; hidden files are locks, and what a killed write left.
+        if path.is_file() and path.name != "config.yaml" and not path.name.startswith("."):
+            data = path.read_bytes()
+            if path.name == "done.json":
+                values = json.loads(data)
+                del values["seconds"]
+                data = json.dumps(values).encode()
+            found[name] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

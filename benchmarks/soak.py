@@ -1,0 +1,159 @@
+"""Train a recipe for a set time, and fail if the memory of its processes goes on growing.
+
+    python benchmarks/soak.py yamls/openmoji_diffusion.yaml --minutes 60
+    composer -n 8 benchmarks/soak.py yamls/sd2_base.yaml training.global_batch=256 --minutes 60 --limit 64
+
+Each rank adds up the memory of its own process and of its data workers, shared pages divided among those that share
+them, and that of its GPU where there is one. The first third of the time is warm-up; the median of the last third may
+be at most `--limit` MiB above that of the second. Each line is one rank's and one kind of memory. Exits with status 1
+if one has grown. Checkpoints, exports and loggers are off, and what is written goes into a temporary folder.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import torch
+
+from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.recipe import Recipe
+from recipes.training.callback import Callback
+from recipes.training.ranks import all_reduce, rank
+
+MIB = 1 << 20
+clock = time.monotonic
+OVERRIDES = ("checkpoints.save=false", "training.duration=1000000000ba", "training.eval_every=null", "loggers={}")
+
+
+class TimeIsUp(Exception):
+    """Ends a run that has no length."""
+
+
+class MemoryOverTime(Callback):
+    """Notes the memory of this rank's processes at the ends of batches, and ends the run when its time is up.
+
+    Attributes:
+        notes: name of a kind of memory -> (seconds since the first batch, bytes) of each note.
+        batches: that were trained.
+    """
+
+    def __init__(self, seconds: float, notes: int = 300) -> None:
+        """
+        Args:
+            seconds: to train for, from the end of the first batch on.
+            notes: number of times that the memory is noted.
+        """
+        self.seconds = seconds
+        self.pause = seconds / notes
+        self.notes: dict[str, list[tuple[float, int]]] = {}
+        self.batches = 0
+        self._began: float | None = None
+        self._noted = -1.0
+
+    def step_end(self, run) -> None:
+        """Called after each batch.
+
+        Raises:
+            TimeIsUp: on all ranks at once.
+        """
+        now = clock()
+        self._began = now if self._began is None else self._began
+        passed = now - self._began
+        self.batches += 1
+        if passed - self._noted >= self.pause:
+            self._noted = passed
+            for name, size in memory(run).items():
+                self.notes.setdefault(name, []).append((passed, size))
+        up = torch.tensor([int(passed >= self.seconds)], device=run.device)
+        all_reduce(up, "MAX")
+        if up.item():
+            raise TimeIsUp
+
+
+def memory(run) -> dict[str, int]:
+    """Bytes of this process, of its data workers, and of its GPU's tensors."""
+    workers = [worker.pid for worker in multiprocessing.active_children()]
+    found = {"trainer": proportional(os.getpid()), "workers": sum(map(proportional, workers))}
+    return found | ({"GPU": torch.cuda.memory_reserved()} if run.on_gpu else {})
+
+
+def proportional(process: int) -> int:
+    """Bytes of memory of a process; of pages that n processes share, an n-th. 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def growth(notes: list[tuple[float, int]]) -> float:
+    """By how many bytes the median of the last third of the time is above that of the second third.
+
+    Raises:
+        ValueError: too few notes, because the time is too short or the batches are too long.
+    """
+    end = notes[-1][0] if notes else 0.0
+    second = [size for seconds, size in notes if end / 3 <= seconds < 2 * end / 3]
+    third = [size for seconds, size in notes if seconds >= 2 * end / 3]
+    if not second or not third:
+        raise ValueError(f"soak: only {len(notes)} notes in {end:.0f} s; give more --minutes")
+    return statistics.median(third) - statistics.median(second)
+
+
+def soak(recipe: Recipe, seconds: float) -> MemoryOverTime:
+    """Train a recipe for so many seconds. It has no length of its own, and saves nothing."""
+    import importlib
+
+    trainers = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
+    notes = MemoryOverTime(seconds)
+    build_parts = trainers.build_parts
+
+    def with_notes(*arguments):
+        parts = build_parts(*arguments)
+        parts.callbacks["soak"] = notes
+        return parts
+
+    trainers.build_parts = with_notes
+    try:
+        trainer = trainers.build_trainer(recipe)
+    finally:
+        trainers.build_parts = build_parts
+    try:
+        trainer.fit()
+    except TimeIsUp:
+        trainer.close()
+    return notes
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--limit", type=float, default=64.0)
+    options, rest = parser.parse_known_args(arguments)
+    grown = False
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, user_errors():
+        overrides = [*OVERRIDES, f"output={folder}"] if rest and rest[0] not in ("-h", "--help") else []
+        recipe: Recipe = read_command_line([*rest, *overrides], Recipe, __doc__).config
+        recipe.callbacks.pop("export", None)
+        found = soak(recipe, 60 * options.minutes)
+        for name, notes in found.notes.items():
+            change = growth(notes) / MIB
+            grown |= change > options.limit
+            print(
+                f"rank {rank()}: {name}: {notes[-1][1] / MIB:,.0f} MiB after {found.batches:,} batches in "
+                f"{notes[-1][0] / 60:.1f} min, {change:+.1f} MiB from the second third to the last",
+                flush=True,
+            )
+    return int(grown)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""How far a model's images are from real ones while it trains, on a small sample."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+
+from callbacks.prompt_grid import PromptGrid
+from callbacks.sample_grid import SampleGrid
+from callbacks.token_grid import TokenGrid
+from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.loading import Loading
+from data.log import log
+from data.sources.base import Sample
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.models.task import Task
+from recipes.scoring.extractors import Features, build_extractor
+from recipes.scoring.figures import Settings, check_counts, figures
+from recipes.scoring.reference import captions_of, decoded, read_reference
+from recipes.training.callback import PeriodicCallback
+from recipes.training.ranks import from_first_rank, is_first_rank
+from recipes.training.run import Run
+
+GRIDS = {LatentDiffusion: SampleGrid, Autoregressive: TokenGrid}  # what draws a model's images
+NOT_OF_A_SAMPLE = ("prompts", "every", "columns", "seed", "batch")  # options of a grid that `fid` sets, or has itself
+
+
+class Fid(PeriodicCallback):
+    """Logs `images/fid`, `images/kid` and its deviation `images/kid_std` of what the model draws for fixed captions.
+
+    FID of few images is too large, by an amount that depends on their number (Binkowski et al. 2018), so it compares
+    with runs of the same reference, number and extractor only; KID has no such bias, but a spread.
+    `recipes/evaluate.py` computes both on many images. The first rank draws the images while the others wait, for at
+    most the 600 s after which a run takes a rank for lost. The weights are the averaged ones if the run has an average.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        output: str,
+        loading: Loading,
+        encoders: Callable[[], tuple[Any, Any]],
+        average: ScheduledEMA | None,
+        *,
+        reference: Annotated[Any, "source"],
+        every: Duration | None = None,
+        images: int = 256,
+        reference_images: int | None = None,
+        metrics: list[Literal["fid", "kid"]] = ("fid", "kid"),
+        extractor: Literal["inception", "contrastive"] = "inception",
+        path: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        seed: int = 0,
+        batch: int = 16,
+    ) -> None:
+        """
+        Args:
+            reference: pictures with captions.
+            every: interval; null: only the end of the run, when figures are always logged.
+            images: number of images, one per caption, drawn from the reference's without replacement.
+            reference_images: number of pictures of the reference, drawn without replacement; null: all.
+            metrics: figures to log.
+            extractor: network whose features are compared: InceptionV3, as published figures, or the picture tower of a
+                contrastive model.
+            path: inception: local file of the weights, null to fetch them; contrastive: an open_clip folder, or
+                MODEL/TAG.
+            sampling: options of sample_grid, or of token_grid for a model of tokens, such as guidance or steps.
+            seed: of the draws from the reference; image i is drawn from seed + i.
+            batch: number of images drawn at once.
+
+        Raises:
+            ValueError: a model that draws no images, an unknown option of sampling, fewer pictures than a metric needs.
+        """
+        super().__init__(every)
+        grid = next((grid for kind, grid in GRIDS.items() if isinstance(task, kind)), None)
+        if grid is None:
+            raise ValueError(f"fid: a {type(task).__name__} draws no images of captions; remove the callback")
+        if extractor == "contrastive" and path is None:
+            raise ValueError("fid: path is missing; name the contrastive model's folder")
+        options = {p.name for p in inspect.signature(grid).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        for name in sampling or {}:
+            if name not in options or name in NOT_OF_A_SAMPLE:
+                known = ", ".join(sorted(options - {*NOT_OF_A_SAMPLE}))
+                raise ValueError(f"fid: sampling.{name}: no option of {type(task).__name__} models, which have {known}")
+        self.settings = Settings(metrics=list(metrics), kid_subset_size=images)
+        self.extractor = extractor, path
+        self.side = loading.resolution
+        self.samples: list[Sample] = []
+        captions = None
+        if is_first_rank():
+            self.samples = read_reference(reference, reference_images, seed)
+            captions = captions_of(self.samples, images, seed)
+            size = min(images, len(self.samples), 1000)
+            self.settings = Settings(metrics=list(metrics), kid_subset_size=size)
+            check_counts(self.settings, images, len(self.samples))
+        captions = from_first_rank(captions)
+        self.grid: PromptGrid = grid(
+            task, output, loading, encoders, average, prompts=captions, seed=seed, batch=batch, **(sampling or {})
+        )
+        self.features: Features | None = None
+        self.reference: np.ndarray | None = None
+
+    def begin(self, run: Run) -> None:
+        self.grid.begin(run)
+        if is_first_rank():
+            with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
+                self.features = build_extractor(*self.extractor, str(run.device))
+            pictures = decoded(self.samples, self.side)
+            check_counts(self.settings, len(self.grid.prompts), len(pictures))
+            self.reference = self.features(pictures)["features"]
+            self.samples = []
+            log.info(f"fid: {len(self.grid.prompts)} images against {len(pictures)} pictures, {self.features.name}")
+
+    def act(self, run: Run) -> None:
+        images = self.grid.images(run)
+        if images is None:
+            return
+        arrays = self.features(images)
+        if not np.isfinite(arrays["features"]).all():
+            log.warning(f"fid: batch {run.clock.batch}: features are not finite, nothing is logged")
+            return
+        found = figures(self.settings, arrays, self.reference)
+        run.log({f"images/{name}": value for name, value in found.items()})
+        log.info(f"fid: batch {run.clock.batch}: " + ", ".join(f"{name} {value:g}" for name, value in found.items()))

@@ -1,0 +1,61 @@
+"""Start the processes of one machine; schedulers run this once on each machine of a job.
+
+    python cluster/launch.py --machines 2 --processes 8 -- recipes/train.py yamls/sd2_base.yaml
+
+It starts the processes as `torchrun` and `composer` do (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and differs
+from them where a scheduler looks: signals are passed on to the processes, which get all the time that they need for a
+checkpoint (torchrun kills after 30 s, composer passes nothing on), the exit status is that of the processes, 85 for
+"start me again" included (torchrun makes it 1), and each process has a log file of its own.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+import os
+
+from cluster.processes import Processes, rank_environments
+from cluster.scheduler import place_of
+from cluster.status import AGAIN, DONE, FAILED
+from data.files import write_text
+from recipes.config.command_line import user_errors
+
+
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machines", type=int, default=1, help="number of machines of the run")
+    parser.add_argument("--processes", type=int, default=1, help="processes on each machine, one per GPU")
+    parser.add_argument("--hosts", default="", help="names of the machines, in their order, separated by commas")
+    parser.add_argument("--logs", type=Path, help="folder of the log files; without it all processes print here")
+    parser.add_argument("--status", type=Path, help="folder that gets this machine's exit status, for the job's script")
+    parser.add_argument("--patience", type=float, default=20, help="seconds that others have to end after a failure")
+    parser.add_argument("command", nargs="+", help="a Python script and its arguments, after --")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = read_arguments(arguments)
+    with user_errors():
+        place = place_of(os.environ, options.machines, options.hosts.split(",") if options.hosts else [])
+        environments = rank_environments(place, options.machines, options.processes)
+    status = FAILED
+    try:
+        processes = Processes([sys.executable, *options.command], environments, options.logs, options.patience)
+        status = processes.run()
+    finally:
+        if options.status is not None:
+            options.status.mkdir(parents=True, exist_ok=True)
+            write_text(options.status / str(place.machine), json.dumps(status) + "\n")
+    if status not in (DONE, AGAIN):
+        print(f"launch: machine {place.machine} of {options.machines} ended with status {status}", flush=True)
+    # srun ends a step at the first task that fails, while other machines may still write their checkpoint.
+    return DONE if options.status is not None and status == AGAIN else status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""A data set that fetches shards while it is read, without three ways in which streaming then waits for ever.
+
+With several workers and a `cache_limit`, a worker that waits for a shard which another one is fetching can sleep
+through the moment in which it is there: it is evicted again, and nobody fetches it for the one that waits. After a
+shard could not be fetched, it counts as being fetched from then on, so all others that need it wait. And where there is
+nothing left to evict, the lock of the cache stays taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from time import sleep
+from typing import Any
+
+from streaming import StreamingDataset
+from streaming.base.constant import TICK
+from streaming.base.dataset import _Iterator, _ShardState
+
+
+class NotFetched(RuntimeError):
+    """A shard could not be fetched or decompressed. Its message's last line says which, and why."""
+
+    @property
+    def line(self) -> str:
+        """The last line, without what PyTorch adds to errors of worker processes."""
+        return str(self).strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: ")
+
+
+class FetchingDataset(StreamingDataset):
+    """See StreamingDataset.
+
+    Args:
+        arguments: of StreamingDataset.
+    """
+
+    _failure: str | None = None
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """See `StreamingDataset.prepare_shard`. A shard that could not be fetched can be tried again.
+
+        Copies of it are removed: one whose hash is wrong would be taken for whole at the next look.
+        """
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception as error:
+            self._failure = f"{self.shards[shard_id].raw_data.basename}: {one_line(error)}"
+            lock = self._cache_filelock
+            if not lock.is_locked:
+                lock.acquire()
+            try:
+                if self.streams[self.stream_per_shard[shard_id]].remote is not None:
+                    self.shards[shard_id].evict()
+                self._shard_states[shard_id] = _ShardState.REMOTE
+            finally:
+                lock.release()
+            raise
+
+    def _ready_thread(self, it: _Iterator) -> None:
+        """As streaming's, which looks only once whether a shard was evicted that it waits for."""
+        while not (it.should_exit() or it.ready_index == it.total or self._event.is_set()):
+            ahead = it.ready_index - it.yield_index
+            sample = it.sample_ids[it.ready_index]
+            if self.predownload is not None and self.predownload < ahead or sample != -1 and not self._is_here(sample):
+                sleep(TICK)
+            else:
+                it.ready_index += 1
+        it.on_exit()
+
+    def _is_here(self, sample: int) -> bool:
+        """Whether the shard of a sample is on this disk. One that is not, and that nobody fetches, is fetched."""
+        shard, _ = self.spanner[sample]
+        if self._shard_states[shard] == _ShardState.REMOTE:
+            self.prepare_shard(shard, blocking=False)
+        return self._shard_states[shard] == _ShardState.LOCAL
+
+    def on_exception(self, future: Future) -> None:
+        """streaming calls this when a thread that fetches shards has ended."""
+        if future.exception() is not None:
+            self._failure = self._failure or one_line(future.exception())
+            self._event.set()  # streaming's own raises the error, too, into a log that nobody reads
+
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's samples of the next epoch.
+
+        Raises:
+            NotFetched: a shard could not be fetched. streaming itself would end the epoch without a message.
+        """
+        self._failure = None
+        try:
+            yield from super().__iter__()
+        except Exception as error:
+            if self._failure is None:
+                raise
+            raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}") from error
+        if self._failure is not None:
+            raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}")
+
+
+def one_line(error: BaseException) -> str:
+    """An error of a library in one line, with its type where the text alone would say little."""
+    text = " ".join(str(error).split())[:300]
+    return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {text}".strip()

@@ -1,0 +1,84 @@
+"""Scores of the pairs of a set: a contrastive model's embeddings of its images, and how well captions fit.
+
+They lie beside the shards of an encoded set::
+
+    SET/scores/facts.json         the model, a hash of its weights, and the filter that pairs passed
+    SET/scores/shards/<id>.npz    an input shard: `keys` (N,), `embeddings` (N, E) float16, `similarities` (N,) float32
+    SET/scores/summary.json       figures of all shards
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.files import atomic_write
+
+FOLDER, FACTS, SUMMARY = "scores", "facts.json", "summary.json"
+
+
+@dataclass(frozen=True)
+class ShardScores:
+    """The scores of an input shard.
+
+    Attributes:
+        keys: N, in the source's order.
+        embeddings: (N, E) float16, of the images, of length 1.
+        similarities: (N,) float32, the cosine similarity of each image's and caption's embeddings.
+    """
+
+    keys: list[str]
+    embeddings: np.ndarray
+    similarities: np.ndarray
+
+
+def score_file(folder: Path, shard: str) -> Path:
+    """The file of an input shard in a folder of scores."""
+    return folder / "shards" / f"{shard}.npz"
+
+
+def write_scores(file: Path, scores: ShardScores) -> None:
+    """Write a shard's scores, atomically."""
+    arrays = {"embeddings": scores.embeddings, "similarities": scores.similarities}
+    with atomic_write(file) as partial, open(partial, "wb") as stream:
+        np.savez(stream, keys=np.array(json.dumps(scores.keys)), **arrays)
+
+
+def read_scores(folder: Path, shard: str) -> ShardScores:
+    """Read a shard's scores.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: the file is damaged.
+    """
+    file = score_file(folder, shard)
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}; finish precompute/scores.py first")
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            scores = ShardScores(json.loads(str(arrays["keys"])), arrays["embeddings"], arrays["similarities"])
+        if not len(scores.keys) == len(scores.embeddings) == len(scores.similarities):
+            raise ValueError("columns of different lengths")
+    except Exception as error:  # zipfile and NumPy raise many kinds
+        raise ValueError(f"{file}: damaged ({error}); delete it and start precompute/scores.py again") from None
+    return scores
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the scores of a folder depend on; empty if there are none yet.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    file = folder / FACTS
+    if not file.is_file():
+        return {}
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged ({error}); delete {folder} and start precompute/scores.py again") from None
+    return facts if isinstance(facts, dict) else {}

@@ -1,0 +1,54 @@
+"""A source without the pairs whose caption does not fit the image, by the scores of precompute/scores.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from data.aliases import InputPath
+from data.score_files import read_scores
+from data.sources.base import Rejected, Sample
+
+
+class ScoredSource:
+    """The samples of another source whose score is high enough; the others are rejected as low_similarity."""
+
+    def __init__(self, *, source: Annotated[Any, "source"], scores: InputPath, at_least: float) -> None:
+        """
+        Args:
+            source: the source that was scored.
+            scores: folder of its scores, such as runs/mine/train/scores.
+            at_least: smallest cosine similarity of an image and its caption. Its scale depends on the model; the
+                summary of the scores says which share of the pairs reaches which value.
+
+        Raises:
+            ValueError: a similarity that no pair can have.
+        """
+        if not -1 <= at_least <= 1:
+            raise ValueError(f"source.at_least: {at_least}; give a cosine similarity from -1 to 1")
+        self.source = source
+        self.scores = Path(scores)
+        self.at_least = at_least
+
+    def shards(self) -> list[str]:
+        """Those of the source."""
+        return self.source.shards()
+
+    def read(self, shard: str) -> Iterator[Sample | Rejected]:
+        """Samples of one shard, in stored order (see `base.Source.read`).
+
+        Raises:
+            FileNotFoundError: the shard has not been scored.
+        """
+        scores = read_scores(self.scores, shard)
+        similarities = dict(zip(scores.keys, scores.similarities.tolist(), strict=True))
+        for sample in self.source.read(shard):
+            if isinstance(sample, Rejected):
+                yield sample
+            elif sample.key not in similarities:
+                yield Rejected(sample.key, "low_similarity", "not scored: the scores' filter rejected it")
+            elif (found := similarities[sample.key]) < self.at_least:
+                yield Rejected(sample.key, "low_similarity", f"{found:.4f}")
+            else:
+                yield sample

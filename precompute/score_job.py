@@ -1,0 +1,142 @@
+"""Scores of the pairs of a job's sources, shard by shard, by any number of ranks that share nothing but the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.files import atomic_write, write_json
+from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
+from data.sources.base import DecodedSample, Sample, Source
+from data.sources.filters import Filter
+from data.transforms import resize_and_crop
+from precompute.config import EncodeConfig
+from precompute.job import pick_device
+from precompute.ranks import Rank, every_rank
+from recipes.config.build import build
+from recipes.config.values import plain_values
+from recipes.encoders.base import weights_hash
+from recipes.scoring.reranking import Reranker
+
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+DECODERS = 8  # threads that decode images
+
+
+def score(config: EncodeConfig, model: str) -> bool:
+    """Score this rank's shards that are not done yet, and write the summary of every set of which all shards are.
+
+    Args:
+        config: of the encode job.
+        model: the contrastive model, see `Reranker`.
+
+    Returns:
+        Whether all sets are complete.
+
+    Raises:
+        FileNotFoundError, ValueError: the model cannot be loaded, or a folder holds scores of another model.
+    """
+    rank = Rank.from_environment()
+    sources, decoder = build(config.sources), build(config.filter)
+    scorer = Reranker(model, str(pick_device(config.device, rank.local)))
+    facts = {"model": model, "weights_hash": weights_hash(scorer.network), "filter": plain_values(config.filter)}
+    folders = {label: Path(config.out, label, FOLDER) for label in sources}
+    for folder in folders.values():
+        claim(folder, facts)
+    shards = [(label, shard) for label, source in sources.items() for shard in source.shards()]
+    todo = [one for one in rank.share(shards) if not score_file(folders[one[0]], one[1]).is_file()]
+    every_rank.info(f"scores: rank {rank.rank} of {rank.world}: {len(todo)} of {len(shards)} shards to do, {model}")
+    with ThreadPoolExecutor(DECODERS) as pool:
+        for label, shard in todo:
+            scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool)
+            write_scores(score_file(folders[label], shard), scores)
+    complete = [_summarise(folders[label], source.shards(), facts) for label, source in sources.items()]
+    return all(complete)
+
+
+def claim(folder: Path, facts: dict[str, Any]) -> None:
+    """Write down what the scores in a folder depend on, or compare it with what is there.
+
+    Raises:
+        ValueError: the folder holds scores that depend on something else.
+    """
+    found = read_facts(folder)
+    for name in facts if found else ():
+        if found.get(name) != facts[name]:
+            raise ValueError(
+                f"{folder}: holds scores by {name} {found.get(name)}, this job has {facts[name]}; delete the folder to "
+                "score again, or give another `out`"
+            )
+    write_json(folder / FACTS, facts, indent=1)
+
+
+def score_shard(
+    source: Source, shard: str, decoder: Filter, scorer: Reranker, batch: int, pool: ThreadPoolExecutor
+) -> ShardScores:
+    """The scores of the samples of a shard that pass the filter. Images are central squares, resized to the model's."""
+    side = max(scorer.size)
+
+    def decode(sample: Sample) -> tuple[str, str, np.ndarray] | None:
+        found = decoder.decode(sample, shrink_to=side)
+        if not isinstance(found, DecodedSample):
+            return None
+        return found.key, found.caption, resize_and_crop(found.image, side)[0]
+
+    keys: list[str] = []
+    embeddings, similarities = [np.empty((0, 0), np.float16)], [np.empty(0, np.float32)]
+    samples = (sample for sample in source.read(shard) if isinstance(sample, Sample))
+    while part := list(islice(samples, batch)):
+        pairs = [pair for pair in pool.map(decode, part) if pair is not None]
+        if not pairs:
+            continue
+        found, captions, images = zip(*pairs, strict=True)
+        seen = scorer.embed_images(np.stack(images), batch)
+        keys += found
+        embeddings.append(seen.astype(np.float16))
+        similarities.append((seen * scorer.embed_captions(list(captions), batch)).sum(1))
+    return ShardScores(keys, np.concatenate(embeddings[1:] or embeddings), np.concatenate(similarities))
+
+
+def all_scores(folder: Path, shards: list[str]) -> Iterator[tuple[str, ShardScores]]:
+    """(shard, its scores), in order.
+
+    Raises:
+        FileNotFoundError: a shard has not been scored.
+    """
+    for shard in shards:
+        yield shard, read_scores(folder, shard)
+
+
+def _summarise(folder: Path, shards: list[str], facts: dict[str, Any]) -> bool:
+    """Write the figures of a set's similarities, and the share of pairs above each threshold as a chart."""
+    left = sum(not score_file(folder, shard).is_file() for shard in shards)
+    if left:
+        every_rank.info(f"{folder}: {left} of {len(shards)} shards are left to other ranks")
+        return False
+    values = np.concatenate([scores.similarities for _, scores in all_scores(folder, shards)])
+    if not len(values):
+        raise ValueError(f"{folder}: no pair passed the filter; see the source and its filter")
+    quantiles = {f"{share:g}": round(float(np.quantile(values, share)), 5) for share in QUANTILES}
+    figures = {"pairs": len(values), "mean": round(float(values.mean(dtype=np.float64)), 6), "quantiles": quantiles}
+    write_json(folder / SUMMARY, {**facts, **figures}, indent=1)
+    _chart(values, folder / "similarities.png")
+    every_rank.info(f"{folder}: {len(values):,} pairs, mean similarity {figures['mean']:.4f}")
+    return True
+
+
+def _chart(values: np.ndarray, file: Path) -> None:
+    """The share of pairs whose similarity is at least the one on the horizontal axis."""
+    from matplotlib.figure import Figure
+
+    shares = np.linspace(0, 1, 501)
+    figure = Figure(figsize=(4.5, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(np.quantile(values, 1 - shares), shares)
+    axes.set_xlabel("cosine similarity of image and caption")
+    axes.set_ylabel("share of pairs at or above it")
+    with atomic_write(file) as partial:
+        figure.savefig(partial, format="png", dpi=120)

@@ -1,0 +1,65 @@
+"""The lever of `training.tensor_parallel`."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from data.log import log
+from recipes.algorithms.tensor_parallel.divide import divide
+from recipes.models.task import Task
+from recipes.training.lever import Lever
+from recipes.training.ranks import world_size
+from recipes.training.run import Run
+
+
+class TensorParallel(Lever):
+    """Divides the model's matrices over neighbouring devices, after other levers have changed modules.
+
+    Attributes:
+        mesh: all devices, (replicas, shards, devices), named "replicate", "shard" and "tensor". FSDP2 takes its
+            dimensions from it, since all parameters must lie on parts of one mesh.
+    """
+
+    mesh: DeviceMesh
+
+    def __init__(self, task: Task, *, devices: int, replicas: int, sharded: bool) -> None:
+        """
+        Args:
+            task: the model, whole and on any device; its parameters move to the device of this rank.
+            devices: number of devices that divide each matrix.
+            replicas: number of device groups that each hold the whole model.
+            sharded: whether FSDP2 shards the divided model.
+
+        Raises:
+            ValueError: a model without a plan.
+        """
+        plan = task.tensor_plan()
+        if plan is None:
+            raise ValueError(
+                f"training.tensor_parallel: {type(task).__name__} does not say how its matrices can be divided; give 1"
+            )
+        self.task = task
+        self.devices = devices
+        self.replicas = replicas
+        self.sharded = sharded
+
+    def shard(self, run: Run) -> None:
+        shards = world_size() // self.replicas // self.devices
+        names = ("replicate", "shard", "tensor")
+        self.mesh = init_device_mesh(run.device.type, (self.replicas, shards, self.devices), mesh_dim_names=names)
+        with run.new_parameters():
+            divide(self.task, self.task.tensor_plan(), self.mesh["tensor"], run.device)
+            if not self.sharded:
+                _mark_as_sharded(self.task, self.mesh)
+        log.info(f"tensor_parallel: matrices divided over {self.devices} of {world_size()} devices")
+        run.log_settings({"tensor_parallel": self.devices})
+
+
+def _mark_as_sharded(task: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the task a unit of FSDP2 that holds no parameters, so that nothing is gathered and nothing is averaged.
+
+    Engines, exports and sample grids then treat it as what it is, a model of which each rank has a part.
+    """
+    fully_shard(task, mesh=mesh["shard"], ignored_params=set(task.parameters()))

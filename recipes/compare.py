@@ -1,0 +1,39 @@
+"""Runs side by side in one HTML page: losses and metrics, speed, configs, and the pictures that they drew.
+
+    python recipes/compare.py runs/openmoji_diffusion runs/openmoji_unet --out report.html
+
+The page needs no network and no other file. Figures are read from the TensorBoard files of the runs, pictures from
+their grids; docs/comparison.md says what it shows.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from data.files import write_text
+from recipes.comparison.page import page
+from recipes.comparison.runs import read_runs
+from recipes.config.command_line import fail, user_errors
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, such as runs/openmoji_diffusion")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="page to write (default: %(default)s)")
+    parser.add_argument("--moments", type=int, default=12, help="grids taken of each run (default: %(default)s)")
+    parser.add_argument("--side", type=int, default=192, help="largest side of a picture in px (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    for name in ("moments", "side"):
+        if getattr(options, name) < 1:
+            fail([f"--{name}: {getattr(options, name)}; give 1 or more"])
+    with user_errors():
+        write_text(options.out, page(read_runs(options.runs, options.moments, options.side)))
+    print(options.out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,91 @@
+"""What a run has logged, read from its TensorBoard files without TensorBoard's server."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tensorboard.compat.proto.event_pb2 import Event
+
+FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.(.+)\.(\d+)\.(\d+)")  # time, host, process, number in the process
+COPIES = "hparams/"  # figures that Composer writes a second time, as results of the hyperparameters
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure over a run; where a run was resumed, what was logged after the checkpoint before it stopped is left out.
+
+    Attributes:
+        batches: (N,) float64, increasing.
+        hours: (N,) float64, since the run's first figure, without the time between a stop and the resume.
+        values: (N,) float64; some may not be finite.
+    """
+
+    batches: np.ndarray
+    hours: np.ndarray
+    values: np.ndarray
+
+
+def read_curves(folder: Path) -> dict[str, Curve]:
+    """The figures by name in the TensorBoard files below a folder; empty if there are none."""
+    logged: dict[str, list[tuple[float, float, float]]] = defaultdict(list)  # (time, batch, value)
+    sessions: list[tuple[float, float]] = []  # first and last time of each process that wrote
+    last: tuple[str, str, int] | None = None
+    for file in sorted(filter(FILE.search, map(str, folder.rglob("events.out.tfevents.*"))), key=_order):
+        _, host, process, number = FILE.search(file).groups()
+        times = []
+        for event in _events(Path(file)):
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "simple_value" and not value.tag.startswith(COPIES):
+                    logged[value.tag].append((event.wall_time, float(event.step), value.simple_value))
+                    times.append(event.wall_time)
+        if not times:
+            continue
+        if last is None or last[:2] != (host, process) or int(number) <= last[2]:
+            sessions.append((min(times), max(times)))
+        else:
+            sessions[-1] = (min(sessions[-1][0], *times), max(sessions[-1][1], *times))
+        last = host, process, int(number)
+    return {name: _curve(np.array(rows), sessions) for name, rows in sorted(logged.items())}
+
+
+def _order(file: str) -> tuple[int, int]:
+    time, _, _, number = FILE.search(file).groups()
+    return int(time), int(number)
+
+
+def _events(file: Path) -> Iterator[Event]:
+    """The events of a file. Its end may be missing, if the run was killed or is still writing.
+
+    A record is its length (8 bytes), a checksum of that (4), the event, and a checksum of the event (4).
+    """
+    with open(file, "rb") as stream:
+        while len(head := stream.read(12)) == 12:
+            (length,) = struct.unpack("<Q", head[:8])
+            if length > file.stat().st_size:
+                return
+            record = stream.read(length + 4)
+            if len(record) < length + 4:
+                return
+            try:
+                yield Event.FromString(record[:-4])
+            except DecodeError:
+                return
+
+
+def _curve(rows: np.ndarray, sessions: list[tuple[float, float]]) -> Curve:
+    """A curve of (time, batch, value) rows (N, 3)."""
+    times, batches, values = rows[np.argsort(rows[:, 0], kind="stable")].T
+    later = np.append(np.minimum.accumulate(batches[::-1])[::-1][1:], np.inf)  # the first batch that comes after
+    kept = batches < later
+    spent, begun = np.zeros(len(times)), 0.0
+    for first, end in sorted(sessions):
+        spent = np.where(times >= first, begun + np.minimum(times, end) - first, spent)
+        begun += end - first
+    return Curve(batches[kept], spent[kept] / 3600, values[kept])

@@ -1,0 +1,41 @@
+"""Checkpoints of earlier versions, whose names of parameters have changed since.
+
+Queries, keys and values of `autoregressive` were rows of one matrix, `qkv`, and are three matrices, `q`, `k` and `v`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recipes.models.autoregressive.earlier import separate_names, third
+
+
+def upgraded(value: Any) -> Any:
+    """Values of a checkpoint by the names of this version.
+
+    Weights, averages and errors by the names of parameters, and the optimizer's state and groups, are found wherever
+    they are nested.
+    """
+    if isinstance(value, dict):
+        found = {}
+        for key, part in value.items():
+            names = separate_names(key)
+            if names is None:
+                found[key] = upgraded(part)
+            else:
+                found |= {name: _third_of(part, number) for number, name in enumerate(names)}
+        return found
+    if type(value) is tuple:
+        return tuple(upgraded(part) for part in value)
+    if isinstance(value, list):
+        return [new for part in value for new in (separate_names(part) or [upgraded(part)])]
+    return value
+
+
+def _third_of(value: Any, number: int) -> Any:
+    """A third of a matrix or bias, and of the moments that an optimizer keeps of it; other values stay."""
+    if isinstance(value, dict):
+        return {name: _third_of(part, number) for name, part in value.items()}
+    return third(value, number) if isinstance(value, torch.Tensor) and value.ndim else value

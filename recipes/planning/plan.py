@@ -1,0 +1,117 @@
+"""What `recipes/plan.py` prints: the best way to train a recipe on each number of devices, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
+
+from data.cost import FLOAT, Epoch, count_text, size_text
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe
+from recipes.planning.batches import blank_batch, sample_bytes, traced_model
+from recipes.planning.costs import costs_of
+from recipes.planning.devices import Devices
+from recipes.planning.gpus import DEVICES
+from recipes.planning.length import length_of
+from recipes.planning.settings import USABLE, Place, Setting, best_of, plan_of, settings_of
+from recipes.planning.trace import NUMBERS, traces_of
+
+
+class Planner:
+    """Plans of one recipe, for any devices."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """
+        Raises:
+            ValueError: the model cannot be built, or its batches are not known.
+        """
+        self.recipe = recipe
+        self.task = build_on_meta(traced_model(recipe))
+        batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
+        self.sample_bytes = sample_bytes(batches[0])
+        self.traces = traces_of(self.task, batches)
+
+    def settings(self, place: Place) -> list[Setting]:
+        """All ways to train it there. Raises ValueError where the batch does not divide."""
+        return list(settings_of(self.recipe, self.task, self.traces, place))
+
+    def report(self, places: Iterable[Place], price: float | None) -> str:
+        """A text about all places.
+
+        Args:
+            places: where.
+            price: of a device for an hour; None: no costs.
+
+        Raises:
+            ValueError: the batch does not divide over the devices, or nothing fits.
+        """
+        parameters = sum(p.numel() for p in self.task.parameters())
+        costs = costs_of(self.recipe, plan_of(self.task, Devices(1, 1), self.recipe.output))
+        checkpoint = FLOAT * parameters - 2 * costs.stored_16_bit + costs.checkpoint_bytes
+        samples = self.recipe.training.global_batch
+        length = self.recipe.training.duration if self.steps is None else f"{self.steps:,} steps"
+        lines = [f"{self.recipe.run_name}: {parameters:,} parameters, {samples:,} samples per step, {length}"]
+        lines += [f"stored: {size_text(checkpoint)} per checkpoint, {size_text(self.sample_bytes)} per sample"]
+        for place in places:
+            lines += ["", *self._lines(place, price)]
+        return "\n".join(lines)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None where the size of the data is not known here."""
+        plan_free = self.recipe.training.duration.endswith(("ba", "sp"))
+        return length_of(self.recipe, Epoch(None)).steps if plan_free else None
+
+    def _lines(self, place: Place, price: float | None) -> list[str]:
+        settings = self.settings(place)
+        best = best_of(settings, place.device)
+        room = size_text(USABLE * place.device.memory)
+        title = f"{count_text(place.world, 'GPU')} ({place.device.name}, {room} usable of each)"
+        if best is None:
+            least = min(settings, key=lambda setting: setting.memory.total)
+            larger = [name for name, device in DEVICES.items() if least.fits(device)]
+            where = f", which fits on {', '.join(larger)}" if larger else "; no device of the table has it"
+            return [f"{title}: nothing fits; the least is {least}: {size_text(least.memory.total)}{where}"]
+        lines = [f"{title}: {best}", *self._details(best, place, price)]
+        divisions = dict.fromkeys(setting.division for setting in settings)
+        for division in divisions:
+            lines.append("  " + self._other(division, settings, best, place))
+        return lines
+
+    def _details(self, best: Setting, place: Place, price: float | None) -> Iterable[str]:
+        memory, time = best.memory, best.time
+        yield (
+            f"  memory  {size_text(memory.total)}: state {size_text(memory.state)}, working weights "
+            f"{size_text(memory.working)}, buckets {size_text(memory.buckets)}, algorithms "
+            f"{size_text(memory.algorithms)}, activations {size_text(memory.activations)}"
+        )
+        yield (
+            f"  step    {time.total:.3f} s, bound by {time.bound}: arithmetic {time.compute:.3f}, memory traffic "
+            f"{time.traffic:.3f}, gaps {time.gaps:.3f}, update {time.update:.3f}"
+        )
+        yield f"  beside  messages {time.messages:.3f} s, launches {time.host:.3f} s"
+        rate = self.recipe.training.global_batch / time.total
+        per_machine = rate * self.sample_bytes / max(1, place.world / place.machine)
+        read = f"{size_text(per_machine)}/s read by each machine"
+        yield f"  rate    {rate:,.0f} samples/s, {rate / place.world:,.1f} per GPU, {read}"
+        if self.steps is not None:
+            hours = self.steps * time.total / 3600
+            cost = "" if price is None else f", {price * hours * place.world:,.0f} at {price:g} per GPU-hour"
+            yield f"  run     {hours:,.1f} hours, {hours * place.world:,.0f} GPU-hours{cost}"
+
+    def _other(self, division: str, settings: list[Setting], best: Setting, place: Place) -> str:
+        own = [setting for setting in settings if setting.division == division]
+        chosen = best_of(own, place.device)
+        if chosen is None:
+            least = min(own, key=lambda setting: setting.memory.total)
+            return f"{division}: does not fit, {size_text(least.memory.total)} at the least"
+        text = f"{chosen}: {chosen.time.total:.3f} s, {size_text(chosen.memory.total)}"
+        larger = [s for s in own if s.microbatch > chosen.microbatch and s.recompute == chosen.recompute]
+        if larger:
+            following = min(larger, key=lambda s: s.microbatch)
+            if not following.fits(place.device):
+                return f"{text}; microbatch {following.microbatch} would take {size_text(following.memory.total)}"
+            gain = 1 - following.time.total / chosen.time.total
+            return f"{text}; microbatch {following.microbatch} would gain {gain:.1%}"
+        return text

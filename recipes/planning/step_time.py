@@ -1,0 +1,103 @@
+"""The time of a step by a roofline: each operation takes as long as its arithmetic or its memory traffic, whichever is
+longer, and a step as long as the GPU's work, its messages or the host's launches, whichever is longest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipes.planning.gpus import Device, Shares
+from recipes.planning.trace import Trace
+
+LAUNCH = 5e-6  # seconds of the host per operation, in eager PyTorch; not fitted
+BACKWARD_PASSES = 2  # operations of the backward pass per operation of the forward pass, of the same size
+# Bytes per trained value that an update moves: weight, gradient and two moments are read, and all but the gradient
+# written.
+UPDATE_BYTES = 28
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on each device, by part.
+
+    Attributes:
+        compute: operations that arithmetic bounds.
+        traffic: operations that memory traffic bounds.
+        update: of the weights.
+        messages: sent within and between machines, if nothing else went on.
+        gaps: between operations.
+        host: launches.
+    """
+
+    compute: float
+    traffic: float
+    update: float
+    gaps: float
+    messages: float
+    host: float
+
+    @property
+    def device(self) -> float:
+        """Seconds of the GPU's own work."""
+        return self.compute + self.traffic + self.update + self.gaps
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step, in which messages and launches overlap with the GPU's work."""
+        return max(self.device, self.messages, self.host)
+
+    @property
+    def bound(self) -> str:
+        """What the step waits for."""
+        if self.total > self.device:
+            return "messages" if self.total == self.messages else "the host's launches"
+        parts = {"arithmetic": self.compute, "memory traffic": self.traffic, "update": self.update, "gaps": self.gaps}
+        return max(parts, key=parts.__getitem__)
+
+
+def pass_times(
+    trace: Trace, device: Device, peak: float, shares: Shares, recompute: bool
+) -> tuple[float, float, float]:
+    """Seconds of a forward and backward pass: operations that arithmetic bounds, those that memory bounds, and gaps.
+
+    Args:
+        trace: of a microbatch.
+        device: that runs it.
+        peak: FLOP/s of the device by its data sheet.
+        shares: reached.
+        recompute: the forward pass runs twice.
+    """
+    compute = traffic = 0.0
+    for operation in trace.operations:
+        arithmetic = operation.flops / (shares.compute * peak)
+        memory = operation.bytes / (shares.memory * device.bandwidth)
+        if arithmetic > memory:
+            compute += arithmetic
+        else:
+            traffic += memory
+    passes = 1 + BACKWARD_PASSES + recompute
+    return passes * compute, passes * traffic, passes * shares.gap * len(trace.operations)
+
+
+def message_seconds(
+    within: float, between: float, shards: int, replicas: int, machine: int, device: Device, shares: Shares
+) -> float:
+    """Seconds of a step's messages.
+
+    A ring over several machines passes each adapter once, so that a machine sends what one device does; rings between
+    devices of the same number in each machine share the adapters.
+
+    Args:
+        within: bytes that each device sends to the other shards of its replica.
+        between: bytes that each device sends to other replicas.
+        shards: devices of a replica.
+        replicas: number of them.
+        machine: devices of a machine.
+        device: with its links.
+        shares: reached.
+    """
+    inside, outside = shares.links * device.within, shares.links * device.between
+    rate = inside if shards <= machine else min(inside, outside)
+    # Replicas of one device each make one ring over all devices; otherwise one ring per shard, several per machine.
+    beyond = shards * replicas > machine
+    rings = min(shards, machine)
+    return within / rate + between / (min(inside, outside / rings) if beyond else inside)

@@ -1,0 +1,257 @@
+"""The operations of a model's forward pass, and what it keeps for the backward pass, read off on the meta device.
+
+Weights, inputs and results are counted in bf16. Attention is counted as a fused kernel, which keeps queries, keys,
+values and results, and every other operation as PyTorch runs it, one by one; levers that fuse operations make a run
+faster and smaller than that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from recipes.models.task import Task
+
+Kind = Literal["convolution", "product", "attention", "other"]
+BYTES = 2  # of a bf16 number
+# Operations that describe memory, besides views.
+NO_KERNEL = {
+    "alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+    "_reshape_alias", "lift_fresh", "arange",
+}  # fmt: skip
+NUMBERS = (2, 3)  # of samples, from which any other number follows: work and memory are linear in it
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation.
+
+    Attributes:
+        kind: what sort of work it is.
+        flops: of it; a multiply-add counts as 2. 0 for `other`.
+        bytes: that it reads and writes.
+    """
+
+    kind: Kind
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A forward pass.
+
+    Attributes:
+        operations: in their order.
+        kept: bytes that autograd keeps, weights excluded.
+        inputs: bytes of the inputs of the blocks that recomputation covers.
+        largest: bytes that the largest of those blocks keeps inside.
+        outside: bytes that are kept outside of those blocks.
+    """
+
+    operations: tuple[Operation, ...]
+    kept: float
+    inputs: float
+    largest: float
+    outside: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all operations."""
+        return sum(operation.flops for operation in self.operations)
+
+
+class Traces:
+    """The trace of a model for any number of samples, from those of two numbers."""
+
+    def __init__(self, low: Trace, high: Trace) -> None:
+        """
+        Args:
+            low: with `NUMBERS[0]` samples; high: with `NUMBERS[1]`.
+        """
+        if [o.kind for o in low.operations] != [o.kind for o in high.operations]:
+            raise ValueError("the model's operations depend on the number of samples: its time cannot be planned")
+        self.low, self.high = low, high
+        self._known: dict[int, Trace] = {}
+
+    def at(self, samples: int) -> Trace:
+        """The trace with a number of samples."""
+        if samples not in self._known:
+            self._known[samples] = self._at(samples)
+        return self._known[samples]
+
+    def _at(self, samples: int) -> Trace:
+        def line(low: float, high: float) -> float:
+            slope = (high - low) / (NUMBERS[1] - NUMBERS[0])
+            return low + slope * (samples - NUMBERS[0])
+
+        operations = tuple(
+            Operation(low.kind, line(low.flops, high.flops), line(low.bytes, high.bytes))
+            for low, high in zip(self.low.operations, self.high.operations, strict=True)
+        )
+        names = ("kept", "inputs", "largest", "outside")
+        return Trace(operations, *(line(getattr(self.low, name), getattr(self.high, name)) for name in names))
+
+
+def traces_of(task: Task, batches: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Traces:
+    """The traces of a task on the meta device.
+
+    Args:
+        task: built on the meta device; its weights become bf16.
+        batches: of `NUMBERS` samples, on the meta device.
+    """
+    task.to(torch.bfloat16)
+    trace(task, batches[0])  # a first call may make masks, which later ones have
+    low, high = (trace(task, batch) for batch in batches)
+    return Traces(low, high)
+
+
+def trace(task: Task, batch: dict[str, Tensor]) -> Trace:
+    """The forward pass of a batch."""
+    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+    weights = {p.untyped_storage()._cdata for p in task.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    blocks = _Blocks(kept)
+    recorder = _Recorder()
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.random.fork_rng(devices=[]), _no_autocast(), blocks.watch(task):  # noqa: SIM117 - modes come last
+        with hooks, recorder, _FusedAttention(recorder):
+            task(batch)
+    total = _bytes(kept.values())
+    return Trace(
+        operations=_visible(recorder.operations, task, batch),
+        kept=total,
+        inputs=blocks.inputs,
+        largest=max(blocks.inside, default=0),
+        outside=total - sum(blocks.inside),
+    )
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Inside, models may ask for autocast on the meta device: it is off. PyTorch raises for that device."""
+    autocast, enabled = torch.autocast, torch.is_autocast_enabled
+    torch.autocast = lambda kind, *args, **kwargs: nullcontext() if kind == "meta" else autocast(kind, *args, **kwargs)
+    torch.is_autocast_enabled = lambda *kind: kind != ("meta",) and enabled(*kind)
+    try:
+        yield
+    finally:
+        torch.autocast, torch.is_autocast_enabled = autocast, enabled
+
+
+def _visible(operations: list[Operation], task: Task, batch: dict[str, Tensor]) -> tuple[Operation, ...]:
+    """The operations, with attention's work as the model counts it, where it masks pairs that kernels leave out."""
+    counted = task.forward_flops()
+    attention = sum(o.flops for o in operations if o.kind == "attention")
+    if counted is None or not attention:
+        return tuple(operations)
+    samples = len(next(iter(batch.values())))
+    share = (counted * samples - sum(o.flops for o in operations if o.kind != "attention")) / attention
+    return tuple(dataclasses.replace(o, flops=share * o.flops) if o.kind == "attention" else o for o in operations)
+
+
+class _Blocks:
+    """What is kept inside of each block that recomputation covers."""
+
+    def __init__(self, kept: dict[int, Tensor]) -> None:
+        self.kept = kept
+        self.inside: list[float] = []
+        self.inputs = 0.0
+        self.before = 0.0
+
+    @contextmanager
+    def watch(self, task: Task) -> Iterator[None]:
+        handles = []
+        for block in task.recomputed_blocks():
+            handles += [block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.before = _bytes(self.kept.values())
+        self.inputs += _bytes(x for x in inputs[:1] if isinstance(x, Tensor))
+
+    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self.inside.append(_bytes(self.kept.values()) - self.before)
+
+
+class _Recorder(TorchDispatchMode):
+    """Lists operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func.overloadpacket
+        if func.is_view or packet.__name__ in NO_KERNEL:
+            return result
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0.0
+        kind: Kind = "other" if not flops else "convolution" if "convolution" in packet.__name__ else "product"
+        moved = _bytes(_tensors((args, kwargs))) + _bytes(_tensors(result))
+        self.operations.append(Operation(kind, float(flops), moved))
+        return result
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Takes the place of scaled_dot_product_attention, which has no fused kernel on the meta device."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = args[:3]
+        result = _Attention.apply(q, k, v)
+        flops = 2.0 * q.numel() * k.shape[-2] + 2.0 * q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1]
+        self.recorder.operations.append(Operation("attention", flops, _bytes((q, k, v, result))))
+        return result
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        """Nothing: only the forward pass is traced."""
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(tensors: Any) -> float:
+    """Bytes of tensors, floating-point ones in bf16 unless they are wider."""
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))

@@ -1,0 +1,161 @@
+"""Says where a run waits that does not go on: on which rank, after which batch, and in which call.
+
+A collective that one rank never reaches, a data worker that waits for a shard, a file system that does not answer:
+each leaves a run that does nothing and says nothing, until a time limit ends it with a message about another rank.
+The ranks whose call is a collective wait for the one whose call is not.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from data.files import write_text
+from data.stacks import keep_stacks, stacks_of_workers
+
+if TYPE_CHECKING:
+    from recipes.training.run import Run
+
+EXIT_CODE = 86  # a run that hung was ended
+FOLDER = "stacks"  # in the folder of the run
+GRACE = 10.0  # seconds between the report and the end, in which other ranks report
+ROOT = Path(__file__).resolve().parents[2]
+# What paths of installed packages and of Python's own files begin with.
+_INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib/python[\d.]+)/")
+
+
+class Progress(NamedTuple):
+    """The last sign of life of this process.
+
+    Attributes:
+        time: of `time.monotonic`, in seconds.
+        moment: of `recipes.training.hooks.Hooks`, or "start".
+        run: says which batch it was; None before there is a run.
+    """
+
+    time: float
+    moment: str
+    run: Run | None
+
+
+_last = Progress(0.0, "start", None)
+
+
+def alive(moment: str, run: Run | None) -> None:
+    """This process goes on. `recipes.training.levers.Levers` says so at each moment."""
+    global _last
+    _last = Progress(time.monotonic(), moment, run)
+
+
+@contextmanager
+def watched(seconds: float | None, output: str | Path, ends: bool = False) -> Iterator[None]:
+    """Inside, a thread reports where the main thread waits when there was no sign of life for a while.
+
+    It prints one line, whatever the rank, and writes the stacks of all threads and data workers to
+    `<output>/stacks/rank-<rank>.txt`. If the run goes on, there is another line. Code in C that neither returns nor
+    gives up Python's lock stops that thread, too: then faulthandler writes all stacks to standard error, after twice
+    the time.
+
+    Args:
+        seconds: without a sign of life; None: nothing is watched.
+        output: folder of the run.
+        ends: whether the process then exits with `EXIT_CODE`.
+    """
+    if seconds is None:
+        yield
+        return
+    alive("start", None)
+    keep_stacks()  # before data workers are forked
+    done = threading.Event()
+    thread = threading.Thread(target=_watch, args=(done, seconds, Path(output), ends), name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _watch(done: threading.Event, seconds: float, output: Path, ends: bool) -> None:
+    rank = int(os.environ.get("RANK") or 0)
+    file = output / FOLDER / f"rank-{rank}.txt"
+    reported: Progress | None = None
+    while not done.wait(min(5.0, seconds / 4)):
+        faulthandler.dump_traceback_later(2 * seconds, exit=ends, file=2)
+        last = _last
+        silent = time.monotonic() - last.time
+        if reported is not None and last is not reported:
+            _print(f"rank {rank}: goes on after {last.time - reported.time:.0f} s")
+            reported = None
+        if silent <= seconds or reported is not None:
+            continue
+        reported = last
+        frames = sys._current_frames()
+        where = calls(traceback.extract_stack(frames[threading.main_thread().ident]))
+        workers = stacks_of_workers()
+        workers_at = sorted({innermost(text) for text in workers.values()})
+        _print(
+            f"rank {rank}: no progress for {silent:.0f} s since {position(last)}: waits in {where}"
+            + (f"; its data workers in {', '.join(workers_at)}" if workers_at else "")
+            + f"; all stacks: {file}"
+        )
+        write_text(file, _report(frames, workers))
+        if ends and not done.wait(GRACE) and _last is reported:
+            _print(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
+            os._exit(EXIT_CODE)
+
+
+def position(last: Progress) -> str:
+    """Where a run was at its last sign of life, in words."""
+    if last.run is None:
+        return "its start"
+    return f"{last.moment} after batch {last.run.clock.batch}"
+
+
+def calls(stack: traceback.StackSummary, own: int = 2) -> str:
+    """The innermost call of a stack, and the innermost `own` calls of this repository that led to it."""
+    shown = [frame for frame in stack if _is_ours(frame.filename)][-own:]
+    if stack[-1] not in shown:
+        shown.append(stack[-1])
+    return " > ".join(_call(frame.filename, frame.lineno, frame.name) for frame in shown)
+
+
+def innermost(text: str) -> str:
+    """The innermost call of the thread that faulthandler wrote last, which got the signal."""
+    match = re.search(r'Current thread .*\n  File "(.*)", line (\d+) in (.*)', text)
+    return "an unknown call" if match is None else _call(match[1], int(match[2]), match[3])
+
+
+def _call(file: str, line: int | None, name: str) -> str:
+    short = Path(file).relative_to(ROOT) if _is_ours(file) else _INSTALLED.sub("", file)
+    return f"{short}:{line} {name}"
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(ROOT) and not _INSTALLED.match(file)
+
+
+def _report(frames: dict, workers: dict[int, str]) -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in frames.items()
+        if number != threading.get_ident()
+    ]
+    parts += [f"data worker {process}, innermost call first:\n{text}" for process, text in workers.items()]
+    return "\n".join(parts)
+
+
+def _print(line: str) -> None:
+    """Write a line past Python's files and loggers, whose locks the main thread may hold."""
+    os.write(2, f"{line}\n".encode())

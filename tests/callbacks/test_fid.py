@@ -1,0 +1,95 @@
+"""The callback fid: figures of what the model draws against the reference, and what it refuses."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from callbacks import fid
+from callbacks.fid import Fid
+from data.loading import Loading
+from data.sources.base import Sample
+from recipes.scoring.extractors import Features
+from recipes.scoring.figures import Settings, figures
+from tests.callbacks.stand_ins import Everything
+from tests.recipes.training.fake_run import FakeRun
+
+COLOURS = np.random.default_rng(0).integers(0, 256, (12, 3))
+
+
+class Pictures:
+    """A source of pictures of one colour each."""
+
+    def shards(self):
+        return ["a"]
+
+    def read(self, shard):
+        return [Sample(str(i), Image.new("RGB", (8, 8), tuple(colour)), f"{i}") for i, colour in enumerate(COLOURS)]
+
+
+class Grid:
+    """Draws noise that grows with the batch."""
+
+    def __init__(self, task, output, loading, encoders, average, *, prompts, seed, batch, steps=3):
+        self.prompts, self.seed, self.steps = prompts, seed, steps
+
+    def begin(self, run):
+        pass
+
+    def images(self, run):
+        draw = np.random.default_rng(run.clock.batch)
+        return draw.integers(0, 256, (len(self.prompts), 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setattr(fid, "GRIDS", {Everything: Grid})
+    see = Features("mean colour", "none", "0", lambda pictures: {"features": pictures.mean((1, 2), dtype=np.float32)})
+    monkeypatch.setattr(fid, "build_extractor", lambda kind, path, device: see)
+
+    def build(task=None, **changes):
+        values = {"reference": Pictures(), "every": "2ba", "images": 7, "sampling": {"steps": 5}, "seed": 3} | changes
+        return Fid(task or Everything(), "out", Loading(loader=None, resolution=8), None, None, **values)
+
+    return build
+
+
+def test_figures_are_those_of_the_images_and_the_reference(make):
+    callback, run = make(), FakeRun(Everything(), duration="5ba")
+    assert callback.grid.steps == 5 and callback.grid.seed == 3 and len(set(callback.grid.prompts)) == 7
+    callback.begin(run)
+    for batch in range(1, 6):
+        callback.step_end(run.at(batch))
+    settings = Settings(metrics=["fid", "kid"], kid_subset_size=7)
+    for batch in (2, 4, 5):
+        drawn = {"features": callback.grid.images(run.at(batch)).mean((1, 2), dtype=np.float32)}
+        known = figures(settings, drawn, COLOURS.astype(np.float32))
+        logged = [figures for at, figures in run.logged if at == batch]
+        assert logged == [{f"images/{name}": value for name, value in known.items()}]
+    assert len(run.logged) == 3
+
+
+def test_a_model_that_has_diverged_does_not_end_the_run(make, capsys):
+    callback, run = make(), FakeRun(Everything(), duration="5ba")
+    callback.begin(run)
+    callback.features = lambda images: {"features": np.full((7, 3), np.nan)}
+    callback.act(run.at(2))
+    assert run.logged == [] and "features are not finite, nothing is logged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": SimpleNamespace()}, "fid: a SimpleNamespace draws no images of captions"),
+        ({"extractor": "contrastive"}, "fid: path is missing"),
+        ({"sampling": {"stesp": 1}}, "sampling.stesp: no option of Everything models, which have steps"),
+        ({"sampling": {"prompts": []}}, "sampling.prompts: no option"),
+        ({"images": 13}, "images: 13 wanted, and the reference has 12 captions"),
+        ({"images": 1}, "fid needs 2 generated pictures, and there are 1"),
+        ({"reference_images": 99}, "reference.images: 99 wanted"),
+    ],
+)
+def test_what_it_refuses(make, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)

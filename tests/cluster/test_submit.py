@@ -1,0 +1,215 @@
+"""What is submitted: scripts that parse, numbers that fit each other, and mistakes that are found before the queue."""
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from cluster.submit import main, read_arguments, text_of
+
+TRAIN = "yamls/sd2_base.yaml"
+ENCODE = "yamls/sd2_encode.yaml"
+CLOUD = ["--image", "registry/x:1", "--claim", "runs"]
+
+
+def made(*arguments):
+    return text_of(read_arguments(list(arguments)), shlex.join(arguments))
+
+
+def directives(script):
+    return dict((line[10:].split("=", 1) + [""])[:2] for line in script.splitlines() if line.startswith("#SBATCH --"))
+
+
+def error_of(*arguments):
+    """What main prints to standard error for a mistake."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 2
+    return errors.getvalue()
+
+
+CASES = {
+    "training": [TRAIN, "--machines", "16"],
+    "spares and a limit": [TRAIN, "--machines", "4", "--spares", "2", "--hours", "24", "--cpus", "12"],
+    "pyxis": [TRAIN, "--machines", "2", "--image", "docker://r#x:1", "--mount", "/a b:/data"],
+    "apptainer": [TRAIN, "--machines", "2", "--image", "/x.sif", "--container", "apptainer", "--mount", "/d:/d"],
+    "encoding": [ENCODE, "--machines", "2"],
+    "a CPU": [TRAIN, "--machines", "2", "--gpus", "0"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scripts_of_slurm_parse(case):
+    script = made("slurm", *CASES[case])
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert script.startswith("#!/bin/bash\n") and "requeue" in directives(script)
+
+
+def test_a_training_script_asks_for_its_machines_and_is_warned_ahead_of_its_limit():
+    script = made("slurm", TRAIN, "--machines", "4", "--spares", "2", "--hours", "24", "--grace", "600", "--cpus", "12")
+    found = directives(script)
+    expected = {"nodes": "6", "ntasks-per-node": "1", "gres": "gpu:8", "time": "1440", "signal": "USR1@600"}
+    assert {key: found[key] for key in expected} == expected
+    assert found["cpus-per-task"] == "96" and "no-kill" in found
+    assert "--machines 4 --processes 8" in script and "machines=4\n" in script
+
+
+def test_an_encode_job_is_an_array_with_one_gpu_for_each_task():
+    script = made("slurm", ENCODE, "--machines", "4", "--memory", "800")
+    found = directives(script)
+    assert (found["array"], found["nodes"], found["gres"], found["mem"]) == ("0-31", "1", "gpu:1", "100G")
+    assert "RANK=$SLURM_ARRAY_TASK_ID WORLD_SIZE=32 LOCAL_RANK=0" in script
+
+
+def run_with_stand_ins(script, tmp_path, statuses, job="1"):
+    """Run a batch script with programs in the place of Slurm's.
+
+    Args:
+        statuses: what the machines report at each start; the last one repeats.
+    """
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    programs = {
+        "scontrol": 'case "$2" in hostnames) printf "a\\nb\\nc\\n";; node) echo "NodeAddr=addr-$3 x";;\n'
+        '*) echo "scontrol $*" >>calls;; esac',
+        "srun": 'echo "srun $MASTER_ADDR $*" >>calls\n'
+        'case "$*" in *check.py*) echo "n: cannot be used: sick"; echo "srun: error" >&2\n'
+        '[ "$(cat sick 2>/dev/null)" != "$(sed "s/.*nodelist=\\(.\\).*/\\1/" <<<"$*")" ];;\n'
+        '*) while [ "$1" != --status ]; do shift; done; mkdir -p "$2"; n=$(cat starts 2>/dev/null || echo 0)\n'
+        'echo $((n + 1)) >starts; i=0; for s in $(sed -n "$((n + 1))p" statuses); do echo "$s" >"$2/$i"; i=$((i+1)); '
+        "done;; esac",
+    }
+    for name, body in programs.items():
+        (bin_folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (bin_folder / name).chmod(0o755)
+    (tmp_path / "statuses").write_text("\n".join(statuses) + "\n")
+    environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "[a-c]"}
+    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, cwd=tmp_path, env=environment)
+    calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+    return done.returncode, done.stdout + done.stderr, calls
+
+
+OUTCOMES = {
+    "done": (["0 0"], 0, 1, False),
+    "asked to stop": (["85 85"], 85, 1, True),
+    "a mistake": (["85 2"], 2, 1, False),
+    "a crash, then done": (["137", "0 0"], 0, 2, False),
+    "crashes only": (["1 85", "1", "", "137 1"], 1, 4, False),
+}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_what_a_script_does_after_each_way_to_end(outcome, tmp_path):
+    statuses, code, starts, requeued = OUTCOMES[outcome]
+    script = made("slurm", TRAIN, "--machines", "2", "--spares", "1")
+    returned, text, calls = run_with_stand_ins(script, tmp_path, statuses)
+    assert returned == code, text
+    assert sum("launch.py" in call for call in calls) == starts
+    assert any("requeue 1" in call for call in calls) == requeued
+
+
+def test_a_machine_that_fails_its_check_is_replaced_by_the_spare(tmp_path):
+    (tmp_path / "sick").write_text("a")
+    script = made("slurm", TRAIN, "--machines", "2", "--spares", "1")
+    code, text, calls = run_with_stand_ins(script, tmp_path, ["0 0"], job="40007")
+    (start,) = [call for call in calls if "launch.py" in call]
+    assert code == 0 and "machine a is left out: n: cannot be used: sick\n" in text
+    assert start.startswith("srun addr-b ") and "--hosts b,c " in start and "--nodelist=b,c " in start
+
+
+def test_too_few_machines_queue_the_job_again_until_its_retries_are_used_up(tmp_path):
+    (tmp_path / "sick").write_text("a")
+    script = made("slurm", TRAIN, "--machines", "4", "--spares", "0", "training.global_batch=2048")
+    code, text, calls = run_with_stand_ins(script, tmp_path, ["0 0"])
+    assert code == 85 and "2 of 4 machines can be used" in text and calls[-1] == "scontrol requeue 1"
+
+
+def test_words_reach_the_run_as_they_were_given(tmp_path):
+    words = ["output=a 'b' `c` $HOME", 'callbacks.sample_grid.prompts=["a; rm -rf x", "$(b)"]']
+    script = made("slurm", TRAIN, *words, "--machines", "2")
+    launch = next(line for line in script.splitlines() if "launch.py" in line)
+    assert shlex.split(launch)[-2:] == words
+    pod = yaml.safe_load(made("kubernetes", TRAIN, *words, "--machines", "2", *CLOUD))
+    spec = pod["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert spec["containers"][0]["command"][-2:] == words
+
+
+def test_a_jobset_starts_again_on_85_and_gives_up_on_a_mistake():
+    found = yaml.safe_load(made("kubernetes", TRAIN, "--machines", "16", "--queue", "research", *CLOUD))
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found["metadata"]["name"])
+    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    numbers = (job["completions"], job["parallelism"], job["backoffLimit"])
+    assert job["completionMode"] == "Indexed" and numbers == (16, 16, 0)
+    rules = job["podFailurePolicy"]["rules"]
+    codes = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {2: "FailJob", 85: "Ignore"}
+    assert all(("onExitCodes" in rule) != ("onPodConditions" in rule) for rule in rules)  # the API allows one of them
+    failure = found["spec"]["failurePolicy"]
+    assert failure["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never" and pod["securityContext"]["runAsUser"] == 1000
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    container = pod["containers"][0]
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert container["resources"]["limits"] == container["resources"]["requests"] == {"nvidia.com/gpu": 8}
+    address = next(v["value"] for v in container["env"] if v["name"] == "MASTER_ADDR")
+    name = found["metadata"]["name"]
+    assert address == f"{name}-{found['spec']['replicatedJobs'][0]['name']}-0-0.{name}"
+
+
+def test_an_encode_job_of_kubernetes_tries_each_task_by_itself():
+    options = ["--machines", "2", "--secret", "keys", "--cache", "/mnt/nvme", "--cpus", "14", "--memory", "800"]
+    found = yaml.safe_load(made("kubernetes", ENCODE, *options, *CLOUD))
+    job, container = found["spec"], found["spec"]["template"]["spec"]["containers"][0]
+    assert (found["kind"], job["completions"], job["backoffLimitPerIndex"]) == ("Job", 16, 3)
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1, "cpu": 14, "memory": "100G"}
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    variables = {v["name"]: v for v in container["env"]}
+    assert variables["WORLD_SIZE"]["value"] == "16" and "job-completion-index" in str(variables["RANK"])
+    assert {"hostPath": {"path": "/mnt/nvme", "type": "DirectoryOrCreate"}, "name": "cache"} in job["template"]["spec"][
+        "volumes"
+    ]
+
+
+def test_a_task_of_skypilot():
+    found = yaml.safe_load(made("skypilot", TRAIN, "--machines", "2", "--accelerator", "H200"))
+    assert (found["num_nodes"], found["resources"]["accelerators"]) == (2, "H200:8")
+    assert subprocess.run(["bash", "-n"], input=found["run"], text=True).returncode == 0
+    assert shlex.split(found["run"].splitlines()[-1])[-2:] == ["recipes/train.py", TRAIN]
+
+
+MISTAKES = {
+    "--machines 16": [TRAIN, "--machines", "15"],  # the nearest number that divides the batch
+    "did you mean": ["yamls/sd2_bas.yaml", "--machines", "1"],
+    "training.globl_batch": [TRAIN, "training.globl_batch=2", "--machines", "1"],
+    "neither a recipe": ["yamls/openmoji_vocabulary.yaml", "--machines", "1"],
+    "--hours 0.05": [TRAIN, "--machines", "1", "--hours", "0.05"],
+    "autoresume": [TRAIN, "checkpoints.autoresume=false", "--machines", "1"],
+    "--mount x": [TRAIN, "--machines", "1", "--mount", "x"],
+    "--mount: nothing": [TRAIN, "--machines", "1", "--image", "x"],
+    "quotes": [TRAIN, "--machines", "1", "--name", "a b"],
+    "--sbatch --exclusive": [TRAIN, "--machines", "1", "--sbatch=--exclusive"],
+    "--env 1=2": [TRAIN, "--machines", "1", "--env", "1=2"],
+    "sbatch is not": [TRAIN, "--machines", "1"],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_is_queued(mistake, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    text = error_of("slurm", *MISTAKES[mistake])
+    assert mistake.removesuffix("=2") in text and text.count("\n") == 1, text
+
+
+def test_kubernetes_needs_an_image_and_a_volume():
+    assert "--image" in error_of("kubernetes", TRAIN, "--machines", "1", "--dry-run")
+    assert "--claim" in error_of("kubernetes", TRAIN, "--machines", "1", "--image", "x", "--dry-run")

@@ -1,0 +1,78 @@
+"""Shards that are evicted while a worker waits for them, and shards that cannot be fetched: nobody waits for ever."""
+
+import threading
+
+import pytest
+from streaming import MDSWriter
+from streaming.base.dataset import _ShardState
+
+from data.fetching import FetchingDataset, NotFetched
+from data.shared_names import own_names
+
+SAMPLES = 12
+COLUMNS = {"number": "int", "filler": "bytes"}
+
+
+@pytest.fixture
+def remote(tmp_path):
+    """A set of several shards."""
+    with MDSWriter(out=str(tmp_path / "remote"), columns=COLUMNS, size_limit=1500, hashes=["sha1"]) as writer:
+        for number in range(SAMPLES):
+            writer.write({"number": number, "filler": bytes(300)})
+    return tmp_path / "remote"
+
+
+@pytest.fixture
+def open_set(tmp_path, remote, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def open_set(**arguments):
+        with own_names():
+            return FetchingDataset(local=str(tmp_path / "cache"), remote=str(remote), batch_size=4, **arguments)
+
+    return open_set
+
+
+def test_a_shard_that_was_evicted_before_it_was_seen_is_fetched_again(open_set):
+    dataset = open_set()
+    assert dataset.num_shards > 1
+    found = []
+    dataset._shard_states[0] = _ShardState.PREPARING  # another worker fetches it
+    reading = threading.Thread(target=lambda: found.extend(sample["number"] for sample in dataset), daemon=True)
+    reading.start()
+    reading.join(0.3)
+    assert reading.is_alive() and not found  # it waits
+    dataset._shard_states[0] = _ShardState.REMOTE  # it was here, and a third one has evicted it
+    reading.join(60)
+    assert found == list(range(SAMPLES))
+
+
+def test_a_shard_that_cannot_be_fetched_is_an_error_each_time(open_set, remote):
+    dataset = open_set()
+    shard = remote / dataset.shards[0].raw_data.basename
+    whole = shard.read_bytes()
+    shard.unlink()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            dataset.prepare_shard(0)
+    shard.write_bytes(whole)
+    dataset.prepare_shard(0)
+    assert dataset[0]["number"] == 0
+    (remote / dataset.shards[1].raw_data.basename).unlink()
+    with pytest.raises(NotFetched, match="a shard could not be fetched or decompressed: shard.00001.mds"):
+        list(dataset)
+
+
+def test_a_shard_with_another_hash_is_not_kept(open_set, remote, tmp_path):
+    dataset = open_set(validate_hash="sha1")
+    name = dataset.shards[0].raw_data.basename
+    whole = (remote / name).read_bytes()
+    (remote / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Checksum failure"):
+            dataset.prepare_shard(0)
+    assert not (tmp_path / "cache" / name).exists()
+    (remote / name).write_bytes(whole)
+    dataset.prepare_shard(0)
+    assert dataset[0]["number"] == 0 and dataset.cache_usage > 0

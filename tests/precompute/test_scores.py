@@ -1,0 +1,172 @@
+"""Scores of pairs: against the model itself, resumed, as a filter of a source, and images that two sets share."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from data.score_files import read_scores, score_file
+from data.sources.base import Rejected, Sample
+from data.sources.folder import FolderSource
+from data.sources.scored import ScoredSource
+from precompute import duplicates, score_job, scores
+from precompute.duplicates import similar_rows
+
+COLOURS = {"train": ["red", "green", "blue", "yellow", "white"], "val": ["navy", "red", "white"]}
+
+
+def picture(colour):
+    """A PNG of two colours."""
+    image = Image.new("RGB", (24, 20), colour)
+    image.paste(Image.new("RGB", (8, 20), "black"), (len(colour), 0))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, clip_folder):
+    """The YAML of a job over two folders of pictures that share some, its folder, and its arguments."""
+    root = tmp_path_factory.mktemp("scores")
+    for split, colours in COLOURS.items():
+        (root / split).mkdir()
+        for i, colour in enumerate(colours):
+            (root / split / f"{i}_{colour}.png").write_bytes(picture(colour))
+            (root / split / f"{i}_{colour}.txt").write_text(f"a {colour} picture")
+        (root / split / "broken.png").write_bytes(b"nothing")
+        (root / split / "broken.txt").write_text("broken")
+    values = {
+        "out": str(root / "out"),
+        "sources": {split: {"name": "folder", "path": str(root / split)} for split in COLOURS},
+        "resolutions": [16],
+        "image_encoder": {"name": "kl_vae", "path": str(clip_folder)},  # not loaded: nothing is encoded
+        "text_encoder": {"name": "open_clip_text", "path": str(clip_folder)},
+        "batch": 2,
+        "device": "cpu",
+    }
+    (root / "job.yaml").write_text(yaml.safe_dump(values))
+    arguments = [str(root / "job.yaml"), f"--model={clip_folder}"]
+    scores.main([*arguments, "--shared", "val", "train", "--threshold", "0.999"])
+    return root, arguments
+
+
+def shards_of(root, split):
+    return FolderSource(path=str(root / split)).shards()
+
+
+def test_scores_are_the_models(job, clip_folder):
+    from recipes.scoring.reranking import Reranker
+
+    root, _ = job
+    scorer = Reranker(str(clip_folder), "cpu")
+    (shard,) = shards_of(root, "train")
+    found = read_scores(root / "out" / "train" / "scores", shard)
+    assert len(found.keys) == 5 and not any("broken" in key for key in found.keys)
+    for key, embedding, similarity in zip(found.keys, found.embeddings, found.similarities, strict=True):
+        colour = key.split("_")[1].split(".")[0]
+        square = Image.open(io.BytesIO(picture(colour))).crop((2, 0, 22, 20)).resize((16, 16), Image.Resampling.LANCZOS)
+        seen = scorer.embed_images(np.array(square)[None])[0]
+        np.testing.assert_allclose(embedding, seen, atol=2e-2)  # resized in another way, and stored as fp16
+        known = float(seen @ scorer.embed_captions([f"a {colour} picture"])[0])
+        assert similarity == pytest.approx(known, abs=2e-2)
+    summary = json.loads((root / "out" / "train" / "scores" / "summary.json").read_text())
+    assert summary["pairs"] == 5 and summary["mean"] == pytest.approx(found.similarities.mean(), abs=1e-5)
+    assert summary["quantiles"]["0"] == pytest.approx(found.similarities.min(), abs=1e-5)
+    assert (root / "out" / "train" / "scores" / "similarities.png").is_file()
+
+
+def test_images_that_two_sets_share(job):
+    root, _ = job
+    folder = root / "out" / "val" / "scores"
+    result = json.loads((folder / "shared.json").read_text())
+    pairs = {(pair["image"]["key"].split("_")[1], pair["other"]["key"].split("_")[1]) for pair in result["pairs"]}
+    assert {("red", "red"), ("white", "white")} <= pairs and result["images"] == 3 and result["shared"] >= 2
+    assert all(pair["similarity"] >= 0.999 for pair in result["pairs"]) and result["nearest"]["1"] > 0.999
+    assert Image.open(folder / "shared.png").size[0] > 8 * 128
+
+
+def test_a_set_has_no_image_twice_but_as_itself(job):
+    root, arguments = job
+    scores.main([*arguments, "--shared", "train", "train", "--threshold=-1"])
+    result = json.loads((root / "out" / "train" / "scores" / "shared.json").read_text())
+    assert len(result["pairs"]) == 5 * 4 / 2 and "nearest" not in result
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_similarities_block_by_block(block, monkeypatch):
+    monkeypatch.setattr(duplicates, "BLOCK", block)
+    rng = np.random.default_rng(0)
+    one, other = (rng.normal(size=(rows, 4)) for rows in (7, 5))
+    one, other = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (one, other))
+    largest, pairs = similar_rows(one, other, 0.2)
+    known = one @ other.T
+    np.testing.assert_allclose(largest, known.max(1), rtol=1e-5)
+    assert sorted((i, j) for i, j, _ in pairs) == [tuple(place) for place in np.argwhere(known >= 0.2).tolist()]
+    assert all(s == pytest.approx(known[i, j], rel=1e-5) for i, j, s in pairs)
+
+
+def test_it_goes_on_where_it_stopped(job, monkeypatch):
+    root, arguments = job
+    (shard,) = shards_of(root, "val")
+    file = score_file(root / "out" / "val" / "scores", shard)
+    before = file.read_bytes()
+    file.unlink()
+    done, real = [], score_job.score_shard
+
+    def counted(source, shard, *rest):
+        done.append(shard)
+        return real(source, shard, *rest)
+
+    monkeypatch.setattr(score_job, "score_shard", counted)
+    scores.main(arguments)
+    assert done == [shard] and file.read_bytes() == before
+    scores.main(arguments)
+    assert done == [shard]
+
+
+def test_a_source_without_pairs_that_do_not_fit(job):
+    root, _ = job
+    folder, (shard,) = root / "out" / "train" / "scores", shards_of(root, "train")
+    found = read_scores(folder, shard)
+    threshold = float(np.sort(found.similarities)[2])
+    source = ScoredSource(source=FolderSource(path=str(root / "train")), scores=str(folder), at_least=threshold)
+    assert source.shards() == [shard]
+    samples = list(source.read(shard))
+    kept = [sample.key for sample in samples if isinstance(sample, Sample)]
+    assert kept == [key for key, s in zip(found.keys, found.similarities, strict=True) if s >= threshold]
+    rejected = {sample.key: sample for sample in samples if isinstance(sample, Rejected)}
+    assert len(kept) == 3 and {r.reason for r in rejected.values()} == {"low_similarity"} and len(rejected) == 3
+    with pytest.raises(FileNotFoundError, match="finish precompute/scores.py first"):
+        list(ScoredSource(source=source.source, scores=str(root), at_least=0.0).read(shard))
+    with pytest.raises(ValueError, match="source.at_least: 28; give a cosine similarity"):
+        ScoredSource(source=source.source, scores=str(folder), at_least=28)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--model=none"], "no file none"),
+        (["--shared", "val", "test"], "--shared: no source test; this job has train, val"),
+        (["--threshold", "95"], "--threshold=95.0; give a cosine similarity"),
+        (["filter={name: pictures, min_side: 9}"], "holds scores by filter"),
+        (["--dry-run"], "--dry-run: scores.py has nothing to try"),
+    ],
+)
+def test_bad_input_in_one_line(job, changes, message, capsys):
+    root, (file, model) = job
+    with pytest.raises(SystemExit) as end:
+        scores.main([file, *changes] if changes[0].startswith("--model") else [file, model, *changes])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        scores.main([file])
+    assert capsys.readouterr().err.startswith("error: --model: missing")
+
+
+def test_a_damaged_file_is_named(job, tmp_path):
+    score_file(tmp_path, "a").parent.mkdir()
+    score_file(tmp_path, "a").write_bytes(b"PK\x03\x04 and nothing more")
+    with pytest.raises(ValueError, match="a.npz: damaged"):
+        read_scores(tmp_path, "a")

@@ -1,0 +1,46 @@
+"""Figures as they were logged: TensorBoard's files against what was written into them."""
+
+import numpy as np
+import pytest
+
+from recipes.comparison.events import read_curves
+from tests.recipes.comparison.made import log
+
+
+def rows(first, last, start, value=1.0, every=10.0):
+    return [(start + every * (batch - first), batch, {"a": value * batch}) for batch in range(first, last + 1)]
+
+
+def test_a_curve_is_what_was_logged(tmp_path):
+    log(tmp_path, [(100.0, 1, {"a": 0.5, "b": 2.0, "hparams/a": 9.0}), (460.0, 3, {"a": float("nan")})])
+    curves = read_curves(tmp_path)
+    assert set(curves) == {"a", "b"}
+    assert curves["a"].batches.tolist() == [1, 3] and curves["b"].values.tolist() == [2]
+    assert curves["a"].hours.tolist() == pytest.approx([0, 0.1])
+    assert curves["a"].values[0] == 0.5 and np.isnan(curves["a"].values[1])
+
+
+def test_a_resumed_run_is_one_curve(tmp_path, monkeypatch):
+    """The first process is killed after batch 6, and the second goes on from the checkpoint of batch 4."""
+    log(tmp_path, rows(1, 3, 1000.0))
+    log(tmp_path, rows(4, 6, 1030.0))  # Composer begins a new file at each flush; this is the same process
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    log(tmp_path, rows(5, 8, 90000.0, value=-1.0))
+    curve = read_curves(tmp_path)["a"]
+    assert curve.batches.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert curve.values.tolist() == [1, 2, 3, 4, -5, -6, -7, -8]
+    seconds = [0, 10, 20, 30, *(50 + 10 * i for i in range(4))]  # of both processes, without the pause between them
+    assert (3600 * curve.hours).tolist() == pytest.approx(seconds)
+
+
+def test_a_file_without_its_end_is_read_as_far_as_it_goes(tmp_path):
+    log(tmp_path, rows(1, 5, 0.0))
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for cut in (3, 20, 60):
+        file.write_bytes(whole[:-cut])
+        assert read_curves(tmp_path)["a"].values.tolist() == [1, 2, 3, 4, 5][: 4 if cut < 50 else 3]
+    file.write_bytes(whole + b"\xff" * 100)
+    assert len(read_curves(tmp_path)["a"].values) == 5
+    file.write_bytes(b"")
+    assert read_curves(tmp_path) == {} == read_curves(tmp_path / "none")

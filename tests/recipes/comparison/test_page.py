@@ -1,0 +1,179 @@
+"""The page of a comparison: what it holds, that nothing of a run becomes markup, and what a browser makes of it."""
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from recipes import compare
+from recipes.comparison.runs import read_runs
+from tests.recipes.comparison.made import EVIL, PROMPTS, ROOT, made_run
+
+VOID = {"meta", "input", "img"}
+CHROMIUM = shutil.which("chromium")
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes and their text; fails on tags that do not nest."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open, self.text = [], [], {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append((tag, len(self.elements) - 1))
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        for _, place in self.open:
+            self.text[place] = self.text.get(place, "") + data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def texts(self, tag):
+        return [self.text.get(place, "") for place, (name, _) in enumerate(self.elements) if name == tag]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two runs that differ in a learning rate, in a batch size, and in a label that is markup."""
+    root = tmp_path_factory.mktemp("runs")
+    prompts = [*PROMPTS, EVIL]
+    one = made_run(root / "one", "first", prompts)
+    other = made_run(root / "two", EVIL, prompts, grids=(2, 4, 8), optimizer__lr=5e-4, schedule__final=EVIL)
+    return one, other
+
+
+@pytest.fixture(scope="module")
+def written(folders):
+    out = folders[0].parent / "report.html"
+    compare.main([*map(str, folders), "--out", str(out)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return Page(written.read_text(encoding="utf-8"))
+
+
+def test_the_page_needs_nothing_else(page, written):
+    assert not page.all("link") and not page.all("iframe") and [s for s in page.all("script") if s] == []
+    assert all(image["src"].startswith("data:image/webp;base64,") for image in page.all("img"))
+    assert not re.findall(r"(?:https?:)?//\w|@import|url\(", written.read_text().split("<body>")[0])
+    policy = page.all("meta")[1]["content"]
+    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+
+
+def test_nothing_of_a_run_is_markup(page):
+    assert len(page.all("script")) == 1 and not [a for _, a in page.elements if any(k.startswith("on") for k in a)]
+    assert EVIL in page.texts("h1")[0] and EVIL in page.texts("h3")
+    assert EVIL in [image["alt"] for image in page.all("img")]
+    assert any(EVIL in text for text in page.texts("td"))  # as a value of the config
+
+
+def test_labels_and_headings(page):
+    labelled = [a for name, a in page.elements if name == "svg" and a.get("role") == "img"]
+    assert labelled and all(a["aria-label"] for a in labelled)
+    assert all(a.get("aria-hidden") == "true" for name, a in page.elements if name == "svg" and "role" not in a)
+    ids = {a["id"] for _, a in page.elements if "id" in a}
+    assert {a["for"] for a in page.all("label") if "for" in a} <= ids and len(page.texts("h1")) == 1
+    assert all(a.get("aria-label") and a["tabindex"] == "0" for a in page.all("div") if a.get("role") == "region")
+    assert all(image["alt"] for image in page.all("img"))
+    assert page.all("html") == [{"lang": "en"}] and {a.get("scope") for a in page.all("th")} == {"row", "col"}
+
+
+def test_figures_of_the_runs(page):
+    rows = [row for row in page.texts("tr")]
+    assert "Batches88" in rows and "Samples512512" in rows
+    assert "loss/train/total, at the end0.1250.125" in rows and "Samples per second, median6464" in rows
+    charts = [a["aria-label"] for a in page.all("svg") if a.get("role") == "img"]
+    for axis in ("batches", "samples", "hours"):
+        assert sum(f"loss/train/total against {axis}" in label for label in charts) == 1
+    assert any(re.search(r"25\.0%.*|50\.0%.*", row) for row in rows)
+
+
+def test_differences_of_the_configs(page):
+    keys = [text for text in page.texts("code")]
+    assert keys == ["optimizer.lr", "schedule.final"]
+    assert "optimizer.lr0.0010.0005" in page.texts("tr")
+
+
+def test_pictures_of_a_prompt_through_training(page, folders):
+    figures = [a for a in page.all("figure") if "data-batches" in a]
+    assert [a["data-batches"] for a in figures] == ["4", "8", "2", "4", "8"] * 3
+    assert [a["data-samples"] for a in figures[:2]] == ["256", "512"]
+    assert ["hidden" in a for a in figures] == [True, False, True, True, False] * 3
+    (run,) = read_runs([folders[0]], 1, 8)
+    assert [p.batch for p in run.pictures[PROMPTS[0]]] == [8] and run.pictures[PROMPTS[0]][0].size == (8, 8)
+
+
+def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
+    out = tmp_path / "one.html"
+    compare.main([str(folders[0]), "--out", str(out)])
+    assert Page(out.read_text()).texts("h1") == ["Run first"]
+    older = made_run(tmp_path / "older", "older", checkpoints__a_key_of_another_version=1)
+    compare.main([str(folders[0]), str(older), "--out", str(out)])
+    assert "checkpoints" in Page(out.read_text()).texts("code")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("missing", "not a run, it has no config.yaml"),
+        ("twice", "given twice"),
+        ("kind", "runs of different kinds: "),
+        ("silent", "train with the logger tensorboard"),
+        ("yaml", "not readable as YAML"),
+        ("picture", "not readable as a picture"),
+        ("moments", "--moments: 0; give 1 or more"),
+    ],
+)
+def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys):
+    other, options = tmp_path / "other", []
+    if case == "twice":
+        other = folders[0]
+    elif case == "moments":
+        options = ["--moments", "0"]
+    elif case != "missing":
+        made_run(other, base="openmoji_dvae" if case == "kind" else "openmoji_diffusion")
+    if case == "silent":
+        shutil.rmtree(other / "tensorboard")
+    if case == "yaml":
+        (other / "config.yaml").write_text("a: [")
+    if case == "picture":
+        (other / "samples" / "ba0000004.png").write_bytes(b"\x89PNG")
+    with pytest.raises(SystemExit) as end:
+        compare.main([str(folders[0]), str(other), *options, "--out", str(tmp_path / "x.html")])
+    found = capsys.readouterr().err
+    assert end.value.code == 2 and found.count("\n") == 1 and said in found
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: chromium)")
+def test_a_browser_runs_the_script_of_the_page_alone(written, tmp_path):
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    done = subprocess.run([*command, written.as_uri()], capture_output=True, text=True, timeout=120)
+    dom = Page(done.stdout)
+    assert dom.texts("title")[0].startswith("Comparison of first")  # and not what the labels would make of it
+    (slider,) = (a for a in dom.all("div") if a.get("id") == "slider")
+    assert "hidden" not in slider and dom.texts("output") == ["8 batches"]
+    (moment,) = (a for a in dom.all("input") if a.get("id") == "moment")
+    assert moment["max"] == "2" and moment["aria-valuetext"] == "8 batches"
+
+
+def test_the_script_is_that_of_the_repository(page):
+    assert page.texts("script") == [(ROOT / "recipes" / "comparison" / "page.js").read_text()]

@@ -1,0 +1,193 @@
+"""The planner: operations and memory against naive counts, times against closed forms, and what it prints."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from recipes.config.build import build_on_meta
+from recipes.config.recipe import Recipe, load_config
+from recipes.plan import main
+from recipes.planning.batches import blank_batch, sample_bytes
+from recipes.planning.gpus import Device, Shares
+from recipes.planning.plan import Planner
+from recipes.planning.settings import Place, best_of
+from recipes.planning.step_time import UPDATE_BYTES, message_seconds, pass_times
+from recipes.planning.trace import Operation, Trace, trace
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,false]", "model.denoiser.heads=[1,1]"]
+DEVICE = Device("none", memory=100e9, bandwidth=1e12, within=100e9, between=80e9)
+SHARES = Shares(compute=0.5, memory=0.8, links=0.5, gap=0.0)
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_config(ROOT / "yamls" / "sd2_base.yaml", [*SMALL, "data.resolution=64"], Recipe, [])
+
+
+@pytest.fixture(scope="module")
+def planner(recipe):
+    return Planner(recipe)
+
+
+def test_operations_are_those_that_pytorch_counts(recipe, planner):
+    task, batch = build_on_meta(recipe.model), blank_batch(recipe, planner.task, 3)
+    with FlopCounterMode(display=False) as counter:
+        task(batch)
+    assert planner.traces.at(3).flops == counter.get_total_flops()
+
+
+def test_any_number_of_samples_follows_from_two(recipe, planner):
+    task = build_on_meta(recipe.model).to(torch.bfloat16)
+    direct, line = trace(task, blank_batch(recipe, task, 7)), planner.traces.at(7)
+    assert line.flops == direct.flops
+    for name in ("kept", "inputs", "largest", "outside"):
+        assert getattr(line, name) == getattr(direct, name), name
+    assert sum(o.bytes for o in line.operations) == sum(o.bytes for o in direct.operations)
+
+
+class TwoLayers(nn.Module):
+    """x -> linear -> relu -> linear -> mean; the first two layers are what recomputation covers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU())
+        self.last = nn.Linear(16, 4, bias=False)
+
+    def forward(self, batch):
+        return {"total": self.last(self.first(batch["x"])).mean()}
+
+    def recomputed_blocks(self):
+        return [self.first]
+
+    def forward_flops(self):
+        return None
+
+
+def test_what_is_kept_is_what_the_backward_pass_needs():
+    with torch.device("meta"):
+        found = trace(TwoLayers().to(torch.bfloat16), {"x": torch.empty(5, 8)})
+    # The first product keeps its input, ReLU and the second product share the result of ReLU.
+    assert found.kept == 2 * (5 * 8 + 5 * 16)
+    assert (found.inputs, found.largest, found.outside) == (2 * 5 * 8, 2 * (5 * 8 + 5 * 16), 0)
+    products = [operation for operation in found.operations if operation.kind == "product"]
+    assert [o.flops for o in products] == [2 * 5 * 8 * 16, 2 * 5 * 16 * 4]
+    assert products[0].bytes == 2 * (5 * 8 + 8 * 16 + 5 * 16)
+
+
+def test_an_operation_takes_as_long_as_its_arithmetic_or_its_traffic():
+    both = Trace((Operation("product", 1e12, 1e9), Operation("other", 0, 8e9)), 0, 0, 0, 0)
+    shares = dataclasses.replace(SHARES, gap=1e-3)
+    # 1e12 / (0.5 * 1e14) = 0.02 s of arithmetic; 8e9 / (0.8 * 1e12) = 0.01 s of traffic.
+    assert pass_times(both, DEVICE, 1e14, shares, recompute=False) == pytest.approx((0.06, 0.03, 0.006))
+    assert pass_times(both, DEVICE, 1e14, shares, recompute=True) == pytest.approx((0.08, 0.04, 0.008))
+
+
+@pytest.mark.parametrize(
+    ("within", "between", "shards", "replicas", "seconds"),
+    [
+        (1e9, 0, 8, 1, 1 / 50),  # in one machine: 0.5 * 100 GB/s
+        (1e9, 0, 16, 1, 1 / 40),  # over two: 0.5 * 80 GB/s
+        (0, 1e9, 1, 16, 1 / 40),  # DDP over two machines is one ring
+        (0, 1e9, 8, 2, 8 / 40),  # eight rings share the adapters
+        (0, 1e9, 1, 4, 1 / 50),
+    ],
+)
+def test_messages_take_what_the_narrowest_link_allows(within, between, shards, replicas, seconds):
+    assert message_seconds(within, between, shards, replicas, 8, DEVICE, SHARES) == pytest.approx(seconds)
+
+
+def test_memory_is_divided_as_the_setting_says(planner):
+    place = Place(DEVICE, 1e14, SHARES, 16, 8)
+    count = sum(p.numel() for p in planner.task.parameters())
+    found = {(s.division, s.microbatch, s.recompute): s for s in planner.settings(place)}
+    assert found["DDP", 128, False].memory.state == 16 * count
+    assert found["FULL_SHARD", 128, False].memory.state == 16 * count / 16
+    assert found["FULL_SHARD within machines", 128, False].memory.state == 16 * count / 8
+    ddp, gathered = found["DDP", 128, False], found["SHARD_GRAD_OP", 128, False]
+    assert gathered.memory.working == 2 * count  # all weights in bf16
+    assert ddp.time.update == pytest.approx(UPDATE_BYTES * count / 0.8e12) == 16 * gathered.time.update
+    again = found["DDP", 128, True]
+    assert again.memory.activations < ddp.memory.activations and again.time.compute == 4 / 3 * ddp.time.compute
+    assert found["DDP", 64, False].memory.activations == pytest.approx(ddp.memory.activations / 2)
+
+
+def test_full_sharding_gathers_twice_in_each_pass(planner):
+    place = Place(DEVICE, 1e14, SHARES, 8, 8)
+    seconds = {(s.division, s.microbatch): s.time.messages for s in planner.settings(place) if not s.recompute}
+    assert seconds["FULL_SHARD", 128] == pytest.approx(2 * seconds["FULL_SHARD", 256])
+    assert seconds["SHARD_GRAD_OP", 128] == seconds["SHARD_GRAD_OP", 256]
+
+
+def test_the_best_setting_is_the_fastest_that_fits(planner):
+    place = Place(DEVICE, 1e14, SHARES, 8, 8)
+    settings = planner.settings(place)
+    best = best_of(settings, DEVICE)
+    assert all(s.time.total >= best.time.total / 1.01 for s in settings if s.fits(DEVICE))
+    small = dataclasses.replace(DEVICE, memory=0.5 * best.memory.total)
+    other = best_of(settings, small)
+    assert other is None or other.memory.total <= 0.45 * best.memory.total
+    assert best_of(settings, dataclasses.replace(DEVICE, memory=1.0)) is None
+
+
+def test_a_stored_sample_has_the_published_size(recipe):
+    full = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
+    batch = {"latents": torch.empty(2, 4, 32, 32, device="meta"), "text": torch.empty(2, 77, 1024, device="meta")}
+    assert full.data.args["resolution"] == 256 and sample_bytes(batch) == 2 * (2 * 4 * 32 * 32 + 77 * 1024)
+
+
+def report(capsys, *arguments):
+    main(["yamls/sd2_base.yaml", *SMALL, "data.resolution=64", *arguments])
+    return capsys.readouterr().out
+
+
+def test_the_report(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = report(capsys, "--gpu", "a100-40", "--gpus", "8", "64", "--price", "2")
+    assert "550,000 steps" in text
+    for gpus in (8, 64):
+        assert re.search(rf"^{gpus} GPUs \(NVIDIA A100-SXM4-40GB, 38.7 GB usable of each\): \w+", text, re.MULTILINE)
+    hours, gpu_hours, cost = re.search(r"run +([\d.,]+) hours, ([\d,]+) GPU-hours, ([\d,]+) at 2", text).groups()
+    assert abs(float(hours.replace(",", "")) * 8 - int(gpu_hours.replace(",", ""))) <= 1
+    assert abs(int(cost.replace(",", "")) - 2 * int(gpu_hours.replace(",", ""))) <= 2
+    for division in ("DDP", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD within machines"):
+        assert f"\n  {division}, microbatch" in text
+
+
+def test_where_nothing_fits_the_report_says_what_does(planner):
+    tiny = dataclasses.replace(DEVICE, memory=1e6)
+    text = planner.report([Place(tiny, 1e14, SHARES, 8, 8)], None)
+    assert "nothing fits; the least is FULL_SHARD, microbatch 1, recomputing: " in text
+    assert ", which fits on v100-16, " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--gpu", "h2000", "--gpus", "8"], "give v100-16"),
+        (["--gpu", "h200", "--gpus", "7"], "2048 does not divide over 7 devices"),
+        (["training.globl_batch=3", "--gpu", "h200", "--gpus", "8"], "global_batch"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, line, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        report(capsys, *arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+
+
+def test_a_transformer_over_tokens_counts_visible_pairs_only():
+    sizes = "layers: 2, width: 32, heads: 2, text_positions: 8, text_vocabulary: 300, side: 4, codes: 64"
+    overrides = [f"model={{name: autoregressive, {sizes}}}", "algorithms={}"]
+    recipe = load_config(ROOT / "yamls" / "dalle_12b.yaml", overrides, Recipe, [])
+    planner = Planner(recipe)
+    assert planner.traces.at(4).flops == pytest.approx(4 * planner.task.forward_flops())
+
+

@@ -1,0 +1,94 @@
+"""A run that hangs says where."""
+
+import multiprocessing
+import os
+import time
+import traceback
+from pathlib import Path
+
+from data.loading import leave_signals
+from recipes.training import watchdog
+from recipes.training.levers import Levers
+from recipes.training.watchdog import alive, calls, innermost, watched
+from tests.recipes.training.fake_run import FakeRun
+
+
+def wait_for(condition):
+    """A call that waits, in the end for this test itself."""
+    limit = time.monotonic() + 60
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert condition()
+
+
+def hanging_worker(started):
+    leave_signals(0)
+    started.set()
+    time.sleep(60)
+
+
+def test_the_rank_the_batch_and_the_calls_are_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "3")
+    context = multiprocessing.get_context("fork")
+    started, printed = context.Event(), []
+
+    def lines():
+        printed.append(capfd.readouterr().err)
+        return [line for line in "".join(printed).splitlines() if line.startswith("rank 3: ")]
+
+    file = tmp_path / "stacks" / "rank-3.txt"
+    with watched(0.2, tmp_path):
+        worker = context.Process(target=hanging_worker, args=(started,), daemon=True)
+        worker.start()
+        assert started.wait(60)
+        run = FakeRun().at(7)
+        Levers([]).at("before_data", run)
+        wait_for(file.is_file)
+        Levers([]).at("batch_start", run)
+        wait_for(lambda: any("goes on" in line for line in lines()))
+        worker.kill()
+        worker.join()
+    report, again = lines()[:2]
+    assert "no progress for" in report and "since before_data after batch 7" in report
+    here = "tests/recipes/training/test_watchdog.py"
+    assert f"waits in {here}" in report and " wait_for" in report
+    assert f"its data workers in {here}" in report and " hanging_worker" in report
+    assert report.endswith(f"all stacks: {file}") and again.startswith("rank 3: goes on after")
+    text = file.read_text()
+    assert "thread MainThread:" in text and f"data worker {worker.pid}, innermost call first:" in text
+
+
+def test_a_run_that_hangs_ends_where_it_is_asked_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "GRACE", 0.1)
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
+        with watched(0.1, tmp_path, ends=True):
+            time.sleep(60)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == watchdog.EXIT_CODE == 86
+    first, second = (tmp_path / "err").read_text().splitlines()
+    assert "no progress" in first and "since its start" in first and "ended by training.watchdog_ends" in second
+
+
+def test_signs_of_life_keep_it_silent(tmp_path, capfd):
+    with watched(2.0, tmp_path):
+        for _ in range(10):
+            alive("step_end", None)
+            time.sleep(0.01)
+    with watched(None, tmp_path):
+        pass
+    assert "rank" not in capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_calls_are_those_of_this_repository_and_the_innermost():
+    root = Path(__file__).resolve().parents[3]
+    frame = traceback.FrameSummary
+    own = [frame(f"{root}/recipes/{name}.py", 5, "f", lookup_line=False) for name in ("a", "b", "c")]
+    package = frame(f"{root}/.venv/lib/python3.11/site-packages/torch/d.py", 7, "all_reduce", lookup_line=False)
+    assert calls([*own, package]) == "recipes/b.py:5 f > recipes/c.py:5 f > torch/d.py:7 all_reduce"
+    assert calls([package, own[0]]) == "recipes/a.py:5 f"
+    text = 'Thread 0x1 (most recent call first):\n  File "/x/y.py", line 1 in g\n\n'
+    text += 'Current thread 0x2 (most recent call first):\n'
+    text += '  File "/usr/lib/python3.11/selectors.py", line 415 in select\n  File "/z.py", line 2 in h\n'
+    assert innermost(text) == "selectors.py:415 select" and innermost("") == "an unknown call"
