@@ -1,8 +1,9 @@
-"""A data set that fetches shards while it is read, without three ways in which streaming then waits for ever.
+"""A data set that fetches shards while it is read, without four ways in which streaming then waits for ever.
 
 With several workers and a `cache_limit`, a worker that waits for a shard which another one is fetching can sleep
 through the moment in which it is there: it is evicted again, and nobody fetches it for the one that waits. After a
-shard could not be fetched, it counts as being fetched from then on, so all others that need it wait. And where there is
+shard could not be fetched, it counts as being fetched from then on, so all others that need it wait. The end of the
+epoch waits until the threads that fetch have said that they are done, which a failed one does not. And where there is
 nothing left to evict, the lock of the cache stays taken.
 """
 
@@ -56,16 +57,26 @@ class FetchingDataset(StreamingDataset):
                 lock.release()
             raise
 
+    def _prepare_thread(self, it: _Iterator) -> None:
+        """As streaming's, but the end of the epoch does not wait for it after a shard could not be fetched."""
+        try:
+            super()._prepare_thread(it)
+        except BaseException:
+            it.on_exit()
+            raise
+
     def _ready_thread(self, it: _Iterator) -> None:
         """As streaming's, which looks only once whether a shard was evicted that it waits for."""
-        while not (it.should_exit() or it.ready_index == it.total or self._event.is_set()):
-            ahead = it.ready_index - it.yield_index
-            sample = it.sample_ids[it.ready_index]
-            if self.predownload is not None and self.predownload < ahead or sample != -1 and not self._is_here(sample):
-                sleep(TICK)
-            else:
-                it.ready_index += 1
-        it.on_exit()
+        try:
+            while not (it.should_exit() or it.ready_index == it.total or self._event.is_set()):
+                sample = it.sample_ids[it.ready_index]
+                far = self.predownload is not None and it.ready_index - it.yield_index > self.predownload
+                if far or (sample != -1 and not self._is_here(sample)):
+                    sleep(TICK)
+                else:
+                    it.ready_index += 1
+        finally:  # also when a shard could not be fetched: the end of the epoch waits for this thread
+            it.on_exit()
 
     def _is_here(self, sample: int) -> bool:
         """Whether the shard of a sample is on this disk. One that is not, and that nobody fetches, is fetched."""

@@ -86,7 +86,10 @@ def of_others(folder: Path = MEMORY) -> list[Path]:
             locked = number.isdecimal() and _lock(int(number), folder).exists()
             if OTHERS.fullmatch(path.name) and status.st_uid == os.getuid() and old and not locked:
                 found[str(path)] = path
-    return [path for name, path in found.items() if name not in _open_files()] if found else []
+    if not found:
+        return []
+    opened = _open_files()
+    return [path for name, path in found.items() if name not in opened]
 
 
 def sees_all_processes() -> bool:

@@ -22,6 +22,7 @@ from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import lower_norms
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
+from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +88,10 @@ def batch_for(task: Task, resolution: int) -> dict[str, Tensor]:
             "text": torch.randn(SAMPLES, 77, need["text_width"], generator=draw),
         }
     pixels = torch.randint(256, (SAMPLES, 3, resolution, resolution), generator=draw, dtype=torch.uint8)
-    return {"image": pixels, "tokens": torch.randint(1, 40_000, (SAMPLES, 24), generator=draw)}
+    if not isinstance(task, ContrastiveText):
+        return {"image": pixels}
+    length = task.network.context_length
+    return {"image": pixels, "tokens": torch.randint(1, 40_000, (SAMPLES, length), generator=draw)}
 
 
 def gradients(task: Task, batch: dict[str, Tensor], device: torch.device, autocast: bool) -> tuple[float, Tensor]:

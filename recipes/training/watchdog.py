@@ -100,6 +100,7 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool) -> N
         if silent <= seconds or reported is not None:
             continue
         reported = last
+        faulthandler.cancel_dump_traceback_later()  # this thread runs, and workers may take long to answer
         frames = sys._current_frames()
         where = calls(traceback.extract_stack(frames[threading.main_thread().ident]))
         workers = stacks_of_workers()

@@ -256,7 +256,7 @@ def test_a_cache_of_another_set_is_an_error(latent_sets, tmp_path):
 
 def test_a_remote_set_that_is_not_there(tmp_path):
     encoded = remote_set(url=str(tmp_path / "none"), cache=str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="none/manifest.json: cannot be fetched .*No such file"):
         encoded.manifest()
 
 

@@ -52,7 +52,7 @@ def folders(tmp_path_factory):
     """Two runs that differ in a learning rate, in a batch size, and in a label that is markup."""
     root = tmp_path_factory.mktemp("runs")
     prompts = [*PROMPTS, EVIL]
-    one = made_run(root / "one", "first", prompts)
+    one = made_run(root / "one", "first", prompts, optimizer__lr=1e-3)
     other = made_run(root / "two", EVIL, prompts, grids=(2, 4, 8), optimizer__lr=5e-4, schedule__final=EVIL)
     return one, other
 

@@ -108,8 +108,8 @@ def test_guidance_moves_pictures(pipeline):
 
 def test_another_resolution(pipeline):
     assert pipeline.generate(["x"], seeds=[0], steps=1, resolution=32).shape == (1, 32, 32, 3)
-    with pytest.raises(ValueError, match="--resolution: 24 is not a multiple of 16"):
-        pipeline.generate(["x"], seeds=[0], steps=1, resolution=24)
+    with pytest.raises(ValueError, match="--resolution: 22 is not a multiple of 4"):
+        pipeline.generate(["x"], seeds=[0], steps=1, resolution=22)
 
 
 def test_half_precision(tmp_path, export):
@@ -143,7 +143,7 @@ def test_what_is_not_there(tmp_path, export, capsys):
 def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--batch", "0"), capsys)
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--steps", "0"), capsys)
-    assert "not a multiple of 16" in refuse(command(export, tmp_path / "x.png", "--resolution", "20"), capsys)
+    assert "not a multiple of 4" in refuse(command(export, tmp_path / "x.png", "--resolution", "22"), capsys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "sees no GPU" in refuse(command(export, tmp_path / "x.png", "--device", "gpu"), capsys)
 

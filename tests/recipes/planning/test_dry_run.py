@@ -113,7 +113,8 @@ def test_the_average(monkeypatch):
     sharded = dry("sd2_base.yaml", EMA % "", SHARDED % ("SHARD_GRAD_OP", "blocks", 1))
     assert "algorithms.scheduled_ema: 433.0 MB more on each device for the average, in the last 50000ba" in sharded
     # An autoencoder's export has the average in the place of the weights.
-    lines = dry("openmoji_vae.yaml", "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 0.5dur}")
+    average = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 0.5dur}"
+    lines = dry("openmoji_vae.yaml", average, "training.global_batch=8")
     assert any(line.startswith("algorithms.scheduled_ema: ") and line.endswith(", from 0.5dur on") for line in lines)
     assert not any("with the averaged ones" in line for line in lines)
 

@@ -65,7 +65,7 @@ def new_checkpoints(output, lever=None, fsdp=None, **settings):
     recipe = SimpleNamespace(
         output=str(output), checkpoints=Settings(**settings), training=SimpleNamespace(fsdp=fsdp)
     )
-    parts = SimpleNamespace(levers=Levers([lever or Counter()]), callbacks={}, sharding=None)
+    parts = SimpleNamespace(levers=Levers([lever or Counter()]), callbacks={}, divided=False)
     batches = Batches(position=7)
     return Checkpoints(recipe, parts, run, batches), run, batches
 
