@@ -1,0 +1,88 @@
+"""Text files without images, for vocabularies and packed texts."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id
+
+
+class TextSource:
+    """Text files: a .jsonl has one text per line, any other file is one text. Jobs that need images reject them all.
+
+    A shard consists of consecutive files, in the order of their names.
+    """
+
+    def __init__(
+        self, *, files: list[str], exclude: list[str] | None = None, column: str = "text", shard_mb: int = 64
+    ) -> None:
+        """
+        Args:
+            files: paths, in which * stands for any characters and ** for any folders.
+            exclude: paths that are left out, written in the same way; null: none.
+            column: key of the text in a line of a .jsonl.
+            shard_mb: least size of a shard in megabytes. Files are joined to reach it, but never divided.
+
+        Raises:
+            FileNotFoundError: a pattern that fits no file.
+            ValueError: `shard_mb` below 1, or files that are all excluded.
+        """
+        if shard_mb < 1:
+            raise ValueError(f"source.shard_mb is {shard_mb}: give 1 or more megabytes")
+        self.column = column
+        found: set[str] = set()
+        for pattern in files:
+            own = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
+            if not own:
+                raise FileNotFoundError(f"source.files: no file {pattern}")
+            found.update(Path(name).as_posix() for name in own)
+        names = sorted(name for name in found if not any(fnmatch.fnmatch(name, one) for one in exclude or []))
+        if not names:
+            raise ValueError("source.files: there are files, and exclude leaves out all of them")
+        self.parts: dict[str, list[str]] = {}
+        part: list[tuple[str, int]] = []
+        for name in names:
+            part.append((name, Path(name).stat().st_size))
+            if sum(size for _, size in part) >= shard_mb << 20 or name == names[-1]:
+                self.parts[shard_id(f"{len(self.parts):05d}", *(value for one in part for value in one))] = [
+                    one for one, _ in part
+                ]
+                part = []
+
+    def shards(self) -> list[str]:
+        """One id per group of files; it changes when a name or a size does."""
+        return list(self.parts)
+
+    def read(self, shard: str) -> Iterator[Sample | Rejected]:
+        """Texts of one shard as captions of empty images (see `base.Source.read`)."""
+        if shard not in self.parts:
+            raise ValueError(f"no shard {shard!r} in this source: it has {len(self.parts)}")
+        once = ReadOnce()
+        for name in self.parts[shard]:
+            texts = self._lines(Path(name)) if name.endswith(".jsonl") else self._whole(Path(name))
+            yield from map(once, texts)
+
+    def _whole(self, path: Path) -> Iterator[Sample | Rejected]:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            yield Rejected(str(path), "too_large_file", f"{size} bytes; write one text per line of a .jsonl")
+        else:
+            yield assemble(str(path), b"", path.read_bytes(), {})
+
+    def _lines(self, path: Path) -> Iterator[Sample | Rejected]:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield self._line(f"{path}:{number}", line)
+
+    def _line(self, key: str, line: bytes) -> Sample | Rejected:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            return Rejected(key, "broken_metadata", str(error))
+        text = row.get(self.column) if isinstance(row, dict) else None
+        return assemble(key, b"", text if isinstance(text, str) else None, {})

@@ -1,0 +1,128 @@
+"""Training batches of packed texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from data.column_reader import StoredSample
+from data.cost import Cost, Epoch, Plan, with_cost
+from data.loading import Batch, Loading, Placement
+from data.reading import EncodedDataset, copy_rows, open_loader, shared_blocks, streams_of
+from data.shared_batches import Specs
+from data.text_manifest import NAME, VOCABULARY, TextManifest
+from data.tokens import widen
+
+
+def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """The size of an epoch, see `data.cost`."""
+    samples: float | None = 0.0
+    for encoded in plan.build(args["streams"]).values():
+        path = Path(encoded.local, NAME)
+        if not path.is_file():
+            samples = None
+            continue
+        manifest = TextManifest.read(path)
+        manifest.check(path, **plan.task.requirements())
+        repeat = encoded.options["repeat"]
+        samples = None if samples is None else samples + manifest.samples * (1.0 if repeat is None else repeat)
+    total = args["epoch_size"] or (None if samples is None else int(samples))
+    return Cost(epoch=Epoch(total, incomplete_batch=not args["drop_last"]))
+
+
+@with_cost(texts_cost)
+def texts(
+    placement: Placement,
+    requirements: dict[str, Any],
+    *,
+    streams: dict[str, Annotated[Any, "stream"]],
+    workers: int = 2,
+    shuffle: bool = True,
+    shuffle_algo: Literal["py1e", "py1s", "py1br", "py2s", "naive"] = "py1e",
+    shuffle_block: int | None = None,
+    predownload: int | None = None,
+    cache_limit: str | None = None,
+    epoch_size: int | None = None,
+    drop_last: bool = True,
+) -> Loading:
+    """Reads rows of tokens that `precompute/pack.py` wrote. A validation set is read once in stored order.
+
+    Args:
+        streams: sets of packed texts by label. If one of them has a proportion, all must have one.
+        workers: number of worker processes that read.
+        shuffle: shuffle the rows in each epoch (training only).
+        shuffle_algo: streaming's shuffling algorithm.
+        shuffle_block: number of rows within which parts of shards are shuffled; null: streaming's default.
+        predownload: number of rows that each worker fetches ahead; null: streaming's default.
+        cache_limit: local disk space for remote shards, such as 100gb; null: no limit.
+        epoch_size: number of rows per epoch; null: all.
+        drop_last: leave out an incomplete last batch of an epoch (training only).
+
+    Raises:
+        FileNotFoundError: a stream has no manifest.
+        ValueError: no stream, texts that do not fit the model, or streams of several vocabularies.
+    """
+    if not streams:
+        raise ValueError("texts: streams is empty; name at least one set of packed texts")
+    manifests = {label: TextManifest.read(encoded.file(NAME)) for label, encoded in streams.items()}
+    first, *others = manifests
+    for label, manifest in manifests.items():
+        manifest.check(Path(streams[label].local, NAME), **requirements)
+    for label in others:
+        if manifests[label].vocabulary_hash != manifests[first].vocabulary_hash:
+            raise ValueError(
+                f"texts: streams.{label} was packed with another vocabulary than streams.{first}; pack one of them "
+                "again"
+            )
+    dataset = TextDataset(
+        row=manifests[first].positions + 1,
+        streams=streams_of(streams),
+        blocks=shared_blocks(workers),
+        batch_size=placement.batch,
+        shuffle=shuffle and placement.training,
+        shuffle_algo=shuffle_algo,
+        shuffle_seed=placement.seed,
+        replication=placement.copies if placement.copies > 1 else None,
+        shuffle_block_size=shuffle_block,
+        predownload=predownload,
+        cache_limit=cache_limit,
+        epoch_size=epoch_size,
+    )
+    return Loading(
+        open_loader(dataset, placement, workers, drop_last),
+        widen,
+        samples=dataset.size,
+        vocabulary=streams[first].file(VOCABULARY),
+    )
+
+
+class TextDataset(EncodedDataset):
+    """Rows of tokens.
+
+    Args:
+        row: tokens per row, S + 1.
+        arguments: of `EncodedDataset`.
+    """
+
+    def __init__(self, *, row: int, **arguments: Any) -> None:
+        self.row = row
+        super().__init__(columns={"tokens": "tokens"}, **arguments)
+
+    def specs(self, samples: int) -> Specs:
+        """See `EncodedDataset.specs`."""
+        return {"tokens": ((samples, self.row), torch.int32)}
+
+    def collate(self, samples: Sequence[StoredSample]) -> Batch:
+        """See `EncodedDataset.collate`.
+
+        Returns:
+            `tokens` (B, S + 1) int32.
+        """
+        batch = self.blocks.new(self.specs(len(samples)))
+        stored = torch.empty((len(samples), self.row), dtype=self.arrays["tokens"].dtype)  # uint16
+        copy_rows(samples, {"tokens": stored})
+        batch["tokens"].numpy()[:] = stored.numpy()
+        return batch

@@ -1,0 +1,60 @@
+"""The YAML keys of the job that packs texts. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from precompute.config import default_filter, storage_errors
+from recipes.config.recipe import plain_values
+from recipes.config.schema import ConfigError
+
+
+@dataclass(kw_only=True)
+class PackConfig:
+    """A packing job: it encodes texts, joins them, and writes rows of tokens of one length as folders of MDS shards."""
+
+    out: str
+    """Local folder of the result; each source gets a folder inside it, which has the source's label as its name."""
+    sources: dict[str, Annotated[Any, "source"]]
+    """Sources of texts by label (train, val, ...), of text files or of captions, whose images are not read."""
+    filter: Annotated[Any, "filter"] | None = None
+    """Which texts are taken, as in the encode job; the others are listed in rejected.jsonl. null takes all that can be
+    read."""
+    vocabulary: InputPath
+    """File of the vocabulary that `precompute/vocabulary.py` wrote. The end of a text is one token more."""
+    positions: int = 1024
+    """Tokens that are predicted per row. A row has one more, which the next row of its shard begins with."""
+    size_limit: str = "64mb"
+    """Maximum size of an MDS file before compression, such as 64mb."""
+    compression: str | None = None
+    """Compression of the MDS files: zstd, gz, br, bz2 or snappy, optionally with a level, such as zstd:7."""
+    hashes: list[str] = field(default_factory=lambda: ["xxh3_64"])
+    """Checksums of the MDS files in the index, by which `validate_hash` finds damaged files in training."""
+
+    def __post_init__(self) -> None:
+        self.filter = self.filter or default_filter()
+        errors = []
+        if "://" in self.out:
+            errors.append(f"out: {self.out} is remote; pack into a local folder and upload that")
+        if not self.sources:
+            errors.append("sources: empty; name at least one, such as train: {name: texts, files: [...]}")
+        for label in self.sources:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label):
+                errors.append(
+                    f"sources.{label}: a label is the name of a folder; use letters, digits and _ . - only"
+                )
+        if self.positions < 1:
+            errors.append(f"positions: {self.positions}; give 1 or more")
+        errors += storage_errors(self.size_limit, self.compression, self.hashes)
+        if errors:
+            raise ConfigError(errors)
+
+    def request(self) -> dict[str, Any]:
+        """Everything that determines the rows, with the digest of the vocabulary."""
+        digest = hashlib.sha256(Path(self.vocabulary).read_bytes()).hexdigest()
+        return {"filter": plain_values(self.filter), "positions": self.positions, "vocabulary": digest}

@@ -1,0 +1,197 @@
+"""One rank's part of a packing job: texts to tokens, tokens to rows of one length, rows to MDS shards.
+
+The texts of an input shard are joined, each followed by a token of its own that ends it, and cut into rows that overlap
+by one token: each token but the first of a shard is predicted once. What fills no row at the end of a shard is left
+out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from streaming import MDSWriter
+
+from data.bpe import Vocabulary
+from data.files import write_text
+from data.log import log
+from data.manifest import REJECTED
+from data.sources.base import Rejected, Source, rejected_line
+from data.text_manifest import VOCABULARY, TextManifest
+from data.vocabulary_files import copy_vocabulary
+from precompute.output import CONFIG, DONE, OutputSet
+from precompute.pack_config import PackConfig
+from precompute.ranks import Rank, every_rank
+from precompute.totals import counts_text
+from recipes.config.build import build
+from recipes.config.recipe import to_yaml
+
+CHARACTERS = 1 << 22  # of the texts that are encoded at once
+MOST_TOKENS = 1 << 16  # tokens are stored as uint16
+
+
+class Packed:
+    """The rows of a stream of texts.
+
+    Args:
+        vocabulary: encodes texts; its size is the number of the token that ends one.
+        positions: S; rows have S + 1 tokens.
+
+    Attributes:
+        texts: number of texts so far.
+        left: tokens that fill no row yet.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, positions: int) -> None:
+        self.vocabulary = vocabulary
+        self.positions = positions
+        self.texts = 0
+        self.left = np.empty(0, np.uint16)
+
+    def rows(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """uint16 (S + 1,) each, as soon as they are full."""
+        for group in _groups(texts):
+            self.texts += len(group)
+            end = np.asarray([self.vocabulary.size], np.uint16)
+            parts = [self.left]
+            for ids in self.vocabulary.encode_all(group):
+                parts += [np.asarray(ids, np.uint16), end]
+            tokens = np.concatenate(parts)
+            full = max(0, len(tokens) - 1) // self.positions
+            for start in range(0, full * self.positions, self.positions):
+                yield tokens[start : start + self.positions + 1]
+            self.left = tokens[full * self.positions :]
+
+
+def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of texts that have `CHARACTERS` in all, or a bit more."""
+    group: list[str] = []
+    for text in texts:
+        group.append(text)
+        if sum(map(len, group)) >= CHARACTERS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputSet], rank: Rank) -> None:
+    """Packs this rank's shards that are not done yet, then merges every set of which all shards are done.
+
+    Raises:
+        FileNotFoundError: an input shard does not exist any more.
+        ValueError: a vocabulary with too many entries, a folder that holds rows made with other options, or an input
+            shard that cannot be read.
+    """
+    vocabulary = Vocabulary.read(config.vocabulary)
+    if vocabulary.size >= MOST_TOKENS:
+        raise ValueError(
+            f"vocabulary: {config.vocabulary} has {vocabulary.size:,} entries; give one with {MOST_TOKENS - 1:,} or "
+            "fewer, as tokens are stored in 16 bits"
+        )
+    options = config.request()
+    todo = []
+    for label, output in sets.items():
+        output.claim(options)
+        write_text(output.out / CONFIG, to_yaml(config))
+        if not (output.out / VOCABULARY).is_file():
+            copy_vocabulary(Path(config.vocabulary), output.out)
+        todo += [(label, shard) for shard in output.shards]
+    for label, shard in rank.share(todo):
+        if not sets[label].is_done(shard):
+            _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options)
+    for output in sets.values():
+        left = len(output.remaining())
+        if left:
+            every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
+        else:
+            _merge(config, output, vocabulary, options)
+
+
+def _pack_shard(
+    config: PackConfig,
+    source: Source,
+    output: OutputSet,
+    shard: str,
+    rank: Rank,
+    vocabulary: Vocabulary,
+    options: dict[str, Any],
+) -> None:
+    """Writes the rows of one input shard into a folder of their own."""
+    folder = output.partial(shard, rank.rank)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    judge, rejected = build(config.filter), []
+
+    def texts() -> Iterator[str]:
+        for sample in source.read(shard):
+            text = sample if isinstance(sample, Rejected) else judge.caption(sample)
+            if isinstance(text, Rejected):
+                rejected.append(text)
+            else:
+                yield text
+
+    packed, rows = Packed(vocabulary, config.positions), 0
+    writer = MDSWriter(
+        out=str(folder),
+        columns={"key": "str", "tokens": f"ndarray:uint16:{config.positions + 1}"},
+        compression=config.compression,
+        hashes=config.hashes,
+        size_limit=config.size_limit,
+    )
+    try:
+        for row in packed.rows(texts()):
+            writer.write({"key": f"{shard}/{rows}", "tokens": row})
+            rows += 1
+    except BaseException:
+        writer.cancel_future_jobs()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    writer.finish()
+    lines = "".join(f"{rejected_line(shard, one)}\n" for one in rejected)
+    (folder / REJECTED).write_text(lines, encoding="utf-8")
+    done = {
+        "shard": shard,
+        "samples": rows,
+        "texts": packed.texts,
+        "left_out": max(0, len(packed.left) - 1) if rows else len(packed.left),
+        "rejected": dict(Counter(one.reason for one in rejected)),
+        "bytes": sum(path.stat().st_size for path in folder.glob("shard.*")),
+        "options": options,
+    }
+    (folder / DONE).write_text(json.dumps(done, indent=1), encoding="utf-8")
+    output.publish(shard, rank.rank)
+    log.info(f"pack: {shard}: {packed.texts:,} texts, {rows:,} rows")
+
+
+def _merge(config: PackConfig, output: OutputSet, vocabulary: Vocabulary, options: dict[str, Any]) -> None:
+    """Writes the index, the rejected texts and the manifest of all shards, the manifest last."""
+    markers = output.join(options)
+    rejected = sum((Counter(marker["rejected"]) for marker in markers), Counter())
+
+    def total(name: str) -> int:
+        return sum(marker[name] for marker in markers)
+
+    manifest = TextManifest(
+        positions=config.positions,
+        vocabulary=vocabulary.size + 1,
+        vocabulary_hash=options["vocabulary"],
+        samples=total("samples"),
+        texts=total("texts"),
+        left_out=total("left_out"),
+        rejected=dict(sorted(rejected.items())),
+        shards=len(markers),
+        bytes=total("bytes"),
+        request=options,
+    )
+    manifest.write(output.out)
+    every_rank.info(
+        f"wrote {output.out}: {manifest.texts:,} texts as {manifest.samples:,} rows of {manifest.positions} + 1 tokens "
+        f"({manifest.left_out:,} tokens left out), {manifest.bytes / 1e6:,.1f} MB; rejected: "
+        f"{counts_text(manifest.rejected.items())}"
+    )

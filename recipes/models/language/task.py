@@ -1,0 +1,138 @@
+"""A language model as a training task: each token of a text is predicted from those before it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from recipes.models.language.transformer import TextTransformer, forward_flops, tensor_plan
+from recipes.models.task import Task
+from recipes.models.tensor_plan import TensorPlan
+from recipes.models.weights import load_safetensors
+
+# Letters: B batch, S positions, V vocabulary.
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
+
+
+class Language(Task):
+    """GPT-2 with one table of tokens for input and output, as Shoeybi et al. (2019) train it, on packed texts."""
+
+    eval_names = ("loss", "perplexity")
+    eval_exponentials = {"perplexity": "loss"}
+    exports_average_beside = True
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        positions: int = 1024,
+        vocabulary: int = 51200,
+        dropout: float = 0.1,
+    ) -> None:
+        """Build it with new weights.
+
+        Args:
+            layers: number of attention layers, each followed by an MLP.
+            width: width of the residual stream, a multiple of the number of heads.
+            heads: number of attention heads.
+            positions: number of tokens that are predicted per sample.
+            vocabulary: number of tokens. It may be larger than that of the data: those that do not occur fill up the
+                table to a size that devices divide well.
+            dropout: share of the embeddings, of the attention weights and of the outputs of attention and MLP that
+                training drops.
+
+        Raises:
+            ValueError: see `TextTransformer`.
+        """
+        super().__init__()
+        self.sizes: dict[str, Any] = {
+            "layers": layers,
+            "width": width,
+            "heads": heads,
+            "positions": positions,
+            "vocabulary": vocabulary,
+        }
+        self.network = TextTransformer(**self.sizes, dropout=dropout)
+        self.counted = {"tokens": vocabulary}
+
+    def requirements(self) -> dict[str, int]:
+        """The number of positions that the texts must be packed to, and the most tokens that they may have."""
+        return {name: self.sizes[name] for name in ("positions", "vocabulary")}
+
+    def blocks(self) -> list[nn.Module]:
+        """The residual blocks, attention and MLP in turn."""
+        return list(self.network.blocks)
+
+    def recomputed_blocks(self) -> list[nn.Module]:
+        """Their branches. Under tensor parallelism, recomputation then ends before a branch's closing message; dropout
+        outside of it keeps one byte per value."""
+        return [block.branch for block in self.network.blocks]
+
+    def tensor_plan(self) -> TensorPlan:
+        """Heads, the MLPs' inner width and the table of tokens are divided; positions and norms are not."""
+        return tensor_plan(self.network)
+
+    def forward_flops(self) -> float:
+        """See `recipes.models.language.transformer.forward_flops`."""
+        return forward_flops(self.network)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The training loss.
+
+        Args:
+            batch: `tokens` (B, S + 1) int64 in [0, V).
+
+        Returns:
+            `total`: the mean cross-entropy of the S last tokens of all samples, in nats.
+        """
+        return {"total": self._losses(batch["tokens"]).mean()}
+
+    @torch.no_grad()
+    def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`loss`, (B,), in nats per token. `perplexity` is the exponential of its mean over a validation set."""
+        return {"loss": self._losses(batch["tokens"]).mean(1)}
+
+    def _losses(self, tokens: Tensor) -> Tensor:
+        """(B, S + 1) -> (B, S)."""
+        hidden = self.network(tokens[:, :-1])  # (B, S, d)
+        targets = tokens[:, 1:]
+        return self.network.tokens.losses(hidden.flatten(0, 1), targets.flatten()).view(targets.shape)
+
+    def export(self, folder: Path) -> None:
+        """Write transformer/config.json and safetensors, which `load_language` opens."""
+        self._save(folder / FOLDER)
+
+    def export_average(self, folder: Path) -> None:
+        """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
+        self._save(folder / FOLDER_AVERAGE)
+
+    def _save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / CONFIG).write_text(json.dumps(self.sizes, indent=2) + "\n", encoding="utf-8")
+        save_file(self.network.state_dict(), folder / WEIGHTS)
+
+    def load_export(self, folder: Path) -> None:
+        """See `Task.load_export`."""
+        load_safetensors(self.network, folder / FOLDER / WEIGHTS)
+
+
+def load_language(folder: Path) -> TextTransformer:
+    """The network in a folder that `Language.export` wrote, without dropout. Only JSON and safetensors are read.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the tensors do not have the sizes of config.json.
+    """
+    sizes = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    network = TextTransformer(**sizes, dropout=0.0)
+    load_safetensors(network, folder / WEIGHTS)
+    return network

@@ -1,0 +1,53 @@
+"""Text files as a source: whole files and lines, in the order of names; what is broken is named."""
+
+import json
+
+import pytest
+
+from data.sources.base import Rejected, Sample
+from data.sources.texts import TextSource
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "b.md").write_text("second\n")
+    (tmp_path / "in" / "a.txt").write_text("third")
+    lines = [json.dumps({"text": "first"}), "", "{", json.dumps({"body": "x"}), json.dumps({"text": "again"})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_texts_in_order(folder):
+    source = TextSource(files=["**/*.txt", "*.md", "*.jsonl"])
+    (shard,) = source.shards()
+    found = list(source.read(shard))
+    assert [one.caption for one in found if isinstance(one, Sample)] == ["first", "again", "second\n", "third"]
+    rejected = [(one.key, one.reason) for one in found if isinstance(one, Rejected)]
+    assert rejected == [("a.jsonl:3", "broken_metadata"), ("a.jsonl:4", "missing_caption")]
+    assert TextSource(files=["in/a.txt", "b.md", "a.jsonl"]).shards() == [shard]  # another way to name the same files
+
+
+def test_some_are_left_out(folder):
+    source = TextSource(files=["*.md", "in/*"], exclude=["b.*"])
+    assert [one.key for shard in source.shards() for one in source.read(shard)] == ["in/a.txt"]
+    with pytest.raises(ValueError, match="exclude leaves out all of them"):
+        TextSource(files=["*.md"], exclude=["*"])
+    with pytest.raises(FileNotFoundError, match=r"source.files: no file \*.rst"):
+        TextSource(files=["*.md", "*.rst"])
+
+
+def test_files_are_joined_to_shards(folder):
+    (folder / "big.txt").write_text("word " * (1 << 18))  # more than a megabyte
+    source = TextSource(files=["*.jsonl", "big.txt", "in/a.txt"], shard_mb=1)
+    assert [names for names in source.parts.values()] == [["a.jsonl", "big.txt"], ["in/a.txt"]]
+    with pytest.raises(ValueError, match="it has 2"):
+        list(source.read("other"))
+
+
+def test_bytes_that_are_no_text(folder):
+    (folder / "c.md").write_bytes(b"\xff\xfe")
+    source = TextSource(files=["c.md"])
+    (found,) = source.read(source.shards()[0])
+    assert (found.key, found.reason) == ("c.md", "caption_not_utf8")

@@ -1,0 +1,91 @@
+"""A language model from text files to a perplexity: vocabulary, packed rows, training. On one process."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from callbacks.unigram import unigram_loss
+from data.bpe import Vocabulary
+from data.text_manifest import NAME, TextManifest
+from precompute.packing import Packed
+from recipes.config.recipe import Recipe, load_config
+from recipes.models.language.task import load_language
+from tests.recipes.engines.recording import record
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "model={layers: 2, width: 32, heads: 2, positions: 16, vocabulary: 512}",
+    "data={workers: 0, streams: {docs: {repeat: 0.1}}}",
+    "optimizer.lr=1e-2",
+    "schedule.warmup=5ba",
+    "training={duration: 60ba, device: cpu, eval_every: null}",
+    "loggers={}",
+]
+
+
+def recipe(sets, output, *changes):
+    paths = [f"data.streams.{label}.path={sets}/{label}" for label in ("docs", "captions")]
+    paths += [f"evals.val.streams.val.path={sets}/docs_val", f"output={output}"]
+    return load_config(ROOT / "yamls" / "docs_gpt2.yaml", [*SMALL, *paths, *changes], Recipe)
+
+
+@pytest.fixture(scope="module")
+def trained(text_sets, tmp_path_factory):
+    """A finished run: its folder, and what was recorded."""
+    output = tmp_path_factory.mktemp("texts") / "run"
+    return output, record("composer", recipe(text_sets, output))
+
+
+def test_its_perplexity_is_below_that_of_frequencies(trained):
+    _, run = trained
+    ((batch, label, figures),) = run.evals
+    unigram = run.callbacks["unigram"]
+    frequencies = math.exp(unigram_loss(unigram.seen, unigram.validated))
+    assert (batch, label) == (60, "val") and figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
+    assert figures["perplexity"] < 0.9 * frequencies < 301
+
+
+def test_its_export_predicts_as_it_does(trained, text_sets):
+    output, run = trained
+    network = load_language(output / "export" / "transformer")
+    assert (output / "export" / "vocabulary.json").read_bytes() == (text_sets / "vocabulary.json").read_bytes()
+    weights = {f"network.{name}": tensor for name, tensor in network.state_dict().items()}
+    assert weights.keys() == run.weights.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in run.weights.items())
+
+
+def test_texts_that_do_not_fit_the_model(text_sets, tmp_path):
+    with pytest.raises(ValueError, match="rows have 16 positions, the model 8; give the model as many"):
+        record("composer", recipe(text_sets, tmp_path, "model.positions=8"))
+    with pytest.raises(ValueError, match="the texts have 301 tokens, the model 300; give the model as many or more"):
+        record("composer", recipe(text_sets, tmp_path, "model.vocabulary=300"))
+
+
+@pytest.mark.parametrize("positions", [3, 7])
+def test_rows_hold_each_token_of_the_texts_once(text_sets, positions):
+    """Rows overlap by one token, so each token but the first is predicted once; what fills no row is left."""
+    vocabulary = Vocabulary.read(text_sets / "vocabulary.json")
+    texts = ["a dot on a wall", "of two", "drawing of 3 stars on a wall"]
+    stream = [token for text in texts for token in (*vocabulary.encode(text), vocabulary.size)]
+    packed = Packed(vocabulary, positions)
+    rows = list(packed.rows(iter(texts)))
+    assert len(rows) == (len(stream) - 1) // positions and all(row.shape == (positions + 1,) for row in rows)
+    joined = [rows[0][:1], *(row[1:] for row in rows)]
+    assert np.concatenate([*joined, packed.left[1:]]).tolist() == stream
+
+
+def test_the_manifest_says_what_was_packed(text_sets):
+    manifest = TextManifest.read(text_sets / "docs" / NAME)
+    assert (manifest.positions, manifest.vocabulary, manifest.texts, manifest.rejected) == (16, 301, 2, {})
+    index = json.loads((text_sets / "docs" / "index.json").read_text())
+    assert manifest.samples == sum(shard["samples"] for shard in index["shards"])
+    vocabulary = Vocabulary.read(text_sets / "vocabulary.json")
+    texts = [ROOT / "docs" / name for name in ("comparison.md", "export.md")]
+    tokens = sum(len(vocabulary.encode(text.read_text().strip())) + 1 for text in texts)
+    assert manifest.samples * 16 + 1 + manifest.left_out == tokens
+    with pytest.raises(FileNotFoundError, match="no packed texts; make them with precompute/pack.py"):
+        TextManifest.read(text_sets / NAME)
