@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from data.log import log
 from recipes.algorithms.tensor_parallel.divide import divide
+from recipes.algorithms.tensor_parallel.generators import share_generators
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.ranks import world_size
@@ -24,13 +25,14 @@ class TensorParallel(Lever):
 
     mesh: DeviceMesh
 
-    def __init__(self, task: Task, *, devices: int, replicas: int, sharded: bool) -> None:
+    def __init__(self, task: Task, *, devices: int, replicas: int, sharded: bool, sequence: bool) -> None:
         """
         Args:
             task: the model, whole and on any device; its parameters move to the device of this rank.
             devices: number of devices that divide each matrix.
             replicas: number of device groups that each hold the whole model.
             sharded: whether FSDP2 shards the divided model.
+            sequence: whether the residual stream's positions are divided, too, in training.
 
         Raises:
             ValueError: a model without a plan.
@@ -44,17 +46,29 @@ class TensorParallel(Lever):
         self.devices = devices
         self.replicas = replicas
         self.sharded = sharded
+        self.sequence = sequence
+        self.alike = False  # whether a group's devices draw from the same state
 
     def shard(self, run: Run) -> None:
         shards = world_size() // self.replicas // self.devices
         names = ("replicate", "shard", "tensor")
         self.mesh = init_device_mesh(run.device.type, (self.replicas, shards, self.devices), mesh_dim_names=names)
         with run.new_parameters():
-            divide(self.task, self.task.tensor_plan(), self.mesh["tensor"], run.device)
+            divide(self.task, self.task.tensor_plan(), self.mesh["tensor"], run.device, self.sequence)
             if not self.sharded:
                 _mark_as_sharded(self.task, self.mesh)
-        log.info(f"tensor_parallel: matrices divided over {self.devices} of {world_size()} devices")
-        run.log_settings({"tensor_parallel": self.devices})
+        positions = ", and positions of the residual stream" if self.sequence else ""
+        log.info(f"tensor_parallel: matrices{positions} divided over {self.devices} of {world_size()} devices")
+        run.log_settings({"tensor_parallel": self.devices, "sequence_parallel": self.sequence})
+
+    def before_passes(self, run: Run) -> None:
+        """Engines seed each rank by its number, and restore ranks by their numbers, also on other numbers of devices.
+
+        From the first batch of this process on, all devices of a group draw the same numbers.
+        """
+        if not self.alike:
+            share_generators(self.mesh.get_group("tensor"), run.device)
+            self.alike = True
 
 
 def _mark_as_sharded(task: nn.Module, mesh: DeviceMesh) -> None:

@@ -3,7 +3,7 @@
 Each device computes the logits of its own tokens, chunk by chunk, and keeps for each row the logarithm of the sum of
 their exponentials, and the logit of the target if the target is its own. One all-gather of these two numbers per row
 gives all devices the same losses (Shoeybi et al. 2019, section 3, exchange three all-reduces of one number each). In
-the backward pass, one all-reduce adds the devices' gradients of the hidden vectors.
+the backward pass, the devices' gradients of the hidden vectors must be added, where these enter the divided region.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipes.algorithms.tensor_parallel.collectives import gathered, summed
+from recipes.algorithms.tensor_parallel.collectives import gathered
 from recipes.models.autocast import for_products
 from recipes.models.autoregressive.loss import CHUNK, chunks, narrow_product, wide, wide_factor, wide_product
 
@@ -34,7 +34,8 @@ def divided_token_losses(
         chunk: rows per chunk.
 
     Returns:
-        (M,), float32, or float64 if the factors are; the same bits on all devices.
+        (M,), float32, or float64 if the factors are; the same bits on all devices. The gradient of `hidden` is this
+        device's part, which the caller's `enter` or `gather_positions` adds to the others'.
     """
     return _DividedTokenLosses.apply(for_products(hidden), for_products(weight), targets, first, group, chunk)
 
@@ -56,7 +57,7 @@ class _DividedTokenLosses(torch.autograd.Function):
         found = gathered(own, group)  # (devices, 2, M)
         total = found[:, 0].logsumexp(0)  # (M,), over the whole vocabulary
         ctx.save_for_backward(hidden, weight, targets, total)
-        ctx.first, ctx.group, ctx.chunk = first, group, chunk
+        ctx.first, ctx.chunk = first, chunk
         return (total - found[:, 1].sum(0)).masked_fill(targets < 0, 0.0)
 
     @staticmethod
@@ -76,7 +77,7 @@ class _DividedTokenLosses(torch.autograd.Function):
                 del likelihoods
                 grad_hidden[rows] = slope @ weight
                 grad_weight += narrow_product(slope.T, hidden[rows])
-        return summed(grad_hidden, ctx.group), grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _places(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -84,6 +85,21 @@ def _places(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     place = targets - first
     mine = (place >= 0) & (place < count) & (targets >= 0)
     return place.where(mine, 0), mine
+
+
+def divided_rows(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
+    """The rows of a table that this device has, and zeros for the tokens of others.
+
+    Args:
+        tokens: (...) int64 numbers of the whole vocabulary.
+        weight: (c, d), this device's rows, one or more.
+        first: number of the first of them in the whole vocabulary.
+
+    Returns:
+        (..., d). The sum over devices is the embedding.
+    """
+    place, mine = _places(tokens, first, len(weight))
+    return torch.nn.functional.embedding(place, weight).masked_fill(~mine[..., None], 0.0)
 
 
 def gathered_logits(hidden: Tensor, weight: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
