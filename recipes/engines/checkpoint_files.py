@@ -16,6 +16,7 @@ from pathlib import Path
 
 from data.files import point_to
 from data.log import log
+from recipes.engines.bucket import Bucket
 from recipes.training import stop
 from recipes.training.ranks import is_first_rank, wait
 from recipes.training.run import Run
@@ -79,18 +80,20 @@ def _remove(path: Path) -> None:
 class CheckpointFiles:
     """The checkpoints of a run's folder."""
 
-    def __init__(self, folder: Path, link: str, pattern: Pattern, keep: int) -> None:
+    def __init__(self, folder: Path, link: str, pattern: Pattern, keep: int, bucket: str | None = None) -> None:
         """
         Args:
             folder: of the checkpoints.
             link: name of the link to the newest one.
             pattern: of their names; the first group is the batch.
             keep: number of checkpoints that are kept; -1: all.
+            bucket: address of copies, `checkpoints.bucket`.
         """
         self.folder = folder
         self.link = folder / link
         self.pattern = pattern
         self.keep = keep
+        self.bucket = None if bucket is None else Bucket(bucket)
 
     def mend(self) -> None:
         """Remove what a killed process left. If the link is lost, it points to the newest checkpoint again.
@@ -115,8 +118,13 @@ class CheckpointFiles:
         """The link points to a new checkpoint, and all before it but the newest `keep` are removed.
 
         Those of later batches, which an earlier run with the same folder left, stay. Only the first rank calls this.
+
+        Raises:
+            ValueError: it cannot be copied to the bucket.
         """
         point_to(self.link, path)
+        if self.bucket is not None:
+            self.bucket.push(path, self.link.name, self.keep)
         if self.keep != -1:
             for old in self.up_to(batch)[: -self.keep]:
                 _remove(old)

@@ -17,13 +17,15 @@ class Figure(Metric):
     Most figures are one mean, in which all samples have the same weight.
     """
 
-    def __init__(self, terms: Mapping[str, float], weights: Mapping[str, str]) -> None:
+    def __init__(self, terms: Mapping[str, float], weights: Mapping[str, str], exponential: bool = False) -> None:
         """
         Args:
             terms: names of results of `Task.evaluate`, and the factors of their means.
             weights: as `Task.eval_weights`.
+            exponential: whether the figure is the exponential of this sum.
         """
         super().__init__()
+        self.exponential = exponential
         self.terms = dict(terms)
         self.weights = dict(weights)
         self.add_state("sums", torch.zeros(len(terms)), dist_reduce_fx="sum")
@@ -40,9 +42,14 @@ class Figure(Metric):
     def compute(self) -> Tensor:
         """The figure, a scalar. A mean whose samples all have a weight of 0 is 0."""
         factors = torch.tensor(list(self.terms.values()), device=self.sums.device)
-        return (factors * self.sums / self.totals.clamp(min=1e-6)).sum()
+        total = (factors * self.sums / self.totals.clamp(min=1e-6)).sum()
+        return total.exp() if self.exponential else total
 
 
 def figures_of(task: Task) -> dict[str, Figure]:
     """New figures of a task's validation, by name."""
-    return {name: Figure(task.eval_sums.get(name, {name: 1.0}), task.eval_weights) for name in task.eval_names}
+    figures = {}
+    for name in task.eval_names:
+        of = task.eval_exponentials.get(name, name)
+        figures[name] = Figure(task.eval_sums.get(of, {of: 1.0}), task.eval_weights, name in task.eval_exponentials)
+    return figures

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.cycles import rare_searches
 from data.loading import Loading, Placement
 from data.log import log
 from data.reading import EncodedDataset, keys_of
@@ -26,6 +27,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe
+from recipes.engines.bucket import Bucket
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders, check_record
 from recipes.models.task import Task
@@ -34,7 +36,7 @@ from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from recipes.training.ranks import rank, world_size
+from recipes.training.ranks import is_first_rank, rank, wait, world_size
 from recipes.training.run import Precision
 from recipes.training.schedules import Schedule
 
@@ -97,6 +99,7 @@ class Parts:
     microbatch: int | None
 
 
+@rare_searches()  # components are imported when they are built
 def build_parts(recipe: Recipe, place: Place) -> Parts:
     """Build everything that a recipe names. Ranks must have been started, and seeded alike.
 
@@ -108,6 +111,7 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     groups = training.groups(world_size(), place.local_world_size)
     batch = training.device_batch(world_size())
     check_tensor_parallel(recipe, Devices.of(training, world_size(), place.local_world_size))
+    fetch_checkpoint(recipe)
     changed = check_record(recipe)
     task = build(recipe.model)
     if recipe.checkpoints.load_weights:
@@ -175,6 +179,18 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     )
 
 
+def fetch_checkpoint(recipe: Recipe) -> None:
+    """Bring the newest checkpoint of `checkpoints.bucket` into the run's folder, unless one lies there that is as new.
+
+    Raises:
+        ValueError: the bucket refuses it, or does not answer.
+    """
+    if recipe.checkpoints.bucket is not None and recipe.checkpoints.resumes:
+        if is_first_rank():
+            Bucket(recipe.checkpoints.bucket).pull(Path(recipe.output))
+        wait()
+
+
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
     """The recipe's levers in its order, then those of its `training` section; each has the others it works with."""
     components = recipe.algorithms
@@ -201,9 +217,14 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
 
 def new_tensor_parallel(recipe: Recipe, place: Place, task: Task) -> TensorParallel:
     """The lever of `training.tensor_parallel`."""
-    devices = Devices.of(recipe.training, world_size(), place.local_world_size)
+    training = recipe.training
+    devices = Devices.of(training, world_size(), place.local_world_size)
     return TensorParallel(
-        task, devices=devices.tensor, replicas=devices.replicas, sharded=recipe.training.fsdp is not None
+        task,
+        devices=devices.tensor,
+        replicas=devices.replicas,
+        sharded=training.fsdp is not None,
+        sequence=training.sequence_parallel,
     )
 
 

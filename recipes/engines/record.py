@@ -19,6 +19,7 @@ from recipes.training.clock import parse_duration
 from recipes.training.newest import has_checkpoints
 
 ENCODED = "encoded.json"
+RECORD = (CONFIG, ENCODED)  # files in the folder of a run
 # What may change in a run: nothing that it learns depends on it.
 FREE = (
     "run_name",
@@ -33,6 +34,7 @@ FREE = (
     "training.fsdp",
     "training.tensor_parallel",
     "training.tensor_between_machines",
+    "training.sequence_parallel",
     "training.eval_every",
     "training.nonfinite_limit",
     "training.watchdog",

@@ -7,6 +7,7 @@ again, and it goes on.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from types import FrameType
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 _caught: str | None = None
 _can_wait = False
@@ -55,19 +57,34 @@ def between_batches() -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Inside, `SIGNALS` ask the process to stop. Handlers are set in the main thread only, as Python demands."""
+    """Inside, `SIGNALS` ask the process to stop. Handlers are set in the main thread only, as Python demands.
+
+    The end of the launcher that started the process does, too: `composer` ends at SIGTERM without a word to its
+    processes, which would train on and hold their GPUs.
+    """
     global _caught
     _caught = None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, _catch) for number in SIGNALS}
+    launched = "RANK" in os.environ  # not from a shell, whose end must not end what runs in its background
+    if launched:
+        _at_end_of_parent(signal.SIGTERM)
     try:
         yield
     finally:
+        if launched:
+            _at_end_of_parent(0)
         for number, handler in before.items():
             signal.signal(number, handler)
         _caught = None
+
+
+def _at_end_of_parent(number: int) -> None:
+    """Ask Linux for a signal to this process when the thread that started it ends; 0: for none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _catch(number: int, frame: FrameType | None) -> None:

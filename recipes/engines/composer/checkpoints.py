@@ -13,6 +13,7 @@ from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
 from data.log import log
+from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
 from recipes.engines.composer.run import ComposerRun
 from recipes.training.finite import is_worth_keeping
@@ -21,9 +22,10 @@ LATEST = "latest-rank0.pt"
 NAMES = re.compile(r"ep\d+-ba(\d+)(?:-rank0\.pt)?")
 
 
-def checkpoint_files(output: str, keep: int) -> CheckpointFiles:
+def checkpoint_files(recipe: Recipe) -> CheckpointFiles:
     """The checkpoints of a run with Composer."""
-    return CheckpointFiles(Path(output, "checkpoints"), LATEST, NAMES, keep)
+    config = recipe.checkpoints
+    return CheckpointFiles(Path(recipe.output, "checkpoints"), LATEST, NAMES, config.keep, config.bucket)
 
 
 class WholeCheckpoints(CheckpointSaver):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +18,7 @@ from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
 from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints, checkpoint_files
-from recipes.engines.composer.generators import Generators
+from recipes.engines.composer.generators import Generators, of_fewer_ranks
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
@@ -54,8 +54,13 @@ def train(recipe: Recipe) -> None:
     trainer.close()
 
 
-def build_trainer(recipe: Recipe) -> Trainer:
-    """Everything that a run needs, ready for `fit()`. Raises as `train`."""
+def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts: None) -> Trainer:
+    """Everything that a run needs, ready for `fit()`. Raises as `train`.
+
+    Args:
+        recipe: of the run.
+        change: called with the run's parts before the engine takes them; measurements add callbacks of their own.
+    """
     use_gpu = Place.of(recipe, 1).use_gpu
     if "GROUP_RANK" in os.environ:  # torchrun's name for what Composer calls NODE_RANK
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
@@ -63,6 +68,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, dist.get_local_world_size())
     parts = build_parts(recipe, place)
+    change(parts)
     if dist.get_global_rank() == 0:
         keep_record(recipe, parts.data)
     log.info(
@@ -112,11 +118,12 @@ def own_signal_files() -> Iterator[None]:
 @own_data_parallel()
 @own_unpickling()
 @own_signal_files()
+@of_fewer_ranks()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
     run = ComposerRun(parts.task, place.precision)
     checkpoints = recipe.checkpoints
-    files, saver = checkpoint_files(recipe.output, checkpoints.keep), None
+    files, saver = checkpoint_files(recipe), None
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     resumes = checkpoints.resumes

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from data.log import log
 from recipes.config.recipe import Recipe
+from recipes.engines.bucket import Bucket
 from recipes.engines.checkpoint_files import CheckpointFiles, whole
 from recipes.engines.earlier import upgraded
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
@@ -65,7 +66,7 @@ class Checkpoints:
         self._batches = batches
         self._due = Interval(recipe.checkpoints.every)
         self._saved_at = -1  # batch
-        self._files = CheckpointFiles(self._folder, LATEST, NAMES, recipe.checkpoints.keep)
+        self._files = CheckpointFiles(self._folder, LATEST, NAMES, self._config.keep, self._config.bucket)
         self.generators: list[dict[str, Any]] | None = None
         if self._config.resumes and is_first_rank():
             self._files.mend()
@@ -91,11 +92,21 @@ class Checkpoints:
         if self._config.load_path is None:
             return None
         if "://" in self._config.load_path:
+            return self._fetch(self._config.load_path)
+        return Path(self._config.load_path).resolve()
+
+    def _fetch(self, address: str) -> Path:
+        """A checkpoint of a bucket as a file or folder in the run's folder."""
+        if not address.startswith("s3://"):
             raise ValueError(
-                f"checkpoints.load_path: {self._config.load_path}: the engine lightning loads checkpoints from disks; "
+                f"checkpoints.load_path: {address}: the engine lightning loads checkpoints from disks and from s3://; "
                 "copy the checkpoint to one first"
             )
-        return Path(self._config.load_path).resolve()
+        folder, _, name = address.rstrip("/").rpartition("/")
+        path = self._folder.parent / "fetched" / name
+        if is_first_rank():
+            Bucket(folder).fetch(name, path)
+        return path.resolve()
 
     @staticmethod
     def _rest_of(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -92,8 +93,13 @@ def train(recipe: Recipe) -> None:
     training.close()
 
 
-def build_trainer(recipe: Recipe) -> LightningTraining:
-    """Everything that a run needs, ready for `fit()`. Raises as `train`."""
+def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts: None) -> LightningTraining:
+    """Everything that a run needs, ready for `fit()`. Raises as `train`.
+
+    Args:
+        recipe: of the run.
+        change: called with the run's parts before the engine takes them; measurements add callbacks of their own.
+    """
     use_gpu = Place.of(recipe, 1).use_gpu
     start_process_group(use_gpu)
     if use_gpu:
@@ -101,6 +107,7 @@ def build_trainer(recipe: Recipe) -> LightningTraining:
     seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, local_world_size())
     parts = build_parts(recipe, place)
+    change(parts)
     if is_first_rank():
         keep_record(recipe, parts.data)
     log.info(opening(recipe, parts.task, parts.data, parts.evals, world=world_size(), precision=place.precision))

@@ -1,6 +1,7 @@
 """Run on two ranks by the fixture `two_ranks`: the checks of several files in one launch, as imports take so long.
 
-argv: a recipe of the small U-Net, a folder to work in, and a file for the report of each rank, by the name of a check.
+argv: a folder to work in, with unet.yaml and runs.yaml, small recipes; and a file for the report of each rank, by the
+name of a check.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from recipes.planning.calibration import links
 from recipes.planning.link_checks import bandwidth, clocks
 from tests.recipes.algorithms.averaging import ema_ranks
 from tests.recipes.algorithms.microbatch import microbatch_ranks
@@ -29,13 +31,17 @@ def folder_name(check: str) -> str:
 def check_links(folder: Path) -> None:
     device = torch.device("cpu")
     assert [clocks(device).level, bandwidth(device).level] == ["ok", "ok"]
+    within, between = links(device, 2, 2)
+    assert within > 0 and between is None
+    within, between = links(device, 2, 1)  # as if each rank were a machine
+    assert within is None and between > 0
 
 
-def main(recipe: str, folder: Path, report: Path) -> None:
+def main(folder: Path, report: Path) -> None:
     os.environ.setdefault("NODE_RANK", "0")  # Composer asks for it
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     torch.set_num_threads(1)
-    checks = ema_ranks.CHECKS | microbatch_ranks.CHECKS | scaling_ranks.CHECKS | fsdp_ranks.checks(recipe)
+    checks = ema_ranks.CHECKS | microbatch_ranks.CHECKS | scaling_ranks.CHECKS | fsdp_ranks.checks(folder)
     checks |= guard_ranks.CHECKS | {"links": check_links}
     results = {}
     for name, check in checks.items():
@@ -54,4 +60,4 @@ def main(recipe: str, folder: Path, report: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

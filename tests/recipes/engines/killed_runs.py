@@ -5,8 +5,8 @@
 Each start is a process of its own, or one per rank, forked from this one, which has done the slow imports. It runs
 recipes/train.py. FOLDER/report.json says how each ended: [exit code or minus the signal, what it printed].
 
-RECIPE is trained and killed on one rank, TOKENS on one rank and then on two and the other way round, and the encode job
-ENCODE is killed at random (FOLDER/encode.json).
+RECIPE is trained and killed on one rank; RECIPE and TOKENS are killed and go on with other numbers of ranks; and the
+encode job ENCODE is killed at random (FOLDER/encode.json).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-import traceback
+from functools import partial
 from pathlib import Path
 
 import composer  # noqa: F401 - before the fork
@@ -26,15 +26,11 @@ import torch
 import callbacks.export
 import recipes.engines.composer.trainer
 import recipes.engines.lightning.trainer  # noqa: F401
-from benchmarks.killing import killed_jobs
+from benchmarks.killing import fork, killed_jobs
 from recipes.algorithms.resilience.guard import Guard
 from recipes.engines import checkpoint_files
 from recipes.train import main
-
-STARTS = ["half 4", "unlinked 4", "{signal} 4", "export 7", "none 0"]
-# The engines begin on so many ranks, are killed in batch 3, and go on from batch 2 on so many.
-RANKS = {"composer": (1, 2), "lightning": (2, 1)}
-SIGNALS = {"composer": "SIGTERM", "lightning": "SIGUSR1"}
+from tests.recipes.engines.killed_worlds import SIGNALS, STARTS, WORLDS
 
 
 def kill():
@@ -89,8 +85,8 @@ def arrange(what, batch):
         at_batch(batch, lambda: os.kill(os.getpid(), getattr(signal, what)))
 
 
-def record_samples(file, what):
-    """Write down a hash of each sample of each batch, whichever rank trains on it, and what kind of start it is."""
+def record_samples(file, number):
+    """Write down a hash of each sample of each batch, whichever rank trains on it, and which start of the run it is."""
     batch_start = Guard.batch_start
 
     def patched(self, run):
@@ -98,9 +94,18 @@ def record_samples(file, what):
         rows = zip(*(tensor.tolist() for tensor in run.batch.values()), strict=True)
         hashes = [hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest() for row in rows]
         with open(file, "a") as lines:
-            lines.write(json.dumps([what, run.clock.batch, hashes]) + "\n")
+            lines.write(json.dumps([number, run.clock.batch, hashes]) + "\n")
 
     Guard.batch_start = patched
+
+
+def train(what, batch, arguments, samples):
+    """What a forked process does."""
+    arrange(what, batch)
+    if samples is not None:
+        record_samples(*samples)
+    sys.argv = ["recipes/train.py", *arguments]
+    main()
 
 
 def start(what, batch, arguments, log, world=1, samples=None):
@@ -113,32 +118,13 @@ def start(what, batch, arguments, log, world=1, samples=None):
         port = free.getsockname()[1]
     children = []
     for rank in range(world):
-        children.append(os.fork())
-        if not children[-1]:
-            code = 1
-            try:
-                output = os.open(log if rank == world - 1 else f"{log}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                if world > 1:
-                    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-                    place = {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                    os.environ |= {name: str(value) for name, value in (sizes | place).items()}
-                if rank == world - 1:
-                    arrange(what, batch)
-                if samples is not None:
-                    record_samples(samples, what)
-                sys.argv = ["recipes/train.py", *arguments]
-                main()
-                code = 0
-            except SystemExit as error:
-                code = error.code
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+        last = rank == world - 1
+        own_log = Path(log if last else f"{log}.{rank}")
+        own_log.unlink(missing_ok=True)
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        place = {"NODE_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        run = partial(train, what if last else "none", batch, arguments, samples)
+        children.append(fork(run, own_log, sizes | place if world > 1 else {}))
     code = os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1])
     for child in children[:-1]:
         if code < 0:
@@ -147,22 +133,23 @@ def start(what, batch, arguments, log, world=1, samples=None):
     return code, Path(log).read_text()
 
 
-def on_other_ranks(folder, recipe, engines):
-    """Runs that are killed and go on with another number of ranks, and one that is left alone."""
+def on_other_ranks(folder, recipes):
+    """Runs that are killed and go on with another number of ranks, and one of each recipe that is left alone."""
     report, log = {}, f"{folder}/log.txt"
-    alone = [recipe, f"output={folder}/tokens-whole"]
-    report["tokens whole"] = start("none", 0, alone, log, samples=f"{folder}/tokens-whole.jsonl")
-    for engine in engines:
-        killed = [recipe, f"training.engine={engine}", f"output={folder}/tokens-{engine}"]
-        for what, world in zip(("kill", "none"), RANKS[engine], strict=True):
-            name = f"tokens {engine} {what} on {world}"
-            report[name] = start(what, 3, killed, log, world, f"{folder}/tokens-{engine}.jsonl")
+    for kind, name in (("tokens", "tokens-composer"), ("recipe", "diffusion-composer")):
+        alone = [recipes[kind], *WORLDS[name][2], "training.fsdp=null", f"output={folder}/{kind}-alone"]
+        report[f"{kind} alone"] = start("none", 0, alone, log, samples=(f"{folder}/{kind}-alone.jsonl", 0))
+    for name, (kind, engine, overrides, worlds) in WORLDS.items():
+        arguments = [recipes[kind], f"training.engine={engine}", *overrides, f"output={folder}/{name}"]
+        for number, world in enumerate(worlds):
+            what, batch = ("none", 0) if number + 1 == len(worlds) else ("kill", 3 + 2 * number)
+            report[f"{name} on {world}"] = start(what, batch, arguments, log, world, (f"{folder}/{name}.jsonl", number))
     return report
 
 
 if __name__ == "__main__":
     folder, recipe, tokens, encode, *engines = sys.argv[1:]
-    report = on_other_ranks(folder, tokens, engines)
+    report = on_other_ranks(folder, {"tokens": tokens, "recipe": recipe})
     for engine in engines:
         arguments = [recipe, f"training.engine={engine}"]
         whole = [*arguments, f"output={folder}/{engine}-whole"]

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.algorithms.averaging.average import reshard
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
-from recipes.engines.parts import build_parts
 from recipes.training.callback import Callback
 
 
@@ -67,20 +66,14 @@ def whole(tensor):
 
 def record(engine, recipe, recorder=None):
     """Train a recipe as recipes/train.py does, and give what was recorded."""
-    trainer_module = importlib.import_module(f"recipes.engines.{engine}.trainer")
+    trainers = importlib.import_module(f"recipes.engines.{engine}.trainer")
     recorder = recorder or Recorder()
 
-    def with_recorder(*arguments):
-        parts = build_parts(*arguments)
+    def add(parts):
         parts.callbacks["recorder"] = recorder
         recorder.levers, recorder.callbacks = parts.levers, parts.callbacks
-        return parts
 
-    trainer_module.build_parts = with_recorder
-    try:
-        trainer = trainer_module.build_trainer(recipe)
-    finally:
-        trainer_module.build_parts = build_parts
+    trainer = trainers.build_trainer(recipe, add)
     trainer.fit()
     trainer.close()
     return recorder

@@ -44,6 +44,12 @@ DALLE = [
     "optimizer.compiled=false",  # compiling its update on a CPU takes half a minute
     "algorithms.powersgd.rank=4",
 ]
+TEXTS = [
+    "model={layers: 2, width: 32, heads: 4, positions: 16, vocabulary: 512}",
+    "data.workers=0",
+    "evals.val.workers=0",
+    "schedule.warmup=0ba",
+]
 PICTURES = ["data={resolution: 16, workers: 0}", "evals.val.resolution=16"]
 DVAE = [
     *PICTURES,
@@ -60,14 +66,16 @@ SMALLER = {
     "dalle_2b": ("token_sets", DALLE),
     "dalle_5b": ("token_sets", DALLE),
     "dalle_12b": ("token_sets", DALLE),
+    "gpt2_1b": ("text_sets", TEXTS),
     "dvae": ("drawings", [*DVAE, "data.filter=null", "evals.val.filter=null", "schedule.over=2ba"]),
     "openmoji_dalle": ("token_sets", TOKENS),
     "openmoji_diffusion": ("latent_sets", [*LATENTS, SMALL_DIT, WARMUP]),
     "openmoji_unet": ("latent_sets", [*LATENTS, SMALL_UNET, WARMUP]),
     "openmoji_dvae": ("drawings", [*DVAE, WARMUP]),
 }
-# Contrastive models and the VAE, which tests/test_path.py trains on one rank.
-ELSEWHERE = ("openmoji_judge", "openmoji_text", "openmoji_vae")
+# Contrastive models and the VAE, which tests/test_path.py trains on one rank; language models, which are trained on one
+# rank by tests/recipes/test_texts.py and on four in algorithms/tensor_parallel. gpt2_8b differs in numbers only.
+ELSEWHERE = ("docs_gpt2", "gpt2_2b", "gpt2_4b", "gpt2_8b", "openmoji_judge", "openmoji_text", "openmoji_vae")
 PATHS = {
     "latent_sets": ["data.streams.train.path={}/train", "evals.val.streams.val.path={}/val"],
     "token_sets": [
@@ -75,6 +83,7 @@ PATHS = {
         "evals.val.streams.val.path={}/val",
         "data.vocabulary={}/vocabulary.json",
     ],
+    "text_sets": ["data.streams.train.path={}/docs", "evals.val.streams.val.path={}/docs_val"],
     "drawings": ["data.source.urls={}/train/*.tar", "evals.val.source.urls={}/val/*.tar"],
 }
 
@@ -107,6 +116,8 @@ def small(name, sets, output, *, sharded):
     recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*RUN, *smaller, *paths, f"output={output}"], Recipe)
     low_rank = any(component.name == "powersgd" for component in recipe.algorithms.values())
     changes = []
+    if kind == "token_sets" and name != "dalle_1b" and not sharded:  # most of their time; dalle_1b is compiled
+        changes.append("algorithms.compile=null")
     if recipe.training.precision in ("auto", "fastest"):
         changes.append("training.precision=amp_bf16")
     if not sharded:

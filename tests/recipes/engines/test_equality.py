@@ -43,12 +43,12 @@ AUTOREGRESSIVE = [
 
 
 @pytest.fixture(scope="module")
-def recipes(small_recipe, token_sets):
+def recipes(quick_recipe, token_sets):
     """Kind -> (output, overrides) -> a small recipe with accumulation over uneven microbatches, clipping, an average
     that begins late, caption dropout and validation."""
 
     def diffusion(output, *overrides):
-        return small_recipe(output, *COMMON, *DIFFUSION, *overrides)
+        return quick_recipe(output, *COMMON, *DIFFUSION, *overrides)
 
     def autoregressive(output, *overrides):
         paths = [

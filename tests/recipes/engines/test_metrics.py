@@ -1,5 +1,7 @@
 """Figures of validation against plain averages over all samples."""
 
+import math
+
 import pytest
 import torch
 
@@ -30,6 +32,10 @@ def test_a_sum_of_means_of_different_weights():
     assert value_of(Figure({"loss": 0.25, "other": 2.0}, {"loss": "size"})) == pytest.approx(0.25 * 2 + 2 * 4)
 
 
+def test_an_exponential_is_that_of_the_whole_mean():
+    assert value_of(Figure({"loss": 1.0}, {}, exponential=True)) == pytest.approx(math.exp(5))
+
+
 def test_a_mean_without_any_weight():
     figure = Figure({"loss": 1.0}, {"loss": "size"})
     figure.update(PARTS[1])
@@ -38,8 +44,9 @@ def test_a_mean_without_any_weight():
 
 def test_figures_of_a_task():
     task = Task()
-    task.eval_names, task.eval_weights = ["loss", "both"], {"loss": "size"}
-    task.eval_sums = {"both": {"loss": 0.5, "other": 0.5}}
+    task.eval_names, task.eval_weights = ["loss", "both", "perplexity"], {"loss": "size"}
+    task.eval_sums, task.eval_exponentials = {"both": {"loss": 0.5, "other": 0.5}}, {"perplexity": "both"}
     figures = figures_of(task)
-    assert list(figures) == ["loss", "both"]
+    assert list(figures) == ["loss", "both", "perplexity"]
+    assert value_of(figures["perplexity"]) == pytest.approx(math.exp(3))
     assert value_of(figures["loss"]) == pytest.approx(2) and value_of(figures["both"]) == pytest.approx(3)

@@ -57,7 +57,7 @@ def test_autocast(precision, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
-def test_both_engines_train_alike(small_recipe, tmp_path, precision):
+def test_both_engines_train_alike(quick_recipe, tmp_path, precision):
     changes = [
         f"training={{precision: {precision}, duration: 6ba, microbatch: 3, eval_every: 3ba}}",
         "checkpoints={every: 3ba, keep: -1}",
@@ -65,14 +65,15 @@ def test_both_engines_train_alike(small_recipe, tmp_path, precision):
         "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}",
     ]
     found = {
-        engine: record(engine, small_recipe(tmp_path / engine, *changes, f"training.engine={engine}"))
+        engine: record(engine, quick_recipe(tmp_path / engine, *changes, f"training.engine={engine}"))
         for engine in ("composer", "lightning")
     }
     assert_bit_equal(found["composer"], found["lightning"])
-    plain = record("composer", small_recipe(tmp_path / "fp32", "training={duration: 6ba, microbatch: 3}"))
-    assert plain.losses[0] != found["composer"].losses[0] == pytest.approx(plain.losses[0], rel=0.02)
+    plain = record("composer", quick_recipe(tmp_path / "fp32", "training={duration: 6ba, microbatch: 3}"))
+    # At first the output of the network is 0 in every format.
+    assert plain.losses[-1] != found["composer"].losses[-1] == pytest.approx(plain.losses[-1], rel=0.02)
     for engine, run in found.items():
         (middle,) = (tmp_path / engine / "checkpoints").glob("*-ba3[.-]*")
-        resumed = record(engine, small_recipe(tmp_path / "again", *changes, f"checkpoints.load_path={middle}"))
+        resumed = record(engine, quick_recipe(tmp_path / "again", *changes, f"checkpoints.load_path={middle}"))
         assert len(resumed.losses) == 3
         assert_bit_equal(run, resumed)

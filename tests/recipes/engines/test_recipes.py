@@ -20,7 +20,6 @@ RUN = [
 DIFFUSION = [
     "algorithms.low_precision_norms=null",  # a run in fp32 has no autocast
     "algorithms.fused_group_norm=null",
-    "algorithms.compile={name: compile, backend: aot_eager}",
     "algorithms.activation_checkpointing={name: activation_checkpointing, every: 2}",
     "training.grad_clip=1.0",
     "callbacks.progress.seconds=0",

@@ -14,16 +14,16 @@ BEGUN = ("checkpoints.autoresume=true", "training.duration=7ba")
 
 
 @pytest.fixture
-def begun(small_recipe, tmp_path):
+def begun(quick_recipe, tmp_path):
     """The folder of a run with a record and an (empty) checkpoint."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "ep0-ba3-rank0.pt").touch()
-    (tmp_path / "config.yaml").write_text(to_yaml(small_recipe(tmp_path, *BEGUN)))
+    (tmp_path / "config.yaml").write_text(to_yaml(quick_recipe(tmp_path, *BEGUN)))
     return tmp_path
 
 
-def test_the_same_recipe_goes_on(begun, small_recipe):
-    assert check_record(small_recipe(begun, *BEGUN)) == []
+def test_the_same_recipe_goes_on(begun, quick_recipe):
+    assert check_record(quick_recipe(begun, *BEGUN)) == []
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_the_same_recipe_goes_on(begun, small_recipe):
         "optimizer.eps=1e-8",  # the default, which was not written down
     ],
 )
-def test_what_nothing_depends_on_may_change(begun, small_recipe, change):
-    assert set(check_record(small_recipe(begun, *BEGUN, change))) <= {"training.duration"}
+def test_what_nothing_depends_on_may_change(begun, quick_recipe, change):
+    assert set(check_record(quick_recipe(begun, *BEGUN, change))) <= {"training.duration"}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_what_nothing_depends_on_may_change(begun, small_recipe, change):
         ("training.duration=6ba", "training.duration was '7ba', is '6ba'"),
         ("training.duration=70sp", "training.duration was '7ba', is '70sp'"),
         ("seed=3", "seed was 17, is 3"),
-        ("model.denoiser.blocks=2", "model.denoiser.blocks was 1, is 2"),
+        ("model.denoiser.layers=1", "model.denoiser.layers was 2, is 1"),
         ("schedule={name: cosine}", "schedule was {name: constant, warmup: 2ba}, is {name: cosine"),
         ("algorithms.ema={name: scheduled_ema, decay: 0.9}", "algorithms.ema was None, is {name: scheduled_ema"),
         ("callbacks.b={name: scheduled_value, value: beta, start: 0, end: 1}", "callbacks.b was None"),
@@ -59,47 +59,47 @@ def test_what_nothing_depends_on_may_change(begun, small_recipe, change):
         ("training.grad_clip=1", "training.grad_clip was None, is 1.0"),
     ],
 )
-def test_a_changed_recipe_is_refused_by_its_keys(begun, small_recipe, change, said):
+def test_a_changed_recipe_is_refused_by_its_keys(begun, quick_recipe, change, said):
     record = (begun / "config.yaml").read_text()
-    changed = small_recipe(begun, *BEGUN, change)
+    changed = quick_recipe(begun, *BEGUN, change)
     with pytest.raises(ValueError, match="checkpoints.autoresume: the recipe is not the one") as error:
         build_trainer(changed)
     assert said in str(error.value) and "\n" not in str(error.value)
     assert (begun / "config.yaml").read_text() == record
 
 
-def test_a_change_may_be_allowed_by_its_key_or_one_above(begun, small_recipe):
+def test_a_change_may_be_allowed_by_its_key_or_one_above(begun, quick_recipe):
     changes = ["optimizer.lr=1e-3", "optimizer.weight_decay=0.1", "seed=3"]
     for allowed in ("optimizer,seed", "optimizer.lr,optimizer.weight_decay,seed"):
-        recipe = small_recipe(begun, *BEGUN, *changes, f"checkpoints.allow_changes=[{allowed}]")
+        recipe = quick_recipe(begun, *BEGUN, *changes, f"checkpoints.allow_changes=[{allowed}]")
         assert set(check_record(recipe)) == {"seed", "optimizer.lr", "optimizer.weight_decay"}
     with pytest.raises(ValueError, match=r"seed was 17, is 3; give another output, or .*allow_changes=\[seed\]"):
-        check_record(small_recipe(begun, *BEGUN, *changes, "checkpoints.allow_changes=[optimizer]"))
+        check_record(quick_recipe(begun, *BEGUN, *changes, "checkpoints.allow_changes=[optimizer]"))
 
 
-def test_without_a_checkpoint_a_run_begins_anew(begun, small_recipe):
+def test_without_a_checkpoint_a_run_begins_anew(begun, quick_recipe):
     (begun / "checkpoints" / "ep0-ba3-rank0.pt").unlink()
-    assert check_record(small_recipe(begun, *BEGUN, "seed=3")) == []
+    assert check_record(quick_recipe(begun, *BEGUN, "seed=3")) == []
 
 
-def test_a_record_of_another_version_is_not_compared(begun, small_recipe, capsys):
+def test_a_record_of_another_version_is_not_compared(begun, quick_recipe, capsys):
     values = yaml.safe_load((begun / "config.yaml").read_text())
     values["training"]["of_old"] = 1
     (begun / "config.yaml").write_text(yaml.safe_dump(values))
-    assert check_record(small_recipe(begun, *BEGUN, "seed=3")) == []
+    assert check_record(quick_recipe(begun, *BEGUN, "seed=3")) == []
     assert "not a recipe of this version (training.of_old: unknown key" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
-def test_an_allowed_rate_is_used_and_the_old_record_kept(small_recipe, tmp_path, engine):
+def test_an_allowed_rate_is_used_and_the_old_record_kept(quick_recipe, tmp_path, engine):
     import importlib
 
     train = importlib.import_module(f"recipes.engines.{engine}.trainer")
     common = ("checkpoints.autoresume=true", f"training.engine={engine}", "optimizer.lr=1e-3", "schedule.warmup=0ba")
-    train.train(small_recipe(tmp_path, *common, "training.duration=1ba"))
+    train.train(quick_recipe(tmp_path, *common, "training.duration=1ba"))
     before = (tmp_path / "config.yaml").read_text()
     changes = ["training.duration=2ba", "optimizer.lr=5e-4", "optimizer.weight_decay=0.5"]
-    again = train.build_trainer(small_recipe(tmp_path, *common, *changes, "checkpoints.allow_changes=[optimizer]"))
+    again = train.build_trainer(quick_recipe(tmp_path, *common, *changes, "checkpoints.allow_changes=[optimizer]"))
     if engine == "lightning":
         again.fit()
         (group,) = again.run.optimizer.param_groups
@@ -121,16 +121,16 @@ def of_another_vae(source, folder):
     return folder
 
 
-def test_validation_latents_of_another_vae_are_refused(small_recipe, latent_sets, tmp_path):
+def test_validation_latents_of_another_vae_are_refused(quick_recipe, latent_sets, tmp_path):
     other = of_another_vae(latent_sets / "val", tmp_path / "val")
     with pytest.raises(ValueError, match="evals.val: not encoded as the training data is: .*image_weights is 000"):
-        build_trainer(small_recipe(tmp_path / "run", f"evals.val.streams.val.path={other}"))
+        build_trainer(quick_recipe(tmp_path / "run", f"evals.val.streams.val.path={other}"))
 
 
-def test_a_run_does_not_go_on_with_latents_of_another_vae(small_recipe, latent_sets, tmp_path):
+def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_sets, tmp_path):
     other = of_another_vae(latent_sets / "train", tmp_path / "train")
     run = tmp_path / "run"
-    recipe = small_recipe(run, "checkpoints.autoresume=true", "evals.val=null")
+    recipe = quick_recipe(run, "checkpoints.autoresume=true", "evals.val=null")
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "ep0-ba3-rank0.pt").touch()
     weights = json.loads((latent_sets / "train" / "manifest.json").read_text())["image_encoder"]["weights_hash"]
@@ -139,15 +139,15 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(small_recipe, latent_s
         ([f"output={run}", "checkpoints.autoresume=true"], run),
         ([f"output={tmp_path}/new", f"checkpoints.load_path={run}/checkpoints/ep0-ba3-rank0.pt"], run),
     ):
-        changed = small_recipe(run, "evals.val=null", f"data.streams.train.path={other}", *changes)
+        changed = quick_recipe(run, "evals.val=null", f"data.streams.train.path={other}", *changes)
         with pytest.raises(ValueError, match=f"data: not encoded as that of {where}, whose checkpoint is loaded"):
             build_trainer(changed)
     assert recipe.checkpoints.resumes
 
 
-def test_the_record_says_what_encoded_the_data(small_recipe, tmp_path):
+def test_the_record_says_what_encoded_the_data(quick_recipe, tmp_path):
     class Data:
         manifest = None
 
-    keep_record(small_recipe(tmp_path), Data)
+    keep_record(quick_recipe(tmp_path), Data)
     assert not (tmp_path / ENCODED).exists()

@@ -25,7 +25,7 @@ def runs(request, tmp_path_factory):
     One run is of one engine and the other of the other, so that both train each precision with DDP and with FSDP2.
     """
     folder = tmp_path_factory.mktemp("shipped")
-    sets = {name: request.getfixturevalue(name) for name in ("latent_sets", "token_sets", "drawings")}
+    sets = {name: request.getfixturevalue(name) for name in ("latent_sets", "token_sets", "text_sets", "drawings")}
     engines, plan, recipes = ("composer", "lightning"), {}, {}
     for number, name in enumerate(SMALLER):
         for turn, kind in enumerate(("ddp", "fsdp")):

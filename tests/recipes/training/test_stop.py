@@ -1,11 +1,16 @@
 """Signals that ask a run to stop."""
 
+import json
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
 from recipes.training import stop
+from tests.ranks import launch
+from tests.recipes.training.launchers import text_of
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -26,6 +31,43 @@ def test_before_the_first_batch_a_signal_ends_the_process(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE == 85
+
+
+def test_the_end_of_the_launcher_is_a_signal(tmp_path):
+    launcher = os.fork()
+    if not launcher:
+        os.environ["RANK"] = "0"
+        if not os.fork():
+            with stop.stop_signals(), stop.between_batches():
+                (tmp_path / "started").write_text("yes")
+                while not stop.requested():
+                    time.sleep(0.01)
+                (tmp_path / "stopped").write_text(stop.caught())
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    text_of(tmp_path / "started")
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    assert text_of(tmp_path / "stopped") == "SIGTERM"
+
+
+@pytest.mark.slow
+def test_what_launchers_do(tmp_path):
+    """The table of docs/resilience.md: what a caller sees. Whatever the launcher, both ranks save a checkpoint."""
+    done = launch(1, Path(__file__).with_name("launchers.py"), tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    statuses = {event: status for event, (status, _) in report.items()}
+    assert statuses == {
+        "composer SIGTERM": -signal.SIGTERM,
+        "composer SIGINT": 85,
+        "composer rank": 85,
+        "torchrun SIGTERM": 1,
+        "torchrun SIGUSR1": -signal.SIGUSR1,
+        "torchrun rank": 1,
+    }
+    assert {caught for _, ranks in report.values() for caught in ranks} == {"SIGTERM"}, report
 
 
 def test_the_exit_code():

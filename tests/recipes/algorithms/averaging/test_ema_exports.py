@@ -30,7 +30,7 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
             with torch.no_grad():
                 first(task).copy_(raw)
 
-        export(task, SimpleNamespace(manifest=None), folder, {}, complete=True, average=average)
+        export(task, SimpleNamespace(manifest=None, vocabulary=None), folder, {}, complete=True, average=average)
         return raw
 
     net = unet(channels=[8, 8], attention=[False, True], heads=[1, 1], text_width=8, blocks=1, norm_groups=4)
@@ -48,7 +48,7 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
     vae.load_export(tmp_path / "vae")
     assert torch.equal(vae.network.decoder.conv_in.bias, raw + 1)
 
-    export(diffusion, SimpleNamespace(manifest=None), tmp_path / "plain", {}, complete=True)
+    export(diffusion, SimpleNamespace(manifest=None, vocabulary=None), tmp_path / "plain", {}, complete=True)
     assert find_network(tmp_path / "plain", None) == tmp_path / "plain" / "unet"
     with pytest.raises(FileNotFoundError, match="--weights ema"):
         find_network(tmp_path / "plain", "ema")

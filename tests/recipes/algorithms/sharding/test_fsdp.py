@@ -1,5 +1,7 @@
 """Sharded training against whole training; blocks that are computed again."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,10 @@ from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.shard import is_sharded, shard
 from recipes.config.build import build
 from recipes.models.task import Task
-from tests.recipes.algorithms.sharding.fsdp_ranks import GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS
+from recipes.planning.gpus import DEVICES, SHARES
+from recipes.planning.plan import Planner
+from recipes.planning.settings import Place
+from tests.recipes.algorithms.sharding.fsdp_ranks import GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
 
 
 @pytest.mark.slow
@@ -18,18 +23,17 @@ def test_two_ranks(two_ranks, check):
 
 
 @pytest.mark.slow
-def test_what_two_ranks_wrote_is_opened_by_one(two_ranks, small_recipe, tmp_path):
+def test_what_two_ranks_wrote_is_opened_by_one(two_ranks, quick_recipe, tmp_path):
     written = two_ranks(RUNS)
-    from diffusers import UNet2DConditionModel
-
-    for part in ("unet", "unet_ema"):
-        models = [
-            UNet2DConditionModel.from_pretrained(str(written / run / "export" / part), low_cpu_mem_usage=False)
-            for run in ("ddp", "sharded", "full")
-        ]
-        for model in models[1:]:
-            for name, tensor in model.state_dict().items():
-                torch.testing.assert_close(tensor, models[0].state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
+    denoiser = build(quick_recipe(tmp_path, WIDER).model).denoiser
+    for part in (denoiser.folder, f"{denoiser.folder}_ema"):
+        weights = []
+        for run in ("ddp", "sharded", "full"):
+            denoiser.load(written / run / "export" / part)
+            weights.append({name: tensor.clone() for name, tensor in denoiser.state_dict().items()})
+        for other in weights[1:]:
+            for name, tensor in other.items():
+                torch.testing.assert_close(tensor, weights[0][name], rtol=1e-3, atol=1e-4, msg=name)
     for run in ("sharded", "full"):
         grids = sorted(path.name for path in (written / run / "samples").iterdir())
         assert grids == ["ba0000004.png", "ba0000006.png"]
@@ -38,13 +42,27 @@ def test_what_two_ranks_wrote_is_opened_by_one(two_ranks, small_recipe, tmp_path
 
     for run, name, fsdp in (("full", "ep0-ba3-rank0.pt", "null"), ("sharded", "ep0-ba3", "{}")):
         path = written / run / "checkpoints" / name
-        overrides = [*RUN, f"checkpoints.load_path={path}", f"training.fsdp={fsdp}", "training.global_batch=8"]
-        trainer = build_trainer(small_recipe(tmp_path / f"{run}-alone", *overrides))
+        overrides = [*RUN, WIDER, f"checkpoints.load_path={path}", f"training.fsdp={fsdp}", "training.global_batch=8"]
+        trainer = build_trainer(quick_recipe(tmp_path / f"{run}-alone", *overrides))
         assert trainer.state.timestamp.batch.value == 3
         assert is_sharded(trainer.state.model) == (run == "sharded")
         trainer.fit()
         assert trainer.state.timestamp.batch.value == 6
         trainer.close()
+
+
+@pytest.mark.slow
+def test_weights_gradients_moments_and_average_take_what_the_planner_says(two_ranks, quick_recipe, tmp_path):
+    """On each rank, between steps, all tensors that are alive. The rest, such as a batch and tables, is below 5%."""
+    written = two_ranks(RUNS)
+    recipe = quick_recipe(tmp_path, *RUN, WIDER)
+    place = Place(DEVICES["h100"], 1e12, SHARES, 2, 2)
+    planned = {run.division: run.memory(run.batch, False) for run in Planner(recipe).runs(place)}
+    for run, division in (("ddp", "DDP"), ("sharded", "SHARD_GRAD_OP"), ("full", "FULL_SHARD")):
+        expected = planned[division].state + planned[division].algorithms
+        for rank in range(2):
+            found = json.loads((written / run / f"live.{rank}.json").read_text())
+            assert found == pytest.approx(expected, rel=0.05), (run, rank)
 
 
 def kept_values(task, batch):

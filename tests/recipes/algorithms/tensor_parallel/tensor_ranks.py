@@ -1,6 +1,6 @@
 """Run by test_tensor_parallel.py on four ranks.
 
-argv: a recipe, a folder to work in, and a file for the reports.
+argv: recipes by model as JSON, a folder to work in, and a file for the reports.
 
 The divided model against the whole one in 64 bits: losses, gradients, messages, updates, sampling. Then runs of the
 recipe under both engines, each divided in another way, against one in which every rank has the whole model.
@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -23,46 +25,67 @@ from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.resilience.guard import block_norms
 from recipes.algorithms.sharding.shard import shard, whole_weights
-from recipes.algorithms.tensor_parallel import collectives
 from recipes.algorithms.tensor_parallel.divide import divide
+from recipes.algorithms.tensor_parallel.generators import share_generators
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.autoregressive.sampler import Choice, uniforms
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
-from recipes.planning.tensor_parallel import messages, sent_bytes
+from recipes.models.language.task import Language
+from recipes.models.task import Task
+from recipes.planning.tensor_parallel import messages
 from tests.recipes.engines.recording import Recorder, record
 
 RANKS, BATCH = 4, 4
 CPU = torch.device("cpu")
-# 19 tokens: neither 2 nor 4 devices have equally many.
-SIZES = {"layers": 3, "width": 16, "heads": 4, "text_positions": 5, "text_vocabulary": 11, "side": 4, "codes": 8}
+# 19 tokens: neither 2 nor 4 devices have equally many. The last kind of layer but one permutes positions.
+SIZES = {"layers": 3, "width": 16, "heads": 4, "text_positions": 8, "text_vocabulary": 11, "side": 4, "codes": 8}
+TEXT = {"layers": 2, "width": 16, "heads": 4, "positions": 12, "vocabulary": 32}
 
 
-def make_task() -> Autoregressive:
+def make_task(dropout: float | None = None) -> Task:
+    """DALL-E's transformer, or a language model with dropout."""
     torch.manual_seed(0)
-    task = Autoregressive(**SIZES, kernel=3).double()
+    if dropout is None:
+        task = Autoregressive(**SIZES, kernel=3, attention="local").double()
+    else:
+        task = Language(**TEXT, dropout=dropout).double()
     for parameter in task.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return task
 
 
 def make_batch() -> dict[str, torch.Tensor]:
+    """The samples of both models."""
     generator = torch.Generator().manual_seed(1)
-    text = torch.randint(11, (BATCH, 5), generator=generator)
-    for row, length in enumerate([4, 1, 5, 3]):
+    text = torch.randint(11, (BATCH, 8), generator=generator)
+    for row, length in enumerate([4, 1, 8, 3]):
         text[row, length:] = -1
     batch = {"text": text, "image": torch.randint(8, (BATCH, 16), generator=generator)}
+    batch["tokens"] = torch.randint(32, (BATCH, 13), generator=generator)
     tokens = (text[:, 1:] >= 0).sum(1).double().mean()
     return batch | {"text_tokens": tokens.expand(BATCH)}
 
 
-def divided(replicas: int, shards: int, devices: int, again: bool = False) -> tuple[Autoregressive, DeviceMesh]:
-    task = make_task()
-    if again:
-        recompute(task.blocks())
+@dataclass(frozen=True)
+class Layout:
+    """How a model is divided over four ranks, and whether its blocks are computed again in the backward pass."""
+
+    replicas: int
+    shards: int
+    devices: int
+    sequence: bool = False
+    again: bool = False
+
+
+def divided(layout: Layout, dropout: float | None = None) -> tuple[Task, DeviceMesh]:
+    task = make_task(dropout)
+    if layout.again:
+        recompute(task.recomputed_blocks())
     names = ("replicate", "shard", "tensor")
-    mesh = init_device_mesh("cpu", (replicas, shards, devices), mesh_dim_names=names)
-    divide(task, task.tensor_plan(), mesh["tensor"], CPU)
-    if shards > 1:
+    sizes = (layout.replicas, layout.shards, layout.devices)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    divide(task, task.tensor_plan(), mesh["tensor"], CPU, layout.sequence)
+    if layout.shards > 1:
         shard(task, mesh["shard"])
     return task, mesh
 
@@ -78,70 +101,162 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Messages:
-    """The all-reduces of one group, and the values that they gather."""
+    """The messages of one group: (kind, values of the whole tensor) -> how many."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.sizes, self.gathered = group, [], []
+        self.group, self.counts = group, Counter()
 
     def __enter__(self) -> "Messages":
-        reduce, gather = dist.all_reduce, dist.all_gather_into_tensor
-
-        def counting_reduce(tensor, *args, group=None, **kwargs):
-            if group is self.group:
-                self.sizes.append(tensor.numel())
-            return reduce(tensor, *args, group=group, **kwargs)
-
-        def counting_gather(out, own, *args, group=None, **kwargs):
-            if group is self.group:
-                self.gathered.append(own.numel())
-            return gather(out, own, *args, group=group, **kwargs)
-
-        self.patches = [
-            mock.patch.object(collectives.dist, "all_reduce", counting_reduce),
-            mock.patch.object(collectives.dist, "all_gather_into_tensor", counting_gather),
-        ]
+        # The tensor whose size is that of the whole is the first argument, or the second one.
+        kinds = {"all_reduce": ("all_reduce", 0), "all_gather_into_tensor": ("all_gather", 0)}
+        kinds["reduce_scatter_tensor"] = ("reduce_scatter", 1)
+        self.patches = [mock.patch.object(dist, name, self._counting(name, *kind)) for name, kind in kinds.items()]
         for patch in self.patches:
             patch.start()
         return self
+
+    def _counting(self, name: str, kind: str, place: int):
+        original = getattr(dist, name)
+
+        def counting(*tensors, group=None, **kwargs):
+            if group is self.group:
+                self.counts[kind, tensors[place].numel()] += 1
+            return original(*tensors, group=group, **kwargs)
+
+        return counting
 
     def __exit__(self, *_: object) -> None:
         for patch in self.patches:
             patch.stop()
 
 
-def check_gradients(recipe: str, folder: Path) -> None:
+LAYOUTS = [Layout(*sizes, again=again) for sizes in ((2, 1, 2), (1, 1, 4), (1, 2, 2)) for again in (False, True)]
+LAYOUTS += [Layout(2, 1, 2, True), Layout(1, 1, 4, True, True), Layout(1, 2, 2, True)]
+
+
+def check_gradients(recipes: dict[str, str], folder: Path) -> None:
     """Losses, gradients, messages and sampling of tensor 2, tensor 4, and tensor 2 times shards 2."""
     batch, task = make_batch(), make_task()
     uniform, choice = uniforms(list(range(2 * BATCH)), 16).unflatten(0, (BATCH, 2)), Choice(guidance=2.0)
     loss = task(batch)["total"]
     loss.backward()
-    wanted = {name: parameter.grad for name, parameter in task.named_parameters()}
     evaluated, sampled = task.evaluate(batch)["loss"], task.sample(batch["text"], uniform, choice)
     norm = clip_by_norm(_copies(task), 0.1)
-    for layout in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
-        for again in (False, True):
-            part, mesh = divided(*layout, again)
-            weights = whole_weights(part) if layout[1] > 1 else {n: whole(t) for n, t in part.state_dict().items()}
-            if dist.get_rank() == 0:
-                assert all(torch.equal(weights[name], tensor) for name, tensor in make_task().state_dict().items())
-            assert again or torch.equal(part.sample(batch["text"], uniform, choice), sampled)
-            own = own_samples(batch, mesh)
-            torch.testing.assert_close(part.evaluate(own)["loss"], own_samples({"x": evaluated}, mesh)["x"])
-            with Messages(mesh.get_group("tensor")) as sent:
-                found = part(own)["total"]
-                in_forward = len(sent.sizes)
-                found.backward()
-            check_messages(sent, in_forward, len(own["text"]), layout[2])
-            mean = found.detach().clone()
-            dist.all_reduce(mean)
-            torch.testing.assert_close(mean / RANKS, loss.detach(), rtol=1e-8, atol=0)
-            for name, parameter in part.named_parameters():
-                torch.testing.assert_close(whole(parameter.grad), wanted[name], rtol=1e-8, atol=1e-12, msg=name)
-            norms = [row["gradients"] for row in block_norms(part)]
-            torch.testing.assert_close(norms, [row["gradients"] for row in block_norms(task)], rtol=1e-5, atol=0)
-            torch.testing.assert_close(clip_by_norm(part.parameters(), 0.1), norm, rtol=1e-8, atol=0)
-            held = sum(p.to_local().numel() for p in part.parameters())
-            assert held < 1.3 * sum(p.numel() for p in part.parameters()) / (layout[1] * layout[2])
+    for layout in LAYOUTS:
+        part, mesh = divided(layout)
+        weights = whole_weights(part) if layout.shards > 1 else {n: whole(t) for n, t in part.state_dict().items()}
+        if dist.get_rank() == 0:
+            assert all(torch.equal(weights[name], tensor) for name, tensor in make_task().state_dict().items())
+        assert layout.again or torch.equal(part.sample(batch["text"], uniform, choice), sampled)
+        own = own_samples(batch, mesh)
+        torch.testing.assert_close(part.evaluate(own)["loss"], own_samples({"x": evaluated}, mesh)["x"])
+        check_pass(part, own, loss, task, mesh, layout)
+        norms = [row["gradients"] for row in block_norms(part)]
+        torch.testing.assert_close(norms, [row["gradients"] for row in block_norms(task)], rtol=1e-5, atol=0)
+        torch.testing.assert_close(clip_by_norm(part.parameters(), 0.1), norm, rtol=1e-8, atol=0)
+        held = sum(p.to_local().numel() for p in part.parameters())
+        assert held < 1.3 * sum(p.numel() for p in part.parameters()) / (layout.shards * layout.devices)
+
+
+def check_pass(
+    part: Task, own: dict[str, torch.Tensor], loss: torch.Tensor, task: Task, mesh: DeviceMesh, layout: Layout
+) -> None:
+    """A forward and backward pass of the divided model, against the whole one's loss and gradients, and its messages
+    against the formulas of the dry run."""
+    with Messages(mesh.get_group("tensor")) as sent:
+        found = part(own)["total"]
+        in_forward = sent.counts.copy()
+        found.backward()
+    plan, samples = task.tensor_plan(), len(own["tokens"])
+    wanted = messages(plan, samples, layout.devices, layout.sequence)
+    counts = Counter()
+    for message in wanted:
+        counts[message.kind, message.values] += message.count
+    assert sent.counts == counts, (layout, sent.counts, counts)
+    if not layout.sequence:
+        stream = samples * plan.positions * plan.width
+        assert counts["all_reduce", stream] >= 4 * len(plan.branches) // 2
+        assert in_forward["all_reduce", stream] == len(plan.branches) + plan.embeds
+    mean = found.detach().clone()
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean / RANKS, loss.detach(), rtol=1e-8, atol=0)
+    gradients = {name: parameter.grad for name, parameter in task.named_parameters()}
+    for name, parameter in part.named_parameters():
+        where = f"{name}, {layout}"
+        torch.testing.assert_close(whole(parameter.grad), gradients[name], rtol=1e-8, atol=1e-12, msg=where)
+
+
+def check_dropout(recipes: dict[str, str], folder: Path) -> None:
+    """A language model with dropout: outside of divided regions the same numbers on all devices, inside other ones.
+
+    The whole model draws as the devices of a group would: for each device's heads, and with sequence parallelism also
+    for each device's positions, from a generator that is seeded by a common number and by the device's place.
+    """
+    batch = make_batch()
+    for layout in (Layout(2, 1, 2), Layout(1, 1, 4, again=True), Layout(1, 1, 4, True), Layout(2, 1, 2, True, True)):
+        task = make_task(0.3)
+        _draw_as_devices(task, layout)
+        torch.manual_seed(5)
+        loss = task(batch)["total"]
+        loss.backward()
+        after = torch.get_rng_state()
+        part, mesh = divided(layout, 0.3)
+        torch.manual_seed(5 if mesh.get_local_rank("tensor") == 0 else 6)
+        share_generators(mesh.get_group("tensor"), CPU)
+        check_pass(part, batch, loss, task, mesh, layout)
+        assert torch.equal(torch.get_rng_state(), after)
+        part.eval()
+        whole_loss = make_task(0.3).eval().evaluate(batch)["loss"]
+        torch.testing.assert_close(part.evaluate(batch)["loss"], whole_loss, rtol=1e-8, atol=0)
+
+
+def _draw_as_devices(task: Task, layout: Layout) -> None:
+    """Make a whole model draw the numbers that a group of devices would, each for its own part."""
+    plan = task.tensor_plan()
+    parts = {plan.draws[0]: 1}  # dimension of heads
+    parts |= dict.fromkeys(plan.dropouts, 1) if layout.sequence else {}  # of positions
+    for module, dimension in parts.items():
+        plain = module.forward
+
+        def forward(*inputs: torch.Tensor, plain=plain, dimension=dimension) -> torch.Tensor:
+            seed, found = int(torch.randint(1 << 62, ())), []
+            for device, part in enumerate(zip(*(x.chunk(layout.devices, dimension) for x in inputs), strict=True)):
+                with torch.random.fork_rng([]):
+                    torch.manual_seed(seed + device)
+                    found.append(plain(*part))
+            return torch.cat(found, dimension)
+
+        module.forward = forward
+
+
+def check_kept(recipes: dict[str, str], folder: Path) -> None:
+    """With sequence parallelism, the layers of each of N devices keep an N-th for the backward pass, and no more."""
+    batch = make_batch()
+    for dropout in (None, 0.3):
+        kept = [kept_bytes(make_task(dropout), batch)]
+        kept += [kept_bytes(divided(Layout(2, 1, 2, sequence), dropout)[0], batch) for sequence in (False, True)]
+        assert kept[2] == kept[0] / 2 < kept[1], kept
+
+
+def kept_bytes(task: Task, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes of the tensors that the layers of a model keep for the backward pass, except for its weights and masks."""
+    weights = {p.to_local().data_ptr() if isinstance(p, DTensor) else p.data_ptr() for p in task.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights and tensor.dtype != torch.bool:
+            alive.append(tensor)  # so that no other one gets its memory
+            found[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    first, last = task.blocks()[0], task.blocks()[-1]
+    first.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    last.register_forward_hook(lambda *_: hooks.__exit__())
+    task(batch)
+    return sum(found.values())
 
 
 def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
@@ -153,23 +268,11 @@ def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
     return found
 
 
-def check_messages(sent: Messages, in_forward: int, samples: int, devices: int) -> None:
-    """Two all-reduces forward and two backward per layer, and those of the loss, as the formulas of the dry run say."""
-    plan = make_task().tensor_plan()
-    count, values = messages(plan, samples)
-    assert count == 4 * SIZES["layers"] and in_forward == count // 2
-    rows = samples * plan.predicted
-    assert sent.sizes == [values] * (count // 2) + [rows * 16] + [values] * (count // 2)
-    assert sent.gathered == [2 * rows]
-    ring = sum(8 * 2 * (devices - 1) / devices * size for size in sent.sizes) + 4 * (devices - 1) * 2 * rows
-    assert sent_bytes(plan, samples, devices, value=8, loss_value=8) == ring
-
-
-def check_updates(recipe: str, folder: Path) -> None:
+def check_updates(recipes: dict[str, str], folder: Path) -> None:
     """50 updates with clipping end in the same weights. Biases of keys are left out: their gradients are rounding
     noise, which Adam magnifies."""
     batch, task = make_batch(), make_task()
-    part, mesh = divided(1, 2, 2)
+    part, mesh = divided(Layout(1, 2, 2))
     own = own_samples(batch, mesh)
     ends = []
     for model, samples in ((part, own), (task, batch)):
@@ -189,11 +292,11 @@ def check_updates(recipe: str, folder: Path) -> None:
         torch.testing.assert_close(ends[0][name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
-def check_compiled(recipe: str, folder: Path) -> None:
+def check_compiled(recipes: dict[str, str], folder: Path) -> None:
     """A compiled block is one graph, messages included, and its gradients are the same."""
     batch, task = make_batch(), make_task()
     task(batch)["total"].backward()
-    part, _ = divided(2, 1, 2)
+    part, _ = divided(Layout(2, 1, 2))
     for block in part.blocks()[:2]:  # an attention block and an MLP
         block.compile(backend="eager", fullgraph=True)  # an error if it were several graphs
     part(batch)["total"].backward()
@@ -201,7 +304,7 @@ def check_compiled(recipe: str, folder: Path) -> None:
         torch.testing.assert_close(whole(parameter.grad), plain.grad, rtol=1e-8, atol=1e-12, msg=name)
 
 
-def check_runs(recipe: str, folder: Path) -> None:
+def check_runs(recipes: dict[str, str], folder: Path) -> None:
     """Runs under both engines, and resumed on other numbers of devices, against one without division.
 
     From a sharded checkpoint of tensor 2 x shards 2 to tensor 4, and from a full one of whole models to tensor 2.
@@ -209,7 +312,8 @@ def check_runs(recipe: str, folder: Path) -> None:
 
     def run(name: str, engine: str, devices: int, *changes: str) -> Recorder:
         own = [f"output={folder / name}", f"training.engine={engine}", f"training.tensor_parallel={devices}"]
-        return record(engine, load_config(recipe, [*own, *changes], Recipe), Recorder(with_digests=False))
+        recipe = load_config(recipes["autoregressive"], [*own, *changes], Recipe)
+        return record(engine, recipe, Recorder(with_digests=False))
 
     def middle(name: str) -> str:
         found = (path for path in (folder / name / "checkpoints").iterdir() if "-ba2" in path.name)
@@ -220,7 +324,7 @@ def check_runs(recipe: str, folder: Path) -> None:
     plain = run("plain", "lightning", 1)
     runs = {
         "composer": run("composer", "composer", 2, sharded, grid),
-        "lightning": run("lightning", "lightning", 4),
+        "lightning": run("lightning", "lightning", 4, SEQUENCE),
         "composer again": run("composer_again", "composer", 4, sharded, middle("composer"), NO_EXPORT),
         "two machines": run("two_machines", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT),
     }
@@ -228,7 +332,7 @@ def check_runs(recipe: str, folder: Path) -> None:
         compare(plain, other, name)
     short = ["training.duration=2ba", "checkpoints.save=false", NO_EXPORT]
     scaling = "algorithms={scheduled_ema: null, scaling: {name: resblock_grad_scaling}}"
-    scaled = run("scaled", "lightning", 4, scaling, *short)
+    scaled = run("scaled", "lightning", 4, scaling, SEQUENCE, *short)
     torch.testing.assert_close(scaled.losses, plain.losses[:2], rtol=1e-3, atol=0)  # in fp16
     # Four groups would validate on two samples twice, so that figures are those of runs with as many groups.
     for one, other in (("composer", "two machines"), ("lightning", "composer again")):
@@ -242,6 +346,24 @@ def check_runs(recipe: str, folder: Path) -> None:
                 )
                 wrong = [key for key in one if not key.endswith("k.bias") and not close(one[key], other[key])]
                 assert not wrong, (name, network, wrong)
+
+
+def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
+    """Language models with dropout that go on after batch 2 of 4 draw the same numbers, in and outside of branches."""
+    for engine, model, changes in (("composer", "language 2", [SEQUENCE]), ("lightning", "language 4", [])):
+
+        def run(name: str, *more: str, engine=engine, model=model, changes=changes) -> Recorder:
+            own = [f"output={folder / name}", f"training.engine={engine}"]
+            recipe = load_config(recipes[model], [*own, *changes, *more], Recipe)
+            return record(engine, recipe, Recorder(with_digests=False))
+
+        first = run(f"dropout_{engine}")
+        checkpoints = (folder / f"dropout_{engine}" / "checkpoints").iterdir()
+        middle = next(path for path in checkpoints if "-ba2" in path.name)
+        again = run(f"dropout_{engine}_again", f"checkpoints.load_path={middle}")
+        assert again.losses == first.losses[2:] and len(again.losses) == 2, (engine, again.losses, first.losses)
+        figures = [dict(one.evals[-1][2]) for one in (first, again)]
+        assert figures[0] == figures[1] and set(figures[0]) == {"loss", "perplexity"}
 
 
 def compare(plain: Recorder, run: Recorder, label: str) -> None:
@@ -261,6 +383,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one - other).abs().max().item() < 2e-4
 
 
+SEQUENCE = "training.sequence_parallel=true"
 NO_EXPORT = "callbacks.export=null"
 # One machine per group, between which PowerSGD of full rank averages and clips.
 MACHINES = [
@@ -270,19 +393,22 @@ MACHINES = [
 ]
 CHECKS = {
     "gradients": check_gradients,
+    "dropout": check_dropout,
+    "kept": check_kept,
     "updates": check_updates,
     "compiled": check_compiled,
     "runs": check_runs,
+    "resumed_dropout": check_resumed_dropout,
 }
 
 
-def main(recipe: str, folder: Path, report: Path) -> None:
+def main(recipes: dict[str, str], folder: Path, report: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     torch.set_num_threads(1)
     results = {}
     for name, check in CHECKS.items():
         try:
-            check(recipe, folder)
+            check(recipes, folder)
             results[name] = "passed"
         except BaseException:
             results[name] = traceback.format_exc()
@@ -294,4 +420,4 @@ def main(recipe: str, folder: Path, report: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

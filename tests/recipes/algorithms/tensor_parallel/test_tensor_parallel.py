@@ -7,6 +7,7 @@ import pytest
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from tests.ranks import launch
+from tests.recipes.engines.shipped import PATHS, TEXTS
 
 ROOT = Path(__file__).resolve().parents[4]
 SMALL = [
@@ -23,21 +24,33 @@ SMALL = [
     "callbacks.export.every=null",
     "loggers={}",
 ]
+SMALL_TEXT = [
+    *TEXTS,
+    "training={duration: 4ba, global_batch: 8, microbatch: 2, eval_every: null, device: cpu}",
+    "optimizer.lr=3e-3",
+    "checkpoints={every: 2ba, keep: -1, autoresume: false}",
+    "callbacks={unigram: null, progress: null, lr_monitor: null, memory_monitor: null, export: null}",
+    "loggers={}",
+]
 
 
 @pytest.fixture(scope="module")
-def four_ranks(token_sets, tmp_path_factory):
+def four_ranks(token_sets, text_sets, tmp_path_factory):
     """A check's name -> what the ranks reported of it."""
     folder = tmp_path_factory.mktemp("four_ranks")
-    paths = [
-        f"data.streams.train.path={token_sets}/train",
-        f"evals.val.streams.val.path={token_sets}/val",
-        f"data.vocabulary={token_sets}/vocabulary.json",
-    ]
-    recipe = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths], Recipe)
-    (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    recipes = {
+        "autoregressive": ("openmoji_dalle", SMALL, "token_sets", token_sets),
+        "language 2": ("gpt2_2b", SMALL_TEXT, "text_sets", text_sets),
+        "language 4": ("gpt2_4b", [*SMALL_TEXT, "training.fsdp=null"], "text_sets", text_sets),
+    }
+    files = {}
+    for model, (name, changes, kind, sets) in recipes.items():
+        paths = [path.format(sets) for path in PATHS[kind]]
+        recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*changes, *paths], Recipe)
+        files[model] = str(folder / f"{name}.yaml")
+        Path(files[model]).write_text(to_yaml(recipe))
     script = Path(__file__).with_name("tensor_ranks.py")
-    done = launch(4, script, folder / "recipe.yaml", folder, folder / "report", cwd=folder)
+    done = launch(4, script, json.dumps(files), folder, folder / "report", cwd=folder)
     reports = [folder / f"report.{rank}.json" for rank in range(4)]
     found = [json.loads(file.read_text()) if file.is_file() else {} for file in reports]
     output = done.stdout[-2000:] + done.stderr[-4000:]
@@ -45,7 +58,7 @@ def four_ranks(token_sets, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["gradients", "updates", "compiled", "runs"])
+@pytest.mark.parametrize("check", ["gradients", "dropout", "kept", "updates", "compiled", "runs", "resumed_dropout"])
 def test_four_ranks(four_ranks, check):
     results = four_ranks(check)
     failed = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(results) if text != "passed")

@@ -143,10 +143,10 @@ def test_it_learns_and_every_set_is_validated(small_recipe, latent_sets, tmp_pat
             assert sum(f"{label} at batch {batch}: loss " in line for line in lines) == 1
 
 
-def test_seeds(small_recipe, tmp_path):
+def test_seeds(quick_recipe, tmp_path):
     def run(name, seed, *changes):
         short = [f"seed={seed}", "training.duration=6ba", "checkpoints.save=false"]
-        return losses_of(small_recipe(tmp_path / name, *short, *changes))
+        return losses_of(quick_recipe(tmp_path / name, *short, *changes))
 
     one, other = run("one", 1), run("other", 2)
     assert all(a != b for a, b in zip(one, other, strict=True))
@@ -156,15 +156,15 @@ def test_seeds(small_recipe, tmp_path):
         "callbacks.sample_grid={name: sample_grid, every: 2ba, prompts: [a dot], steps: 2}",
         "callbacks.export={name: export, every: 2ba}",
     )  # fmt: skip
-    alone = run("alone", 1, "evals={}", "callbacks.throughput=null", "algorithms.attention=null", "data.workers=1")
+    alone = run("alone", 1, "evals={}", "callbacks.throughput=null", "data.workers=1")
     assert one == watched == alone
 
 
-def test_microbatches_add_up(small_recipe, tmp_path):
+def test_microbatches_add_up(quick_recipe, tmp_path):
     """Gradients of 8 at once and of 4 + 4 are the same but for the noise, which is drawn in another order."""
-    whole = losses_of(small_recipe(tmp_path / "8", "training.duration=8ba", "checkpoints.save=false"))
+    whole = losses_of(quick_recipe(tmp_path / "8", "training.duration=8ba", "checkpoints.save=false"))
     parts = losses_of(
-        small_recipe(tmp_path / "4", "training.duration=8ba", "training.microbatch=4", "checkpoints.save=false")
+        quick_recipe(tmp_path / "4", "training.duration=8ba", "training.microbatch=4", "checkpoints.save=false")
     )
     assert whole != parts and abs(np.mean(whole) - np.mean(parts)) < 0.15
 
@@ -173,32 +173,32 @@ def test_microbatches_add_up(small_recipe, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(small_recipe, fit, tmp_path_factory):
+def whole(quick_recipe, fit, tmp_path_factory):
     """12 batches without a stop: two epochs of five batches, and two batches."""
     output = tmp_path_factory.mktemp("whole")
-    return output, fit(small_recipe(output, "checkpoints={every: 5ba, keep: -1, autoresume: false}"))
+    return output, fit(quick_recipe(output, "checkpoints={every: 5ba, keep: -1, autoresume: false}"))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_autoresume_in_mid_epoch_changes_nothing(whole, small_recipe, fit, tmp_path, workers):
+def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_path, workers):
     changes = ["checkpoints.autoresume=true", f"data.workers={workers}", f"evals.val.workers={workers}"]
-    first = fit(small_recipe(tmp_path, "training.duration=7ba", *changes))
+    first = fit(quick_recipe(tmp_path, "training.duration=7ba", *changes))
     assert first.state.timestamp.batch == 7 and difference(first, whole[1]) > 0
-    second = fit(small_recipe(tmp_path, *changes))
+    second = fit(quick_recipe(tmp_path, *changes))
     assert second.state.timestamp.batch == 12
     assert difference(second, whole[1]) == 0
     for name, value in whole[1].state.eval_metric_values.items():
         assert second.state.eval_metric_values[name] == value
 
 
-def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_too(whole, small_recipe, fit, tmp_path):
-    resumed = fit(small_recipe(tmp_path, f"checkpoints.load_path={whole[0]}/checkpoints/ep1-ba10-rank0.pt"))
+def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_too(whole, quick_recipe, fit, tmp_path):
+    resumed = fit(quick_recipe(tmp_path, f"checkpoints.load_path={whole[0]}/checkpoints/ep1-ba10-rank0.pt"))
     assert resumed.state.timestamp.batch == 12 and difference(resumed, whole[1]) == 0
 
 
-def test_a_finished_run_is_seen(whole, small_recipe, tmp_path):
+def test_a_finished_run_is_seen(whole, quick_recipe, tmp_path):
     path = f"{whole[0]}/checkpoints/ep2-ba12-rank0.pt"
-    resumed = build_trainer(small_recipe(tmp_path, f"checkpoints.load_path={path}"))
+    resumed = build_trainer(quick_recipe(tmp_path, f"checkpoints.load_path={path}"))
     assert clock_of(resumed.state).ended and difference(resumed, whole[1]) == 0
     resumed.close()
 
@@ -222,16 +222,16 @@ def test_what_cannot_run_is_said(small_recipe, tmp_path, monkeypatch, changes, m
     assert "\n" not in str(error.value)
 
 
-def test_batches_divide_over_devices(small_recipe, tmp_path, monkeypatch):
-    assert small_recipe(tmp_path).training.device_batch(2) == 4
+def test_batches_divide_over_devices(quick_recipe, tmp_path, monkeypatch):
+    assert quick_recipe(tmp_path).training.device_batch(2) == 4
     monkeypatch.setattr(parts, "world_size", lambda: 3)
     with pytest.raises(ValueError, match="training.global_batch: 8 does not divide over 3 devices"):
-        build_trainer(small_recipe(tmp_path))
+        build_trainer(quick_recipe(tmp_path))
 
 
-def test_replicas_that_nothing_averages_are_refused(small_recipe, tmp_path, monkeypatch):
+def test_replicas_that_nothing_averages_are_refused(quick_recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "world_size", lambda: 2)
-    recipe = small_recipe(tmp_path, "training.fsdp={replicas: 2}")
+    recipe = quick_recipe(tmp_path, "training.fsdp={replicas: 2}")
     place = parts.Place(use_gpu=False, precision="fp32", local_world_size=2)
     monkeypatch.setattr(torch, "__version__", "2.7.0+cpu")
     with pytest.raises(ValueError, match="2 replicas, between which torch 2.7.0.cpu averages no gradients") as error:
@@ -252,9 +252,9 @@ def test_weights_of_another_width(exported, small_recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks(small_recipe, latent_sets, tmp_path):
+def test_two_ranks(quick_recipe, latent_sets, tmp_path):
     """One launch of Composer's own launcher: two processes on the CPU, joined by gloo."""
-    recipe = small_recipe(
+    recipe = quick_recipe(
         tmp_path / "run", "training.duration=10ba", "data.caption_dropout=0.0",
         "callbacks.throughput={name: throughput, window: 3, communication_every: 2ba}",
     )  # fmt: skip
@@ -284,7 +284,7 @@ def test_two_ranks(small_recipe, latent_sets, tmp_path):
     assert all(0 < rank["communication"] < 1 for rank in (one, other))
     # Noise of validation belongs to the sample: both ranks together find what one process finds.
     path = f"{tmp_path}/run/checkpoints/latest-rank0.pt"
-    alone = build_trainer(small_recipe(tmp_path / "alone", f"checkpoints.load_path={path}"))
+    alone = build_trainer(quick_recipe(tmp_path / "alone", f"checkpoints.load_path={path}"))
     alone.eval()
     assert {k: float(v) for k, v in alone.state.eval_metric_values.items()} == pytest.approx(one["metrics"], rel=1e-4)
     alone.close()

@@ -1,0 +1,157 @@
+"""A run's checkpoints in an S3 bucket, from which the run goes on where its folder is older or lost.
+
+Checkpoints are written to the run's folder, and then copied by the first rank. Only when all of a checkpoint is in the
+bucket, the object `latest.json` names it. An object appears whole or not at all, so what a killed process leaves is
+never taken for a checkpoint. The run's record lies beside it, since a run that goes on must be the one that it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data.encoded_sets import CREDENTIAL
+from data.fetching import one_line
+from data.files import atomic_folder, atomic_write, point_to
+from data.log import log
+from recipes.engines.record import RECORD
+from recipes.training.newest import newest_checkpoint
+
+LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
+BATCH = re.compile(r"ep\d+-ba(\d+)")
+
+
+class Bucket:
+    """A folder of a bucket.
+
+    Args:
+        address: s3://BUCKET/FOLDER.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self._bucket, _, folder = self.address.removeprefix("s3://").partition("/")
+        self._prefix = folder and f"{folder}/"
+
+    @cached_property
+    def _client(self) -> Any:
+        import boto3  # only where a bucket is used
+        from botocore.config import Config
+
+        again = Config(retries={"mode": "standard", "max_attempts": 5})
+        return boto3.client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"), config=again)
+
+    @contextmanager
+    def _answers(self, what: str) -> Iterator[None]:
+        """
+        Raises:
+            ValueError: the store refuses what is done inside, or does not answer, also when asked again.
+        """
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (Boto3Error, BotoCoreError, ClientError, OSError) as error:
+            raise ValueError(f"{self.address}/{what} ({one_line(error)}); see {CREDENTIAL}") from error
+
+    def _names(self, prefix: str = "") -> list[str]:
+        """The names of all objects whose names begin so."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=self._prefix + prefix
+        )
+        return [item["Key"].removeprefix(self._prefix) for page in pages for item in page.get("Contents", [])]
+
+    def _latest(self) -> dict[str, Any] | None:
+        if LATEST not in self._names(LATEST):
+            return None
+        return json.loads(self._client.get_object(Bucket=self._bucket, Key=self._prefix + LATEST)["Body"].read())
+
+    # --- from the run's folder -----------------------------------------------------------------
+
+    def push(self, path: Path, link: str, keep: int) -> None:
+        """Copy a checkpoint and the run's record. Only the first rank calls this.
+
+        Args:
+            path: of the checkpoint, a file or a folder.
+            link: name of the link to the newest one in the same folder, by which engines know their checkpoints.
+            keep: number of checkpoints that stay in the bucket; -1: all.
+
+        Raises:
+            ValueError: the store refuses it, or does not answer. The checkpoint on the disk stays.
+        """
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        records = [file for name in RECORD if (file := path.parent.parent / name).is_file()]
+        with self._answers(f"{path.name}: cannot be written"):
+            before = self._latest() or {"kept": []}
+            for file in (*files, *records):
+                name = f"{path.name}/{file.name}" if file.parent == path else file.name
+                self._client.upload_file(str(file), self._bucket, self._prefix + name)
+            kept = [name for name in before["kept"] if name != path.name] + [path.name]
+            kept = kept if keep == -1 else kept[-keep:]
+            latest = json.dumps({"checkpoint": path.name, "link": link, "kept": kept}, indent=1)
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + LATEST, Body=latest.encode())
+            for name in self._names("ep"):
+                checkpoint = name.split("/")[0]
+                if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
+                    self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
+
+    # --- into the run's folder -----------------------------------------------------------------
+
+    def pull(self, output: Path) -> None:
+        """Fetch the newest checkpoint and the record, unless the run's folder has one that is as new.
+
+        Only the first rank calls this, before it looks for checkpoints.
+
+        Raises:
+            ValueError: the store refuses it, or does not answer.
+        """
+        with self._answers(f"{LATEST}: cannot be read"):
+            latest = self._latest()
+        if latest is None:
+            return
+        name, newest = Path(latest["checkpoint"]).name, newest_checkpoint(output)
+        if newest is not None and batch_of(newest.name) >= batch_of(name):
+            return
+        log.info(f"checkpoints: fetches {name} from {self.address}")
+        folder = output / "checkpoints"
+        self.fetch(name, folder / name)
+        with self._answers("the record of the run: cannot be read"):
+            for record in set(RECORD) & set(self._names()):
+                self._download(record, output / record)
+        point_to(folder / Path(latest["link"]).name, folder / name)
+
+    def fetch(self, name: str, path: Path) -> None:
+        """Fetch an object as a file, or all objects below a name as a folder. The path appears whole or not at all.
+
+        Raises:
+            ValueError: there is no such object, the store refuses it, or it does not answer.
+        """
+        with self._answers(f"{name}: cannot be fetched"):
+            names = self._names(name)
+            if name in names:
+                self._download(name, path)
+                return
+            parts = [part for part in names if part.startswith(f"{name}/")]
+            if not parts:
+                raise FileNotFoundError("no such object")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_folder(path) as partial:
+                for part in parts:
+                    self._download(part, partial / Path(part).name)
+
+    def _download(self, name: str, path: Path) -> None:
+        with atomic_write(path) as partial:
+            self._client.download_file(self._bucket, self._prefix + name, str(partial))
+
+
+def batch_of(checkpoint: str) -> int | None:
+    """The batch in the name of a checkpoint; None for other names."""
+    match = BATCH.match(checkpoint)
+    return None if match is None else int(match[1])

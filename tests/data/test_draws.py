@@ -1,0 +1,82 @@
+"""Random numbers of samples: known values, their distribution, and what they depend on."""
+
+import math
+
+import pytest
+import torch
+
+from data.draws import STEP, Draws, SampleDraws, draws_of, mix, seeds_of
+
+
+def test_the_words_are_those_of_splitmix64():
+    """The first values of the generator with seed 0, of its authors' code."""
+    words = mix(STEP * torch.arange(1, 4)).tolist()
+    assert [word % 2**64 for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return SampleDraws(torch.arange(40)).normal_like(torch.empty(40, 4, 25, 25))
+
+
+def test_normal_numbers_are_standard_and_independent(numbers):
+    """100,000 numbers: each bound is four deviations of its estimate, or more."""
+    count, flat = numbers.numel(), numbers.flatten().double()
+    assert flat.isfinite().all() and abs(flat.mean()) < 4 / math.sqrt(count)
+    for power, moment, deviation in ((2, 1, math.sqrt(2)), (3, 0, math.sqrt(15)), (4, 3, math.sqrt(96))):
+        assert abs(flat.pow(power).mean() - moment) < 4 * deviation / math.sqrt(count), power
+    ordered, place = flat.sort().values, (torch.arange(count) + 0.5) / count
+    assert (torch.special.ndtr(ordered) - place).abs().max() < 1.95 / math.sqrt(count)  # Kolmogorov, 0.1 %
+    samples = numbers.flatten(1)
+    correlation = torch.corrcoef(samples) - torch.eye(40)
+    assert correlation.abs().max() < 5 / math.sqrt(samples.shape[1])
+    assert abs((samples[:, 1:] * samples[:, :-1]).mean()) < 4 / math.sqrt(count)
+    # The halves come from the same words.
+    assert abs((samples[:, :1250] * samples[:, 1250:]).mean()) < 4 / math.sqrt(count / 2)
+
+
+def test_uniform_numbers_and_integers():
+    draws, x = SampleDraws(torch.arange(20000)), torch.empty(20000, 1)
+    uniform = draws.uniform(x)
+    assert uniform.min() >= 0 and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 4 / math.sqrt(12 * 20000)
+    integers = draws.integers(x, 7)
+    counts = integers.bincount(minlength=7)
+    assert len(counts) == 7 and (counts - 20000 / 7).abs().max() < 4 * math.sqrt(20000 / 7)
+    scalars = draws.normal(x)
+    assert abs(scalars.mean()) < 4 / math.sqrt(20000) and abs(scalars.var() - 1) < 4 * math.sqrt(2 / 20000)
+    assert abs(torch.corrcoef(torch.stack([uniform, integers.float(), scalars])) - torch.eye(3)).max() < 0.03
+
+
+def test_a_sample_has_the_same_numbers_in_any_batch(numbers):
+    for part in (slice(7, 8), slice(3, 40)):
+        seeds = torch.arange(40)[part]
+        alone = SampleDraws(seeds).normal_like(torch.empty(len(seeds), 4, 25, 25))
+        # Where a vector ends, PyTorch computes logarithms one by one, which may round otherwise.
+        torch.testing.assert_close(alone, numbers[part], rtol=1e-5, atol=1e-6)
+
+
+def test_what_numbers_depend_on():
+    samples = torch.tensor([5, 2**62, 5])
+    first = seeds_of(samples, seed=17, batch=3)
+    assert first[0] == first[2] != first[1]
+    others = [seeds_of(samples, 17, 4), seeds_of(samples, 3, 17), seeds_of(samples, 18, 3)]
+    assert all((first != other).all() for other in others)
+    batch, x = {"draws": first}, torch.empty(3, 2)
+    data, model = draws_of(batch, 0), draws_of(batch, 1)
+    drawn = [data.normal_like(x), data.normal_like(x), model.normal_like(x)]
+    assert all((a != b).all() for a, b in zip(drawn, drawn[1:] + drawn[:1], strict=True))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    draws_of(batch, 0).uniform(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_numbers_of_samples_the_generator_is_used_as_ever():
+    """In the same order, so that results of earlier versions stay."""
+    x = torch.empty(4, 3, 2)
+    torch.manual_seed(0)
+    draws = draws_of({}, 1)
+    own = [draws.normal_like(x), draws.integers(x, 9), draws.uniform(x), draws.normal(x)]
+    torch.manual_seed(0)
+    theirs = [torch.randn_like(x), torch.randint(9, (4,)), torch.rand(4), torch.randn(4)]
+    assert type(draws) is Draws and all(torch.equal(a, b) for a, b in zip(own, theirs, strict=True))

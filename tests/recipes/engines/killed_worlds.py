@@ -1,0 +1,13 @@
+"""The starts of killed_runs.py, which test_killed.py looks at."""
+
+STARTS = ["half 4", "unlinked 4", "{signal} 4", "export 7", "none 0"]
+DIFFUSION = ["algorithms.noise={name: noise_of_samples}", "callbacks.export=null"]
+# Runs that are killed in batches 3 and 5 and go on from 2 and 4, each time with another number of ranks: what they
+# train, engine, overrides, numbers of ranks.
+WORLDS = {
+    "tokens-composer": ("tokens", "composer", ["training.fsdp={}"], [1, 2, 4]),
+    "tokens-lightning": ("tokens", "lightning", ["training.fsdp={checkpoints: full}"], [2, 1]),
+    "diffusion-composer": ("recipe", "composer", DIFFUSION, [2, 1]),
+    "diffusion-lightning": ("recipe", "lightning", DIFFUSION, [1, 2]),
+}
+SIGNALS = {"composer": "SIGTERM", "lightning": "SIGUSR1"}

@@ -1,0 +1,83 @@
+"""Run by test_stop.py in a forked process that has imported both launchers: how `composer` and `torchrun` are stopped.
+
+argv: a folder. <folder>/report.json says for each launcher and event what it exits with (minus the signal that ended
+it) and what its two ranks were stopped by.
+
+As one of the ranks, with the variable RANKS_FOLDER, it waits for a signal as a run does between two batches.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from recipes.training import stop
+
+LAUNCHERS = {"composer": ["-n", "2"], "torchrun": ["--standalone", "--nproc_per_node", "2"]}
+# Signals to the launcher, or SIGTERM to both of its ranks.
+EVENTS = {"composer": ("SIGTERM", "SIGINT", "rank"), "torchrun": ("SIGTERM", "SIGUSR1", "rank")}
+
+
+def be_a_rank(folder: Path) -> None:
+    rank = os.environ["RANK"]
+    with stop.stop_signals(), stop.between_batches():
+        (folder / f"{rank}.started").write_text(str(os.getpid()))
+        while not stop.requested():
+            time.sleep(0.01)
+        time.sleep(0.2)  # the end of the batch, and a checkpoint
+        (folder / f"{rank}.stopped").write_text(stop.caught())
+        raise stop.StartAgain
+
+
+def be_a_launcher(name: str, folder: Path) -> None:
+    os.setpgid(0, 0)
+    os.environ["RANKS_FOLDER"] = str(folder)
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[3])
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(variable, None)
+    sys.argv = [name, *LAUNCHERS[name], __file__]
+    if name == "composer":
+        from composer.cli.launcher import main
+    else:
+        from torch.distributed.run import main
+    sys.exit(main())
+
+
+def stopped(name: str, event: str, folder: Path) -> list:
+    folder.mkdir()
+    launcher = os.fork()
+    if not launcher:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        be_a_launcher(name, folder)
+    started = [text_of(folder / f"{rank}.started") for rank in range(2)]
+    if event == "rank":
+        for process in started:
+            os.kill(int(process), signal.SIGTERM)
+    else:
+        os.kill(launcher, getattr(signal, event))
+    code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+    return [code, [text_of(folder / f"{rank}.stopped") for rank in range(2)]]
+
+
+def text_of(file: Path) -> str:
+    """What a rank writes into a file, soon."""
+    end = time.monotonic() + 120
+    while not (file.is_file() and file.read_text()):
+        assert time.monotonic() < end, f"{file} did not come"
+        time.sleep(0.02)
+    return file.read_text()
+
+
+if __name__ == "__main__":
+    if "RANKS_FOLDER" in os.environ:
+        be_a_rank(Path(os.environ["RANKS_FOLDER"]))
+    out = Path(sys.argv[1])
+    report = {
+        f"{name} {event}": stopped(name, event, out / f"{name}-{event}")
+        for name, events in EVENTS.items()
+        for event in events
+    }
+    (out / "report.json").write_text(json.dumps(report))
