@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
+from data.draws import draws_of
 from data.encoded_sets import manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
@@ -142,8 +143,9 @@ class LatentDataset(EncodedDataset):
 
 
 class LatentTransform:
-    """Makes latents and text of a batch as it was stored; runs on the device and draws from its global generator.
+    """Makes latents and text of a batch as it was stored; runs on the device.
 
+    It draws from the device's global generator, unless the batch has numbers for its samples (see `data.draws`).
     Checkpoints hold the generators of each rank, so the random numbers continue exactly after a resume. They differ
     between ranks because the seeds do.
 
@@ -169,14 +171,15 @@ class LatentTransform:
         Returns:
             `latents` (B, C, h, w) float32, `text` (B, L, D) float32, `seed` (B,) int64, and the further entries.
         """
+        draws = draws_of(batch, 0)
         latents, text = batch["mean"].float(), batch["text"].float()
         if self.sample_posterior:
-            latents = latents + batch["std"].float() * torch.randn_like(latents)
+            latents = latents + batch["std"].float() * draws.normal_like(latents)
         if self.flip:
-            mirrored = torch.rand(len(latents), device=latents.device) < self.flip
+            mirrored = draws.uniform(latents) < self.flip
             latents = torch.where(mirrored[:, None, None, None], latents.flip(-1), latents)
         if self.caption_dropout:
-            dropped = torch.rand(len(text), device=text.device) < self.caption_dropout
+            dropped = draws.uniform(text) < self.caption_dropout
             self.null_text = self.null_text.to(text)  # moved once
             text = torch.where(dropped[:, None, None], self.null_text, text)
         others = {name: tensor for name, tensor in batch.items() if name not in ("mean", "std")}

@@ -201,9 +201,9 @@ class ImageStream(IterableDataset):
         part = self.placement.rank * workers + worker, self.placement.world * workers
         tokenizer = None
         if self.tokens is not None:
-            from open_clip.tokenizer import SimpleTokenizer
+            from data.clip_library import open_clip
 
-            tokenizer = SimpleTokenizer(context_length=self.tokens)
+            tokenizer = open_clip.SimpleTokenizer(context_length=self.tokens)
         turn, drawn = self.places[worker]
         kept: list[tuple[np.ndarray, str]] = []
         if self.keep_decoded and turn:

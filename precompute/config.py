@@ -24,6 +24,9 @@ class EncodeConfig:
 
     out: str
     """Local folder of the result; each source gets a folder inside it, which has the source's label as its name."""
+    upload: str | None = None
+    """Address in an object store for a copy of the result, from which training can stream: s3://, gs://, oci://,
+    azure://, ... Each shard is uploaded when it is finished, the manifest when all are. null: none."""
     sources: dict[str, Annotated[Any, "source"]]
     """Sources of images with captions, by label (train, val, ...)."""
     filter: Annotated[Any, "filter"] | None = None
@@ -66,7 +69,7 @@ class EncodeConfig:
     """Seed of the random crops."""
 
     def __post_init__(self) -> None:
-        self.filter = self.filter or _default_filter()
+        self.filter = self.filter or default_filter()
         errors = []
 
         def require(holds: bool, message: str) -> None:
@@ -74,7 +77,9 @@ class EncodeConfig:
                 errors.append(message)
 
         sizes = self.resolutions
-        require("://" not in self.out, f"out: {self.out} is remote; encode into a local folder and upload that")
+        require("://" not in self.out, f"out: {self.out} is remote; give a local folder, and the address as `upload`")
+        remote = self.upload is None or re.fullmatch(r"[a-z0-9]+://[^/].*", self.upload)
+        require(bool(remote), f"upload: {self.upload}; give an address such as s3://bucket/folder, or null")
         require(bool(self.sources), "sources: empty; name at least one, such as train: {name: tars, urls: ...}")
         for label in self.sources:
             safe = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label)
@@ -103,13 +108,7 @@ class EncodeConfig:
         require(self.batch >= 1, f"batch: {self.batch}; give 1 or more")
         require(self.workers >= 0, f"workers: {self.workers}; give 0 or more")
         require(self.prefetch >= 1, f"prefetch: {self.prefetch}; give 1 or more")
-        size = re.fullmatch(r"(\d+)(kb|mb)", self.size_limit)
-        fits = size and 1 << 10 <= int(size[1]) << {"kb": 10, "mb": 20}[size[2]] < 1 << 32
-        require(bool(fits), f"size_limit: {self.size_limit}; give 1kb to 4095mb, such as 64mb")
-        if self.compression is not None:
-            known = re.fullmatch(r"(br|bz2|gz|snappy|zstd)(:\d+)?", self.compression)
-            require(bool(known), f"compression: {self.compression}; give null, zstd, gz, br, bz2 or snappy, or zstd:7")
-        require(self.hashes == sorted(set(self.hashes)), f"hashes: {self.hashes}; sort them, each once")
+        errors += storage_errors(self.size_limit, self.compression, self.hashes)
         if errors:
             raise ConfigError(errors)
 
@@ -147,7 +146,7 @@ class VocabularyConfig:
     """Seed of that order."""
 
     def __post_init__(self) -> None:
-        self.filter = self.filter or _default_filter()
+        self.filter = self.filter or default_filter()
         errors = []
         if "://" in self.out or not self.out.endswith(".json"):
             errors.append(f"out: {self.out}; give a local file that ends in .json")
@@ -165,7 +164,21 @@ class VocabularyConfig:
         return {key: plain_values(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
 
 
-def _default_filter() -> Component:
+def storage_errors(size_limit: str, compression: str | None, hashes: list[str]) -> list[str]:
+    """What is wrong with the keys that say how MDS files are stored, one line each."""
+    errors = []
+    size = re.fullmatch(r"(\d+)(kb|mb)", size_limit)
+    if not (size and 1 << 10 <= int(size[1]) << {"kb": 10, "mb": 20}[size[2]] < 1 << 32):
+        errors.append(f"size_limit: {size_limit}; give 1kb to 4095mb, such as 64mb")
+    if compression is not None and not re.fullmatch(r"(br|bz2|gz|snappy|zstd)(:\d+)?", compression):
+        errors.append(f"compression: {compression}; give null, zstd, gz, br, bz2 or snappy, or zstd:7")
+    if hashes != sorted(set(hashes)):
+        errors.append(f"hashes: {hashes}; sort them, each once")
+    return errors
+
+
+def default_filter() -> Component:
+    """The filter that takes all that can be read."""
     return Component("filter", "pictures", {}, COMPONENTS["filter"]["pictures"], "filter")
 
 

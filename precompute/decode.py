@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from precompute.batch import CropBox, DecodedBatch, ImageFacts, InputShard, Posi
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
 NO_MEMORY = re.compile(r"shared memory|No space left on device|Cannot allocate memory|can't allocate memory")
+NOTICED = 10.0  # seconds in which the end of a process is noticed
+NOWHERE = -1  # the shard of a worker that has read all of its own
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class DecodedBatches(IterableDataset):
         sources: by label.
         preparation: how images are decoded.
         killers: samples that are rejected unseen, because processes died of them.
+        note: called in this process before each sample with its shard and number, where there are no workers.
     """
 
     def __init__(
@@ -74,12 +79,14 @@ class DecodedBatches(IterableDataset):
         sources: dict[str, Source],
         preparation: Preparation,
         killers: Collection[Position] = (),
+        note: Callable[[InputShard, int], None] | None = None,
     ) -> None:
         self.shards = shards
         self.sources = sources
         self.preparation = preparation
         self.killers = frozenset(killers)
         self.places = Places(shards)
+        self._mark = self.places.mark if note is None else note
 
     def __iter__(self) -> Iterator[DecodedBatch]:
         worker = get_worker_info()
@@ -101,6 +108,7 @@ class DecodedBatches(IterableDataset):
                 batch = self._empty()
         if batch.images:
             yield self._full(batch)
+        self.places.leave()
 
     def _read(
         self, shard: InputShard, part: int, parts: int
@@ -108,12 +116,12 @@ class DecodedBatches(IterableDataset):
         """(position, sample) of every `parts`-th sample, then the shard's end, or the error that it broke off with."""
         number = 0
         try:
-            self.places.mark(shard, 0)
+            self._mark(shard, 0)
             for number, sample in enumerate(self.sources[shard.label].read(shard.shard), start=1):
                 if (number - 1) % parts == part:
                     position = Position(shard, number - 1)
                     yield position, self._unless_killer(position, sample)
-                self.places.mark(shard, number)
+                self._mark(shard, number)
         except BUGS:
             raise
         except Exception as error:  # libraries that read files have errors of their own
@@ -198,9 +206,21 @@ class Places:
         if worker is not None and worker.id < self.WORKERS:
             self._rows[worker.id] = os.getpid(), self._numbers[shard], number
 
+    def leave(self) -> None:
+        """This worker has read all that it was to read."""
+        worker = get_worker_info()
+        if worker is not None and worker.id < self.WORKERS:
+            self._rows[worker.id, 1] = NOWHERE
+
     def of(self, processes: Collection[int]) -> list[Position]:
-        """Where some processes were."""
-        return [Position(self._shards[shard], int(n)) for process, shard, n in self._rows if process in processes]
+        """Where some processes were, except for those that had read everything."""
+        rows = [row for row in self._rows if row[0] in processes and row[1] != NOWHERE]
+        return [Position(self._shards[shard], int(number)) for _, shard, number in rows]
+
+    def ended(self) -> set[int]:
+        """The worker processes that have begun a sample and run no more."""
+        running = {process.pid for process in active_children()}
+        return {int(process) for process in self._rows[:, 0] if process and process not in running}
 
 
 class DecoderDied(Exception):
@@ -280,6 +300,17 @@ def worker_deaths(decoded: DecodedBatches, workers: int) -> Iterator[None]:
             raise died(reason) from error
         dead = re.findall(r"\d+", re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", text)[1])
         raise DecoderDied(reason, decoded.places.of({int(process) for process in dead})) from error
+    except (EOFError, ConnectionError) as error:
+        # A worker died while it handed over a batch, and PyTorch did not see yet that it had.
+        end = time.monotonic() + NOTICED
+        while workers and not decoded.places.ended() and time.monotonic() < end:
+            time.sleep(0.05)
+        dead = decoded.places.ended() if workers else set()
+        if not dead:
+            raise
+        processes = ", ".join(map(str, sorted(dead)))
+        reason = f"DataLoader worker (pid(s) {processes}) exited while it handed over a batch"
+        raise DecoderDied(reason, decoded.places.of(dead)) from error
 
 
 def died(reason: str) -> ValueError:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig, VocabularyConfig
-from precompute.output import OutputSet
+from precompute.output import OutputSet, output_of
+from precompute.pack_config import PackConfig
 from precompute.ranks import Rank
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
@@ -26,16 +28,17 @@ MDS_BYTES = 84  # of the MDS format per sample: sizes of the columns, offset of 
 
 def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
     """The resolved config, the shards to do and the expected sizes of an encode job, as text."""
-
-    def shards_line(label: str, shards: list[str]) -> str:
-        output = OutputSet(f"{config.out}/{label}", shards)
-        todo = len(output.remaining())
-        return (
-            f"{label}: {len(shards):,} input shards, {len(shards) - todo:,} done, {todo:,} to do, "
-            f"about {-(-todo // rank.world):,} for each of {rank.world} ranks; into {output.out}"
-        )
-
+    shards_line = _shards_line(partial(output_of, config), rank)
     return "\n".join([*_config_lines(config, missing), *_source_lines(config, shards_line), *_size_lines(config)])
+
+
+def pack_report(config: PackConfig, missing: list[str], rank: Rank) -> str:
+    """The resolved config, the shards to do and the size of a row of a packing job, as text."""
+    build(config.filter)  # for its errors
+    lines = _source_lines(config, _shards_line(lambda label, shards: OutputSet(f"{config.out}/{label}", shards), rank))
+    size = 2 * (config.positions + 1) + TEXT_BYTES + MDS_BYTES
+    lines.append(f"expected size: {size:,} bytes per row of {config.positions} + 1 tokens, before compression")
+    return "\n".join([*_config_lines(config, missing), *lines])
 
 
 def vocabulary_report(config: VocabularyConfig, missing: list[str]) -> str:
@@ -45,12 +48,27 @@ def vocabulary_report(config: VocabularyConfig, missing: list[str]) -> str:
     return "\n".join([*_config_lines(config, missing), *sources, f"into {config.out}: {config.entries:,} entries"])
 
 
-def _config_lines(config: EncodeConfig | VocabularyConfig, missing: list[str]) -> list[str]:
+def _shards_line(output_of: Callable[[str, list[str]], OutputSet], rank: Rank) -> Callable[[str, list[str]], str]:
+    """A function that says of a source's shards how many are done, for `_source_lines`."""
+
+    def describe(label: str, shards: list[str]) -> str:
+        output = output_of(label, shards)
+        todo = len(output.remaining())
+        return (
+            f"{label}: {len(shards):,} input shards, {len(shards) - todo:,} done, {todo:,} to do, "
+            f"about {-(-todo // rank.world):,} for each of {rank.world} ranks; into {output.out}"
+            + ("" if output.copy is None else f" and {output.copy.address}")
+        )
+
+    return describe
+
+
+def _config_lines(config: EncodeConfig | PackConfig | VocabularyConfig, missing: list[str]) -> list[str]:
     return [to_yaml(config), *(f"missing: {path}" for path in missing)]
 
 
 def _source_lines(
-    config: EncodeConfig | VocabularyConfig, describe: Callable[[str, list[str]], str]
+    config: EncodeConfig | PackConfig | VocabularyConfig, describe: Callable[[str, list[str]], str]
 ) -> list[str]:
     """One line per source: `describe(label, shards)`, or why the source cannot be read."""
     lines = []

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     set_default_threads(spare=max(1, config.workers))
     with user_errors():
-        from precompute.output import OutputSet
+        from precompute.output import output_of
         from precompute.ranks import Rank
         from recipes.config.build import build
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
             print(encode_report(config, command.missing, rank))
             return
         sources = build(config.sources)
-        sets = {label: OutputSet(f"{config.out}/{label}", source.shards()) for label, source in sources.items()}
+        sets = {label: output_of(config, label, source.shards()) for label, source in sources.items()}
         request = config.request()
         if all(output.is_complete(request) for output in sets.values()):
             log.info(f"already complete: {config.out}; delete it to encode again")

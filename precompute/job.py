@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from data.sources.base import Source
 from precompute.batch import InputShard
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
+from precompute.crashes import Crashes
 from precompute.decode import DecodedBatches, DecoderDied, Preparation, batches, worker_deaths
 from precompute.output import CONFIG, UNREADABLE, OutputSet
 from precompute.pipeline import EncodePipeline
@@ -51,6 +53,10 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
             store_null_text(output.out / NULL_TEXT, texts)
 
     shards = [InputShard(label, shard) for label, output in sets.items() for shard in output.shards]
+    for shard in rank.share(shards):
+        output = sets[shard.label]
+        if output.is_encoded(shard.shard) and not output.is_done(shard.shard):  # by a job that made no copy
+            output.upload(shard.shard, output.folder(shard.shard))
     todo = [shard for shard in rank.share(shards) if not sets[shard.label].is_done(shard.shard)]
     encoders = ", ".join(f"{encoder.id} ({encoder.precision})" for encoder in (images, texts) if encoder is not None)
     every_rank.info(
@@ -116,17 +122,25 @@ def _encode(
     config: EncodeConfig,
     rank: Rank,
 ) -> None:
-    """Encodes shards. When a process dies of a picture, the shards that are not finished are begun again without it."""
+    """Encodes shards. When a process dies of a picture, the shards that are not finished are begun again without it.
+
+    Without decoding processes this one dies, and the next start of the job goes on like that.
+    """
     progress = pipeline.progress
+    crashes = Crashes(Path(config.out), rank.rank)
     quarantine = Quarantine()
+    for number, death in enumerate(crashes.deaths()):
+        if death.positions[0].shard in todo:
+            pipeline.failed |= quarantine.add(death, -2 - number)  # of another start: no two are in a row
+    note, noted = (None, nullcontext()) if config.workers else (crashes.mark, crashes.noted())
     pin = pipeline.images.device.type == "cuda"
     started = time.monotonic()
-    left = list(todo)
+    left = [shard for shard in todo if shard not in pipeline.failed]
     try:
         while left:
-            decoded = DecodedBatches(left, sources, preparation, quarantine.killers)
+            decoded = DecodedBatches(left, sources, preparation, quarantine.killers, note)
             try:
-                with worker_deaths(decoded, config.workers):
+                with worker_deaths(decoded, config.workers), noted:
                     pipeline.run(batches(decoded, config.workers, config.prefetch, pin))
                 break
             except DecoderDied as death:

@@ -6,7 +6,7 @@ Ranks share nothing but this folder::
     OUT/config.yaml               the whole config of the last job that wrote here, for precompute/verify.py
     OUT/shards/<id>.tmp-<rank>/   a shard that is being written
     OUT/shards/<id>/              a finished shard: MDS files, index.json, rejected.jsonl and done.json; the folder is
-                                  renamed to this name when it is complete
+                                  renamed to this name when it is complete. uploaded.txt: where its copy is
     OUT/unreadable/<id>.json      why an input shard could not be read; it is tried again at the next start
     OUT/null_text.npy             embedding of the empty caption, where captions are embedded
     OUT/index.json, OUT/rejected.jsonl, OUT/manifest.json
@@ -19,13 +19,16 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from data.files import atomic_write, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
+from precompute.config import EncodeConfig
 from precompute.totals import counts_text, totals
+from precompute.upload import MARKER, Copy
 
 OPTIONS = "options.json"
 CONFIG = "config.yaml"
@@ -42,11 +45,13 @@ class OutputSet:
     Args:
         out: the folder.
         shards: ids of the source's shards, in order.
+        copy: the copy in an object store that is made as well; None: there is none.
     """
 
-    def __init__(self, out: str | Path, shards: list[str]) -> None:
+    def __init__(self, out: str | Path, shards: list[str], copy: Copy | None = None) -> None:
         self.out = Path(out)
         self.shards = shards
+        self.copy = copy
 
     def folder(self, shard: str) -> Path:
         """Folder of a finished shard."""
@@ -56,8 +61,26 @@ class OutputSet:
         """Folder in which a rank writes a shard."""
         return self.out / "shards" / f"{shard}.tmp-{rank}"
 
-    def is_done(self, shard: str) -> bool:
+    def is_encoded(self, shard: str) -> bool:
+        """Whether a finished shard is in the folder."""
         return (self.folder(shard) / DONE).is_file()
+
+    def is_done(self, shard: str) -> bool:
+        """Whether a finished shard is in the folder, and in the copy where one is made."""
+        return self.is_encoded(shard) and (self.copy is None or self.copy.has(self.folder(shard)))
+
+    def upload(self, shard: str, folder: Path) -> None:
+        """Uploads what training reads of a shard, and what says how it was made.
+
+        Args:
+            shard: its id.
+            folder: in which it is, which may have another name yet.
+
+        Raises:
+            ValueError: see `Copy.add`.
+        """
+        names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
+        self.copy.add(folder, f"shards/{shard}", names)
 
     def remaining(self) -> list[str]:
         """Shards that are not done yet, in order.
@@ -97,6 +120,8 @@ class OutputSet:
         needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
         if self.remaining() or not all((self.out / name).is_file() for name in needed):
             return False
+        if self.copy is not None and not self.copy.has(self.out):
+            return False
         try:
             manifest = Manifest.read(self.out)
         except (FileNotFoundError, ValueError):
@@ -113,7 +138,7 @@ class OutputSet:
         path = self.out / OPTIONS
         if not path.is_file():
             for shard in self.shards:
-                if self.is_done(shard):
+                if self.is_encoded(shard):
                     self._compare(self._done(shard)["options"], options)
             partial = self.out / f".{OPTIONS}.{os.uname().nodename}.{os.getpid()}"
             with open(partial, "w", encoding="utf-8") as file:
@@ -140,18 +165,25 @@ class OutputSet:
                 )
 
     def publish(self, shard: str, rank: int) -> None:
-        """Renames the folder of a written shard to its final name. Does nothing where another rank was first."""
+        """Renames the folder of a written shard to its final name, once it is in the copy. Does nothing where another
+        rank was first.
+
+        Raises:
+            ValueError: see `Copy.add`.
+        """
         partial, final = self.partial(shard, rank), self.folder(shard)
+        if self.copy is not None and not self.is_done(shard):
+            self.upload(shard, partial)
         # On disk before the rename: after a power failure a finished shard must not be empty.
         for path in partial.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        if final.is_dir() and not self.is_done(shard):
+        if final.is_dir() and not self.is_encoded(shard):
             shutil.rmtree(final)
         try:
             os.rename(partial, final)
         except OSError:
-            if not self.is_done(shard):
+            if not self.is_encoded(shard):
                 raise
             shutil.rmtree(partial)
 
@@ -187,6 +219,20 @@ class OutputSet:
         Raises:
             ValueError: a shard was made with other options or is damaged, or there is no sample at all.
         """
+        counted = totals(self.join(options, leave_out))
+        manifest = Manifest(**fields, **counted, where=str(self.out / NAME))
+        manifest.write(self.out)
+        if self.copy is not None:
+            beside = [name for name in (OPTIONS, CONFIG, NULL_TEXT) if (self.out / name).is_file()]
+            self.copy.add(self.out, "", [*beside, REJECTED, INDEX, NAME])
+        self._remove_stale()
+        return manifest
+
+    def join(self, options: dict[str, Any], leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
+        """Writes the index and the rejected samples of all shards, and returns the contents of their done.json.
+
+        Args and errors are those of `merge`.
+        """
         entries, rejected_lines, markers = [], [], []
         for shard in (shard for shard in self.shards if shard not in leave_out):
             marker = self._done(shard)
@@ -200,17 +246,14 @@ class OutputSet:
                     data["basename"] = f"shards/{shard}/{data['basename']}"
                 entries.append(info)
             rejected_lines.append(self._file(shard, REJECTED).read_bytes())
-        counted = totals(markers)
-        if not counted["samples"]:
-            reasons = counts_text(counted["rejected"].items()) if counted["rejected"] else "the source is empty"
-            raise ValueError(f"{self.out}: no image was encoded ({reasons}); see shards/*/{REJECTED}")
+        if not any(marker["samples"] for marker in markers):
+            rejected = sum((Counter(marker["rejected"]) for marker in markers), Counter())
+            reasons = counts_text(sorted(rejected.items())) if rejected else "the source is empty"
+            raise ValueError(f"{self.out}: nothing was encoded ({reasons}); see shards/*/{REJECTED}")
         write_json(self.out / INDEX, {"version": 2, "shards": entries})
         with atomic_write(self.out / REJECTED) as partial:
             partial.write_bytes(b"".join(rejected_lines))
-        manifest = Manifest(**fields, **counted, where=str(self.out / NAME))
-        manifest.write(self.out)
-        self._remove_stale()
-        return manifest
+        return markers
 
     def _remove_stale(self) -> None:
         """Removes what killed processes left of shards that another process finished."""
@@ -236,6 +279,13 @@ class OutputSet:
         if size is not None and (found := path.stat().st_size) != size:
             raise _damaged(path, f"{found:,} bytes instead of {size:,}", remove=self.folder(shard))
         return path
+
+
+def output_of(config: EncodeConfig, label: str, shards: list[str]) -> OutputSet:
+    """The output folder of one source of a job, with its copy where one is made."""
+    folder = f"{config.out}/{label}"
+    copy = None if config.upload is None else Copy(Path(folder), f"{config.upload.rstrip('/')}/{label}")
+    return OutputSet(folder, shards, copy)
 
 
 def _read_json(path: Path, remove: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from data.aliases import InputPath
 from data.sources.base import MEMORY, ReadOnce, Rejected, Sample, assemble, shard_id
+from data.sources.parquet_pages import check_pages
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
 
@@ -107,12 +108,14 @@ class ParquetSource:
         with _open(file) as parquet:
             columns = [field.name for field in parquet.schema_arrow if self._wanted(field)]
             try:
-                for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
-                    table = {name: _values(batch.column(name)) for name in columns}
-                    for values in zip(*table.values(), strict=True):
-                        yield once(self._sample(file, number, dict(zip(table, values, strict=True))))
-                        number += 1
-            except (pa.ArrowException, OSError) as error:
+                for group in groups:  # one by one, so that a damaged one takes none of those before it
+                    check_pages(file, _chunks(parquet.metadata, [group], columns))
+                    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
+                        table = {name: _values(batch.column(name)) for name in columns}
+                        for values in zip(*table.values(), strict=True):
+                            yield once(self._sample(file, number, dict(zip(table, values, strict=True))))
+                            number += 1
+            except (pa.ArrowException, OSError, ValueError) as error:
                 yield Rejected(file.name, "broken_shard", f"{error} (from row {number} on)")
 
     def _wanted(self, field: Any) -> bool:
@@ -147,6 +150,13 @@ def _open(file: Path) -> Any:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file} is not a Parquet file: {error}") from None
+
+
+def _chunks(metadata: Any, groups: list[int], columns: list[str]) -> list[Any]:
+    """The column chunks of some columns, with all fields of those that are structures."""
+    parts = [metadata.row_group(group) for group in groups]
+    chunks = [part.column(index) for part in parts for index in range(part.num_columns)]
+    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))]
 
 
 def _is_text(kind: Any) -> bool:

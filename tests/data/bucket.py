@@ -19,6 +19,7 @@ class Bucket:
     Attributes:
         failing: number of requests that are still answered with status 500.
         expired: whether the credential is refused, as S3 refuses one that has expired.
+        refused: end of the names of objects that may not be written; None: all may.
         seconds: that each answer takes longer.
         asked: number of requests.
     """
@@ -26,6 +27,7 @@ class Bucket:
     def __init__(self, app):
         self.app = app
         self.failing, self.expired, self.seconds, self.asked = 0, False, 0.0, 0
+        self.refused = None
         self.lock = threading.Lock()
 
     def __call__(self, environ, start_response):
@@ -37,11 +39,20 @@ class Bucket:
         if fails:
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
+        writes = environ["REQUEST_METHOD"] in ("PUT", "POST")
+        if self.refused is not None and writes and environ["PATH_INFO"].endswith(self.refused):
+            start_response("403 Forbidden", [("Content-Length", "0")])
+            return [b""]
         if self.expired:  # S3 says why in the body, which answers to HEAD requests do not have
             signed = "HTTP_AUTHORIZATION" in environ
             start_response("400 Bad Request" if signed else "403 Forbidden", [("Content-Length", "0")])
             return [b""]
         return self.app(environ, start_response)
+
+    def names(self, prefix):
+        """The names of all objects below a prefix, without it."""
+        found = self.client.list_objects_v2(Bucket="sets", Prefix=f"{prefix}/").get("Contents", [])
+        return [item["Key"].removeprefix(f"{prefix}/") for item in found]
 
     def upload(self, folder, prefix):
         """Put all files below a folder into the bucket."""

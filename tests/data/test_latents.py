@@ -9,6 +9,7 @@ import pytest
 import torch
 from streaming import StreamingDataset
 
+from data.draws import seeds_of
 from data.encoded_sets import EncodedSet, local_set, remote_set
 from data.latents import LatentTransform, latents
 from data.loading import Placement
@@ -163,6 +164,19 @@ def test_draws_follow_the_generator(load, stored):
     for text, seed in zip(one["text"], one["seed"].tolist(), strict=True):
         own = torch.tensor(stored[seed]["text"].astype(np.float32))
         assert (text == null).all() or (text == own).all()
+
+
+def test_draws_may_belong_to_samples(load):
+    """Then a sample's do not depend on the batch that it is in, nor on the generator."""
+    loading = load(caption_dropout=0.5, flip=0.5)
+    batch = next(iter(loading.loader))
+    batch["draws"] = seeds_of(batch["seed"], seed=1, batch=2)
+    whole = loading.on_device(batch)
+    parts = [loading.on_device({name: tensor[rows] for name, tensor in batch.items()}) for rows in ([0], [2, 1])]
+    for part, rows in zip(parts, ([0], [2, 1]), strict=True):
+        for name in ("latents", "text", "seed", "draws"):
+            torch.testing.assert_close(part[name], whole[name][rows], rtol=1e-5, atol=1e-6)
+    assert 0 < (whole["text"] == loading.null_text.float()).flatten(1).all(1).float().mean() < 1
 
 
 def test_streams_mix_by_their_proportions(latent_sets, load, stored):

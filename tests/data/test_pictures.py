@@ -5,12 +5,12 @@ import json
 from collections import Counter
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import IterableDataset
 
+from data.clip_library import open_clip
 from data.loading import Placement
 from data.pictures import pictures
 from data.sources.base import Rejected, Sample

@@ -1,11 +1,13 @@
 """Which samples and shards are left out when decoding processes die."""
 
+import multiprocessing
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from precompute.batch import InputShard, Position
-from precompute.decode import DecoderDied, Places
+from precompute.decode import DecoderDied, Places, worker_deaths
 from precompute.quarantine import LIMIT, Quarantine
 
 SHARDS = [InputShard("train", "a"), InputShard("train", "b")]
@@ -48,3 +50,30 @@ def test_places_are_those_of_processes(monkeypatch):
     monkeypatch.setattr("precompute.decode.get_worker_info", lambda: None)
     places.mark(SHARDS[1], 1)  # in the process of the encoders
     assert len(places.of({70, 71, 72})) == 3
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_worker_that_dies_while_it_hands_over_a_batch(monkeypatch, finished):
+    """The pipe breaks before PyTorch has noticed; a worker that has read everything blames no sample."""
+    places = Places(SHARDS)
+    monkeypatch.setattr("precompute.decode.get_worker_info", lambda: SimpleNamespace(id=2))
+
+    def work():
+        places.mark(SHARDS[1], 4)
+        if finished:
+            places.leave()
+        time.sleep(0.2)  # it dies after the pipe has broken
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    expected = pytest.raises(DecoderDied, match="exited while it handed over a batch")
+    with expected as death, worker_deaths(SimpleNamespace(places=places), workers=1):
+        raise EOFError
+    assert f"(pid(s) {worker.pid})" in death.value.reason
+    assert death.value.positions == ([] if finished else [Position(SHARDS[1], 4)])
+
+
+def test_a_pipe_that_breaks_without_a_death_is_no_death(monkeypatch):
+    monkeypatch.setattr("precompute.decode.NOTICED", 0.1)
+    with pytest.raises(ConnectionResetError), worker_deaths(SimpleNamespace(places=Places(SHARDS)), workers=1):
+        raise ConnectionResetError

@@ -1,0 +1,60 @@
+"""The copy of an encoded set in an object store: shards as they are finished, the manifest last."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from data.files import write_text
+
+RETRIES = 4
+MARKER = "uploaded.txt"  # in the folder of a shard, and of the whole set: the address of the copy
+
+
+class Copy:
+    """The copy of one output folder. Nothing is asked of the store before the first file.
+
+    Args:
+        folder: the output folder.
+        address: of the copy, such as s3://bucket/latents/train.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder, self.address = folder, address.rstrip("/")
+
+    def has(self, folder: Path) -> bool:
+        """Whether a folder of this set is in the copy."""
+        marker = folder / MARKER
+        return marker.is_file() and marker.read_text(encoding="utf-8") == self.address
+
+    def add(self, folder: Path, place: str, names: Iterable[str]) -> None:
+        """Upload files of a folder, one after the other, then mark the folder.
+
+        Args:
+            folder: with the files.
+            place: folder in the copy; "": its top.
+            names: of the files, in order.
+
+        Raises:
+            ValueError: the store refuses a file, or does not answer.
+        """
+        # Not above: the config is checked before imports that take seconds.
+        from streaming.base.storage import CloudUploader
+
+        from data.fetching import one_line
+
+        address = f"{self.address}/{place}".rstrip("/")
+        # streaming's uploaders warn of a folder that is not empty, and take files from one folder only.
+        with tempfile.TemporaryDirectory() as empty:
+            try:
+                uploader = CloudUploader.get((empty, address), keep_local=True, retry=RETRIES)
+                uploader.local = str(folder)
+                for name in names:
+                    uploader.upload_file(name)
+            except Exception as error:  # each store's client has its own errors, without a common base class
+                raise ValueError(
+                    f"upload: {address} cannot be written ({one_line(error)}); see whether the address is right and "
+                    "the credential allows it, then start the job again"
+                ) from error
+        write_text(folder / MARKER, self.address)

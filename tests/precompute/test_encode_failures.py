@@ -1,0 +1,187 @@
+"""The encode job where shards cannot be read, processes die, or another job is in the way."""
+
+import ctypes
+import os
+import re
+import signal
+
+import pytest
+from torch.utils.data import get_worker_info
+
+from benchmarks.killing import fork
+from data.locks import held
+from data.manifest import Manifest
+from data.sources.filters import Filter
+from data.sources.tars import TarSource
+from precompute.encode import main
+from tests.precompute.encode_checks import assert_same, expect_error
+
+
+def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path, monkeypatch, capsys):
+    path = recipe(workers=1)
+    read_shard = TarSource.read
+
+    def broken(self, shard):
+        yield from list(read_shard(self, shard))[:2]
+        if shard.startswith("00001"):
+            raise ConnectionError("the server is gone")
+        yield from list(read_shard(self, shard))[2:]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TarSource, "read", broken)
+        error = expect_error([path], capsys)
+    assert "1 input shards could not be read" in error and "the server is gone" in error
+    out = tmp_path / "out" / "train"
+    assert len(list((out / "shards").iterdir())) == 2 and not (out / "manifest.json").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(TarSource, "read", broken)
+        error = expect_error([path, "leave_out_unreadable=true"], capsys)
+    assert "1 input shards could not be read" in error and Manifest.read(out).shards == 2
+    assert_same([s for s in read(encoded) if not s["key"].startswith("00001")], read(out))
+    main([path])
+    assert_same(read(encoded), read(out))
+    assert not list((out / "unreadable").iterdir()) and Manifest.read(out).shards == 3
+
+
+def test_the_last_rank_names_what_the_others_could_not_read(recipe, tmp_path, monkeypatch, capsys):
+    """A rank that fails earlier than the others would make the launcher stop them."""
+    path = recipe(workers=0)
+    read_shard = TarSource.read
+
+    def broken(self, shard):
+        if shard.startswith("00001"):
+            raise EOFError("a library's own error")
+        return read_shard(self, shard)
+
+    monkeypatch.setattr(TarSource, "read", broken)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")  # its only shard is the broken one
+    main([path])
+    assert "rank 1 could not read: 00001" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "0")
+    error = expect_error([path], capsys)
+    assert "1 input shards could not be read" in error and "EOFError a library's own error" in error
+    assert len(list((tmp_path / "out" / "train" / "shards").iterdir())) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_picture_that_kills_the_decoder_is_rejected_and_the_job_goes_on(
+    encoded, read, recipe, tmp_path, monkeypatch, capsys, number
+):
+    decode = Filter.decode
+
+    def kill(self, sample, shrink_to=None):
+        if sample.key == "00001_003":
+            os.kill(os.getpid(), number)
+        return decode(self, sample, shrink_to)
+
+    monkeypatch.setattr(Filter, "decode", kill)
+    main([recipe(workers=2)])
+    assert_same([s for s in read(encoded) if s["key"] != "00001_003"], read(tmp_path / "out" / "train"))
+    assert Manifest.read(tmp_path / "out" / "train").rejected["kills_decoder"] == 1
+    assert "at sample 3 of 00001" in capsys.readouterr().out
+
+
+def test_a_picture_that_kills_a_job_without_workers_is_rejected_at_the_third_start(
+    encoded, read, recipe, tmp_path, monkeypatch, capsys
+):
+    decode, out, recipe = Filter.decode, tmp_path / "out", recipe(workers=0)
+
+    def killed_by(kill):
+        def patched(self, sample, shrink_to=None):
+            if sample.key == "00001_003":
+                kill()
+            return decode(self, sample, shrink_to)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Filter, "decode", patched)
+            child = fork(lambda: main([recipe]), tmp_path / "log.txt", {})
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert killed_by(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL  # from outside: no sample's fault
+    assert killed_by(lambda: ctypes.string_at(0)) == -signal.SIGSEGV
+    assert not (out / "crashes.jsonl").exists()  # the next start finds it
+    assert killed_by(lambda: ctypes.string_at(0)) == -signal.SIGSEGV
+    assert len((out / "crashes.jsonl").read_text().splitlines()) == 1
+    main([recipe])
+    assert_same([s for s in read(encoded) if s["key"] != "00001_003"], read(out / "train"))
+    assert Manifest.read(out / "train").rejected["kills_decoder"] == 1
+    printed = capsys.readouterr().out
+    for end in ("trying again", "rejected as kills_decoder"):
+        assert re.search(f"Fatal Python error: Segmentation fault .*at sample 3 of 00001.*{end}", printed), printed
+    assert not list(out.glob(".place-*")) and not list(out.glob(".fault-*"))
+
+
+def test_a_shard_that_kills_its_reader_is_given_up(encoded, read, recipe, tmp_path, monkeypatch, capsys):
+    read_shard = TarSource.read
+
+    def kill(self, shard):
+        for number, sample in enumerate(read_shard(self, shard)):
+            if number == 2 and shard.startswith("00001"):
+                os._exit(3)
+            yield sample
+
+    monkeypatch.setattr(TarSource, "read", kill)
+    error = expect_error([recipe(workers=1), "leave_out_unreadable=true"], capsys)
+    assert "1 input shards could not be read" in error and "die at sample 2 of 00001" in error
+    assert_same([s for s in read(encoded) if not s["key"].startswith("00001")], read(tmp_path / "out" / "train"))
+
+
+def test_two_jobs_do_not_write_into_one_folder(recipe, tmp_path, capsys):
+    ready, started = os.pipe()
+    wait, end = os.pipe()
+    child = os.fork()
+    if not child:  # the other job
+        os.close(end)
+        with held(tmp_path / "out" / ".lock-0", ""):
+            os.write(started, b".")
+            os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        error = expect_error([recipe()], capsys)
+    finally:
+        os.close(end)
+        os.close(wait)
+        os.waitpid(child, 0)
+    assert f"out: another encode job writes into {tmp_path / 'out'} (process {child} on " in error
+    main([recipe()])
+
+
+def test_a_shard_that_workers_count_differently_stays_undone(
+    encoded, read, recipe, tmp_path, tars, monkeypatch, capsys
+):
+    """As a remote shard can be, when one of two downloads breaks off."""
+    path = recipe(sources={"train": {"name": "tars", "urls": f"{tars}/00000.tar"}}, workers=2)
+    read_shard = TarSource.read
+
+    def torn(self, shard):
+        samples = list(read_shard(self, shard))
+        yield from samples[:3] if get_worker_info().id else samples
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TarSource, "read", torn)
+        error = expect_error([path], capsys)
+    assert "1 input shards could not be read" in error and "one process read samples up to number" in error
+    out = tmp_path / "out" / "train"
+    assert not list((out / "shards").iterdir()) and not (out / "manifest.json").exists()
+    main([path])
+    assert_same([s for s in read(encoded) if s["key"].startswith("00000")], read(out))
+
+
+def test_an_error_in_a_worker_keeps_its_traceback(recipe, monkeypatch):
+    def fail(self, sample, shrink_to=None):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Filter, "decode", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main([recipe(workers=1)])
+
+
+def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
+    def die(self, sample, shrink_to=None):
+        os._exit(9)
+
+    monkeypatch.setattr(Filter, "decode", die)
+    error = expect_error([recipe(workers=1)], capsys)
+    assert "a decoding process died" in error and "shm" in error
