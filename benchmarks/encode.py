@@ -21,10 +21,10 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import torch
 from diffusers import AutoencoderKL
-from open_clip import CLIP
 from safetensors.torch import save_model
 
 from benchmarks.reporting import write_results
+from data.clip_library import open_clip
 from recipes.encoders.text import open_clip_text
 from recipes.encoders.vae import kl_vae
 
@@ -56,7 +56,7 @@ def write_encoders(vae: dict[str, Any], text: dict[str, Any], folder: Path) -> N
     (folder / "text" / "open_clip_config.json").write_text(
         json.dumps({"model_cfg": config, "preprocess_cfg": preprocess})
     )
-    save_model(CLIP(**config), str(folder / "text" / "open_clip_model.safetensors"))
+    save_model(open_clip.CLIP(**config), str(folder / "text" / "open_clip_model.safetensors"))
 
 
 def rate(work, count: int, seconds: float, device: torch.device) -> float:

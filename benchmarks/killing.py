@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,12 +92,12 @@ def killed_jobs(recipe: list[str], folder: Path, ranks: list[int], kills: int, s
 def import_slow() -> None:
     """Import what encode jobs import, before processes are forked that do."""
     import diffusers.models
-    import open_clip  # noqa: F401
 
+    import data.clip_library
     import precompute.encode
     import precompute.job  # noqa: F401
 
-    assert diffusers.models.AutoencoderKL and precompute.encode.main
+    assert data.clip_library.open_clip and diffusers.models.AutoencoderKL and precompute.encode.main
 
 
 def start(arguments: list[str], world: int, log: Path, moment: float | None = None, victims: list[int] = ()) -> bool:
@@ -116,7 +118,10 @@ def start(arguments: list[str], world: int, log: Path, moment: float | None = No
     """
     log.write_bytes(b"")
     began = time.monotonic()
-    left = {fork(arguments, rank, world, log): rank for rank in range(world)}
+    left = {
+        fork(partial(encode, arguments), log, {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}): rank
+        for rank in range(world)
+    }
     killed: set[int] = set()
     while left:
         for process in list(left):
@@ -139,8 +144,21 @@ def start(arguments: list[str], world: int, log: Path, moment: float | None = No
     return bool(killed)
 
 
-def fork(arguments: list[str], rank: int, world: int, log: Path) -> int:
-    """A process, and leader of a group, that runs the job as a launcher's rank does."""
+def encode(arguments: list[str]) -> None:
+    """The job itself, in a process of its own."""
+    from precompute.encode import main
+
+    main(arguments)
+
+
+def fork(run: Callable[[], None], log: str | Path, environment: Mapping[str, object]) -> int:
+    """A process, and leader of a group, that runs a function and exits as a script does whose code that is.
+
+    Args:
+        run: the function.
+        log: what the process prints is added to this file.
+        environment: variables of the process, beside those of this one.
+    """
     child = os.fork()
     if child:
         os.setpgid(child, child)  # here and there: whichever comes first
@@ -148,13 +166,11 @@ def fork(arguments: list[str], rank: int, world: int, log: Path) -> int:
     code = 1
     try:
         os.setpgid(0, 0)
-        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        from precompute.encode import main as encode
-
-        encode(arguments)
+        os.environ |= {name: str(value) for name, value in environment.items()}
+        run()
         code = 0
     except SystemExit as error:
         code = error.code

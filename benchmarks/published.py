@@ -2,7 +2,8 @@
 
     python benchmarks/published.py
 
-Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table, and predicts the others.
+Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table and on two figures of
+Megatron-LM, and predicts the others, those of FAIR's vision transformers, and sizes of DALL-E.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import dataclasses
 import re
+from collections.abc import Iterable, Iterator
 
+from benchmarks.published_scaling import fitted_v100, megatron_rows
+from benchmarks.published_vits import vit_rows
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.costs import cost_of
-from recipes.planning.footprint import Devices
-from recipes.planning.gpus import DEVICES, SHARES, Shares
+from recipes.planning.devices import Devices
+from recipes.planning.gpus import DEVICES, SHARES, V100_SHARES, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place, Setting, plan_of
 from recipes.planning.step_time import pass_times
@@ -64,31 +68,49 @@ def setting_of(planner: Planner, gpus: int, shares: Shares) -> Setting:
     return next(s for s in settings if (s.division, s.microbatch, s.recompute) == wanted)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    planners = [Planner(load_config(ROOT / yaml, [], Recipe, [])) for yaml in YAMLS]
-    shares = fitted(planners)
-    print(f"fitted: compute {shares.compute:.3f}, gap {1e6 * shares.gap:.1f} us, links {shares.links:.3f}")
-    print(f"used:   compute {SHARES.compute:.3f}, gap {1e6 * SHARES.gap:.1f} us, links {SHARES.links:.3f}\n")
-    print("| A100s | resolution | published | predicted | difference | |")
-    print("| --- | --- | --- | --- | --- | --- |")
+def table(title: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Rows of a Markdown table: what, published, predicted, difference."""
+    lines = [f"| {title} | published | predicted | difference |", "| --- | --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def diffusion_rows(planners: list[Planner]) -> Iterator[tuple[str, ...]]:
+    """Images per second of Stable Diffusion 2 on A100s."""
     for number, resolution in enumerate((256, 512)):
         for gpus, rates in RATES.items():
             predicted = BATCH / setting_of(planners[number], gpus, SHARES).time.total
             used = FITTED.get((gpus, number))
-            note = f"fitted: {used}" if used else "predicted"
-            off = predicted / rates[number] - 1
-            print(f"| {gpus} | {resolution} | {rates[number]:,} | {predicted:,.0f} | {off:+.1%} | {note} |")
-    print("\n| DALL-E | what | published | predicted |\n| --- | --- | --- | --- |")
+            off = f"{predicted / rates[number] - 1:+.1%}" + (f", fitted: {used}" if used else "")
+            yield f"{gpus} A100s at {resolution}", f"{rates[number]:,}", f"{predicted:,.0f}", off
+
+
+def dalle_rows() -> Iterator[tuple[str, ...]]:
+    """DALL-E's messages and weights."""
     for name, width, saved in SAVED:
         recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [], Recipe, [])
         task = build_on_meta(recipe.model)
         cost = cost_of(recipe.algorithms["powersgd"], plan_of(task, Devices(1024, 128), recipe.output))
         found = re.search(r"(\d+)% are saved", cost.sent_note)[1]
-        print(f"| d = {width} | traffic of the blocks' matrices that PowerSGD saves | {saved}% | {found}% |")
+        what = f"d = {width}: traffic of the blocks' matrices that PowerSGD saves"
+        yield what, f"{saved}%", f"{found}%", f"{int(found) - saved:+d} points"
         if name == "dalle_12b":
             size = 2 * sum(p.numel() for p in task.parameters()) / 1e9
-            print(f"| d = {width} | GB of weights in 16 bits | about 24 | {size:.1f} |")
+            yield f"d = {width}: GB of weights in 16 bits", "about 24", f"{size:.1f}", f"{size / 24 - 1:+.1%}"
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    planners = [Planner(load_config(ROOT / yaml, [], Recipe, [])) for yaml in YAMLS]
+    for gpu, found, used in (("A100", fitted(planners), SHARES), ("V100", fitted_v100(SHARES), V100_SHARES)):
+        for name, shares in (("fitted", found), ("used", used)):
+            print(
+                f"{gpu}, {name}: compute {shares.compute:.3f}, gap {1e6 * shares.gap:.1f} us, links {shares.links:.3f}"
+            )
+    print()
+    print(table("Stable Diffusion 2, images/s", diffusion_rows(planners)), end="\n\n")
+    print(table("Megatron-LM on V100s", megatron_rows(V100_SHARES)), end="\n\n")
+    print(table("FAIR's ViTs on A100s", vit_rows()), end="\n\n")
+    print(table("DALL-E", dalle_rows()))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ if one has grown. Checkpoints, exports and loggers are off, and what is written 
 """
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import statistics
@@ -110,22 +111,9 @@ def growth(notes: list[tuple[float, int]]) -> float:
 
 def soak(recipe: Recipe, seconds: float) -> MemoryOverTime:
     """Train a recipe for so many seconds. It has no length of its own, and saves nothing."""
-    import importlib
-
     trainers = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
     notes = MemoryOverTime(seconds)
-    build_parts = trainers.build_parts
-
-    def with_notes(*arguments):
-        parts = build_parts(*arguments)
-        parts.callbacks["soak"] = notes
-        return parts
-
-    trainers.build_parts = with_notes
-    try:
-        trainer = trainers.build_trainer(recipe)
-    finally:
-        trainers.build_parts = build_parts
+    trainer = trainers.build_trainer(recipe, lambda parts: parts.callbacks.update(soak=notes))
     try:
         trainer.fit()
     except TimeIsUp:

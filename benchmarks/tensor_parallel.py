@@ -86,7 +86,7 @@ def measure(layers: dict[str, int], options: argparse.Namespace, device: torch.d
         plan = task.tensor_plan()
         low = FLOAT if device.type == "cpu" else 2
         sent = sent_bytes(plan, options.batch, devices, value=low, loss_value=low) if devices > 1 else 0.0
-        number = messages(plan, options.batch)[0] if devices > 1 else 0
+        number = sum(m.count for m in messages(plan, options.batch, devices) if m.what == "branches" and devices > 1)
         facts[name] = sum(p.numel() for p in task.parameters()), number, sent
         if dist.get_rank() >= devices:
             works[name] = dist.barrier

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL
-from open_clip import CLIP
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.encode import TEXTS, VAES, VISION
 from benchmarks.latent_sets import Encoders
+from data.clip_library import open_clip
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.encoders.text import Tower
@@ -116,7 +116,7 @@ def flops(size: Size, recipe: Recipe, resolution: int) -> dict[str, float]:
         encoder = AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, **vae
         )
-        tower = Tower(CLIP(embed_dim=64, vision_cfg=VISION, text_cfg=text), "text")
+        tower = Tower(open_clip.CLIP(embed_dim=64, vision_cfg=VISION, text_cfg=text), "text")
         tower.blocks = tower.blocks[:-1]
         works = {
             "VAE": lambda: encoder.encode(torch.empty(1, 3, resolution, resolution)),

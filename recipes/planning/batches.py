@@ -41,7 +41,9 @@ def blank_batch(recipe: Recipe, task: Task, samples: int) -> dict[str, Tensor]:
             text = torch.empty(samples, needs["text_positions"], dtype=torch.long)
             image = torch.empty(samples, needs["side"] ** 2, dtype=torch.long)
             return {"text": text, "image": image, "text_tokens": torch.empty(samples)}
-    known = "latent_diffusion and autoregressive"
+        if recipe.model.name == "language":
+            return {"tokens": torch.empty(samples, needs["positions"] + 1, dtype=torch.long)}
+    known = "latent_diffusion, autoregressive and language"
     raise ValueError(f"model.name: plan.py knows the batches of {known}, not those of {recipe.model.name}")
 
 

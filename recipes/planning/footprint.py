@@ -12,6 +12,8 @@ from recipes.planning.costs import Costs
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import held, messages, sent_bytes
 
+NAMES = {"all_reduce": "all-reduces", "all_gather": "all-gathers", "reduce_scatter": "reduce-scatters"}
+
 
 def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices) -> str:
     """What weights, gradients and optimizer state take on each device, and under FSDP what is gathered there."""
@@ -71,11 +73,22 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
         plan, samples = task.tensor_plan(), recipe.training.device_batch(devices.world)
         low = recipe.training.precision in ("amp_bf16", "amp_fp16")
         value, loss_value = (2 if low or costs.gathered else FLOAT), (2 if low else FLOAT)
-        sent = sent_bytes(plan, samples, devices.tensor, value=value, loss_value=loss_value)
-        count, values = messages(plan, samples // microbatches_of(recipe, devices))
+        passes, sequence = microbatches_of(recipe, devices), recipe.training.sequence_parallel
+        sent = sent_bytes(
+            plan,
+            samples,
+            devices.tensor,
+            value=value,
+            loss_value=loss_value,
+            table_value=2 if fsdp is not None and gathered_format(recipe, costs) == "bf16" else FLOAT,
+            sequence=sequence,
+            passes=passes,
+        )
+        inside = [one for one in messages(plan, samples // passes, devices.tensor, sequence) if one.what == "branches"]
+        counts = " and ".join(f"{one.count} {NAMES[one.kind]}" for one in inside)
         yield (
-            f"within {devices.tensor} tensor parallel devices: each sends {size_text(sent)} per step; {count} "
-            f"all-reduces of {size_text(value * values)} per microbatch, one forward and one backward in each branch"
+            f"within {devices.tensor} tensor parallel devices: each sends {size_text(sent)} per step; {counts} of "
+            f"{size_text(value * inside[0].values)} per microbatch in {len(plan.branches)} branches"
         )
     if devices.replicas > 1:
         cost = next((c for c in costs.algorithms.values() if c.sent_bytes is not None), None)

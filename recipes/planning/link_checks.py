@@ -9,8 +9,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from data.cost import size_text
+from data.cost import FLOAT, all_reduce_bytes, size_text
 from recipes.planning.finding import Finding
 
 # Clocks that differ by more than this confuse logs, and certificates and tokens of object stores.
@@ -53,22 +54,31 @@ def clocks(device: torch.device) -> Finding:
 
 def bandwidth(device: torch.device) -> Finding:
     """The rate of an all-reduce, as the bytes that each device sends per second in a ring."""
-    world, words = dist.get_world_size(), torch.ones(WORDS, device=device)
+    world, rate = dist.get_world_size(), all_reduce_rate(device)
+    if rate is None:
+        return Finding("error", "links", f"an all-reduce over {world} ranks gives wrong sums: check cables and memory")
+    size = size_text(FLOAT * WORDS)
+    return Finding("ok", "links", f"{size_text(rate)}/s per device in an all-reduce of {size} over {world} ranks")
+
+
+def all_reduce_rate(device: torch.device, group: ProcessGroup | None = None) -> float | None:
+    """The bytes that each device sends per second in a ring all-reduce, at best; None: the sums are wrong.
+
+    Args:
+        device: of this process.
+        group: the processes; None: all.
+    """
+    world, words = dist.get_world_size(group), torch.ones(WORDS, device=device)
     seconds = []
     for _ in range(ROUNDS):
         words.fill_(1.0)
         _wait(device)
         began = time.perf_counter()
-        dist.all_reduce(words)
+        dist.all_reduce(words, group=group)
         _wait(device)
         seconds.append(time.perf_counter() - began)
-    if not bool((words == world).all()):
-        return Finding("error", "links", f"an all-reduce over {world} ranks gives wrong sums: check cables and memory")
-    sent = 2 * (world - 1) / world * words.nbytes
-    rate = size_text(int(sent / min(seconds)))
-    return Finding(
-        "ok", "links", f"{rate}/s per device in an all-reduce of {size_text(words.nbytes)} over {world} ranks"
-    )
+    right = bool((words == world).all())
+    return all_reduce_bytes(words.nbytes, world) / min(seconds) if right else None
 
 
 def _wait(device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Iterator
 
 import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
 
@@ -14,8 +15,11 @@ from recipes.planning.costs import costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
-from recipes.planning.settings import USABLE, Place, Setting, best_of, plan_of, settings_of
-from recipes.planning.trace import NUMBERS, traces_of
+from recipes.planning.settings import USABLE, Place, Run, Setting, best_of, plan_of, runs_of, settings_of
+from recipes.planning.tensor_parallel import keep_part
+from recipes.planning.trace import NUMBERS, Traces, traces_of
+
+MOST_DOUBLINGS = 7  # of the number of devices, in the search for one that a model fits on
 
 
 class Planner:
@@ -28,13 +32,26 @@ class Planner:
         """
         self.recipe = recipe
         self.task = build_on_meta(traced_model(recipe))
-        batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
-        self.sample_bytes = sample_bytes(batches[0])
-        self.traces = traces_of(self.task, batches)
+        self.batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
+        self.sample_bytes = sample_bytes(self.batches[0])
+        self.traces = traces_of(self.task, self.batches)
+        self._divided = {1: self.traces}
 
     def settings(self, place: Place) -> list[Setting]:
         """All ways to train it there. Raises ValueError where the batch does not divide."""
-        return list(settings_of(self.recipe, self.task, self.traces, place))
+        return list(settings_of(self.runs(place)))
+
+    def runs(self, place: Place) -> Iterator[Run]:
+        """All ways to divide it there. Raises ValueError where the batch does not divide."""
+        return runs_of(self.recipe, self.task, self.divided, place)
+
+    def divided(self, devices: int) -> Traces:
+        """The traces of one of the devices that divide each matrix."""
+        if devices not in self._divided:
+            part = build_on_meta(traced_model(self.recipe))
+            keep_part(part, devices)
+            self._divided[devices] = traces_of(part, self.batches, self.traces.low.visible)
+        return self._divided[devices]
 
     def report(self, places: Iterable[Place], price: float | None) -> str:
         """A text about all places.
@@ -70,14 +87,27 @@ class Planner:
         title = f"{count_text(place.world, 'GPU')} ({place.device.name}, {room} usable of each)"
         if best is None:
             least = min(settings, key=lambda setting: setting.memory.total)
-            larger = [name for name, device in DEVICES.items() if least.fits(device)]
+            larger = [name for name, device in DEVICES.items() if least.memory.fits(device)]
             where = f", which fits on {', '.join(larger)}" if larger else "; no device of the table has it"
+            more = self._more(place)
+            where += f"; or on {more} GPUs of this kind" if more else "; nor does it fit on more GPUs of this kind"
             return [f"{title}: nothing fits; the least is {least}: {size_text(least.memory.total)}{where}"]
         lines = [f"{title}: {best}", *self._details(best, place, price)]
-        divisions = dict.fromkeys(setting.division for setting in settings)
-        for division in divisions:
-            lines.append("  " + self._other(division, settings, best, place))
+        for way in dict.fromkeys(setting.way for setting in settings):
+            lines.append("  " + self._other(way, [setting for setting in settings if setting.way == way], place))
         return lines
+
+    def _more(self, place: Place) -> int | None:
+        """The least number of devices that the model fits on, of some machines; None: it does not, or not as far as
+        the batch divides."""
+        for doublings in range(1, MOST_DOUBLINGS + 1):
+            larger = dataclasses.replace(place, world=place.world << doublings)
+            try:
+                if any(run.memory(1, True).fits(place.device) for run in self.runs(larger)):
+                    return larger.world
+            except ValueError:  # the batch does not divide any further
+                return None
+        return None
 
     def _details(self, best: Setting, place: Place, price: float | None) -> Iterable[str]:
         memory, time = best.memory, best.time
@@ -89,6 +119,7 @@ class Planner:
         yield (
             f"  step    {time.total:.3f} s, bound by {time.bound}: arithmetic {time.compute:.3f}, memory traffic "
             f"{time.traffic:.3f}, gaps {time.gaps:.3f}, update {time.update:.3f}"
+            + (f", messages of tensor parallelism {time.exposed:.3f}" if time.exposed else "")
         )
         yield f"  beside  messages {time.messages:.3f} s, launches {time.host:.3f} s"
         rate = self.recipe.training.global_batch / time.total
@@ -100,17 +131,17 @@ class Planner:
             cost = "" if price is None else f", {price * hours * place.world:,.0f} at {price:g} per GPU-hour"
             yield f"  run     {hours:,.1f} hours, {hours * place.world:,.0f} GPU-hours{cost}"
 
-    def _other(self, division: str, settings: list[Setting], best: Setting, place: Place) -> str:
-        own = [setting for setting in settings if setting.division == division]
+    def _other(self, way: str, own: list[Setting], place: Place) -> str:
         chosen = best_of(own, place.device)
         if chosen is None:
             least = min(own, key=lambda setting: setting.memory.total)
-            return f"{division}: does not fit, {size_text(least.memory.total)} at the least"
+            return f"{way}: does not fit, {size_text(least.memory.total)} at the least"
         text = f"{chosen}: {chosen.time.total:.3f} s, {size_text(chosen.memory.total)}"
-        larger = [s for s in own if s.microbatch > chosen.microbatch and s.recompute == chosen.recompute]
+        alike = [s for s in own if (s.division, s.recompute) == (chosen.division, chosen.recompute)]
+        larger = [s for s in alike if s.microbatch > chosen.microbatch]
         if larger:
             following = min(larger, key=lambda s: s.microbatch)
-            if not following.fits(place.device):
+            if not following.memory.fits(place.device):
                 return f"{text}; microbatch {following.microbatch} would take {size_text(following.memory.total)}"
             gain = 1 - following.time.total / chosen.time.total
             return f"{text}; microbatch {following.microbatch} would gain {gain:.1%}"

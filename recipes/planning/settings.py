@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from data.cost import FLOAT, Plan
 from recipes.config.build import build
@@ -16,7 +17,8 @@ from recipes.planning.devices import Devices
 from recipes.planning.footprint import gathered_sizes, gradient_traffic
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.step_time import BACKWARD_PASSES, LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
-from recipes.planning.trace import Traces
+from recipes.planning.tensor_parallel import check_tensor_parallel, divided_share, held, messages, sent_bytes
+from recipes.planning.trace import BYTES, Traces
 
 # Of a device's memory: the rest is taken by CUDA, by workspaces of kernels and by fragments. Not measured here.
 USABLE = 0.9
@@ -45,6 +47,10 @@ class Memory:
         """Sum of all parts."""
         return sum(dataclasses.astuple(self))
 
+    def fits(self, device: Device) -> bool:
+        """Whether a device has it."""
+        return self.total <= USABLE * device.memory
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -52,6 +58,7 @@ class Setting:
 
     Attributes:
         division: DDP, or a strategy of FSDP with its replicas.
+        tensor: devices that divide the matrices of each layer, `training.tensor_parallel`.
         microbatch: samples per pass.
         recompute: whether activations are recomputed.
         memory: on each device.
@@ -59,17 +66,20 @@ class Setting:
     """
 
     division: str
+    tensor: int
     microbatch: int
     recompute: bool
     memory: Memory
     time: StepTime
 
-    def __str__(self) -> str:
-        return f"{self.division}, microbatch {self.microbatch}{', recomputing' if self.recompute else ''}"
+    @property
+    def way(self) -> str:
+        """What settings that are compared with each other have in common."""
+        return self.division if self.tensor == 1 else f"tensor_parallel {self.tensor}"
 
-    def fits(self, device: Device) -> bool:
-        """Whether a device has the memory."""
-        return self.memory.total <= USABLE * device.memory
+    def __str__(self) -> str:
+        division = self.division if self.tensor == 1 else f"tensor_parallel {self.tensor}, {self.division}"
+        return f"{division}, microbatch {self.microbatch}{', recomputing' if self.recompute else ''}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,15 @@ class Place:
     world: int
     machine: int
 
+    def check_links(self) -> None:
+        """Raises ValueError where the rate of links that are used is not known."""
+        if self.device.within is None and min(self.world, self.machine) > 1:
+            raise ValueError(
+                "--gpu: links within a machine were not measured; calibrate again with torchrun --nproc_per_node N"
+            )
+        if self.device.between is None and self.world > self.machine:
+            raise ValueError("--gpu: links between machines were not measured; give --between, in GB/s")
+
 
 DIVISIONS: dict[str, FSDP | None] = {
     "DDP": None,
@@ -99,44 +118,66 @@ DIVISIONS: dict[str, FSDP | None] = {
 }
 
 
-def settings_of(recipe: Recipe, task: Task, traces: Traces, place: Place) -> Iterator[Setting]:
-    """All ways to train a recipe, whether they fit or not. Those that the recipe's algorithms refuse are left out.
+def settings_of(runs: Iterable[Run]) -> Iterator[Setting]:
+    """All settings of ways to divide a run, whether they fit or not."""
+    for run in runs:
+        for microbatch in _microbatches(run.batch):
+            for recompute in (False, True):
+                yield run.setting(microbatch, recompute)
+
+
+def runs_of(recipe: Recipe, task: Task, traces: Callable[[int], Traces], place: Place) -> Iterator[Run]:
+    """All ways to divide a recipe over devices. Those that its algorithms refuse are left out.
 
     Args:
         recipe: checked.
         task: on the meta device.
-        traces: of the task.
+        traces: gives those of the task, with its matrices divided over a number of devices.
         place: where.
 
     Raises:
-        ValueError: the batch does not divide over the devices, or the recipe has tensor parallel groups.
+        ValueError: the batch does not divide over the devices, or the rate of their links is not known.
     """
-    if recipe.training.tensor_parallel > 1:
-        raise ValueError("training.tensor_parallel: the planner knows only FSDP and DDP; give 1, or use --dry-run")
-    batch = recipe.training.device_batch(place.world)
-    for name, fsdp in DIVISIONS.items():
-        if place.world == 1 and fsdp is not None:
-            continue
-        if fsdp is not None and fsdp.replicas == "machines" and place.world <= place.machine:
-            continue
-        training = dataclasses.replace(recipe.training, fsdp=fsdp)
-        divided = dataclasses.replace(recipe, training=training)
-        try:
-            replicas = place.world if fsdp is None else fsdp.replicas_in(place.world, min(place.machine, place.world))
-            devices = Devices(place.world, replicas)
-            costs = costs_of(divided, plan_of(task, devices, recipe.output))
-        except ValueError:
-            continue
-        for microbatch in _microbatches(batch):
-            for recompute in (False, True):
-                memory = _memory(divided, task, traces, costs, devices, microbatch, batch, recompute)
-                time = _time(divided, task, traces, costs, devices, place, microbatch, batch, recompute)
-                yield Setting(name, microbatch, recompute, memory, time)
+    machine = min(place.machine, place.world)
+    place.check_links()
+    tensors = [n for n in range(1, machine + 1) if machine % n == 0] if task.tensor_plan() else [1]
+    ways = 0
+    for tensor in tensors:
+        for name, fsdp in DIVISIONS.items():
+            training = dataclasses.replace(recipe.training, fsdp=fsdp, tensor_parallel=tensor)
+            divided = dataclasses.replace(recipe, training=training)
+            try:
+                batch = training.device_batch(place.world)
+                devices = Devices.of(training, place.world, machine)
+                check_tensor_parallel(divided, devices, task)
+                costs = costs_of(divided, plan_of(task, devices, recipe.output))
+            except ValueError:
+                continue
+            # What FSDP would not divide is DDP, and what it divides within one machine only is FULL_SHARD.
+            if fsdp is not None and (devices.shards == 1 or (fsdp.replicas == "machines" and devices.replicas == 1)):
+                continue
+            ways += 1
+            label = "no FSDP" if fsdp is None and tensor == place.world > 1 else name
+            yield Run(label, divided, task, traces(tensor), costs, devices, place, batch)
+    if not ways:
+        _raise_indivisible(recipe, place)
+
+
+def _raise_indivisible(recipe: Recipe, place: Place) -> None:
+    """For a batch that no number of groups divides: say which numbers of devices do."""
+    batch = recipe.training.global_batch
+    near = [n for n in range(1, 2 * place.world + 1) if batch % n == 0]
+    fits = {max(n for n in near if n <= place.world), *[n for n in near if n > place.world][:1]}
+    instead = " or ".join(str(n) for n in sorted(fits))
+    raise ValueError(
+        f"training.global_batch: {batch} does not divide over {place.world} devices; the nearest numbers of devices "
+        f"that divide it: {instead}"
+    )
 
 
 def best_of(settings: list[Setting], device: Device) -> Setting | None:
     """The fastest setting that fits; among those within 1%, the one that takes the least memory."""
-    fitting = [setting for setting in settings if setting.fits(device)]
+    fitting = [setting for setting in settings if setting.memory.fits(device)]
     if not fitting:
         return None
     fastest = min(setting.time.total for setting in fitting)
@@ -145,15 +186,18 @@ def best_of(settings: list[Setting], device: Device) -> Setting | None:
 
 def plan_of(task: Task, devices: Devices, output: str) -> Plan:
     """What components are told of a run to say what they cost."""
+    parameters, trained = _counts(task)
     return Plan(
         task=task,
-        parameters=sum(p.numel() for p in task.parameters()),
-        trained=sum(p.numel() for p in task.parameters() if p.requires_grad),
+        parameters=parameters,
+        trained=trained,
         replicas=devices.replicas,
-        shards=devices.shards,
+        shards=devices.shards * devices.tensor,
         output=output,
         averaged=False,
         build=build,
+        tensor=devices.tensor,
+        matrices=divided_share(task, devices),
     )
 
 
@@ -169,72 +213,106 @@ def _counts(task: Task) -> tuple[int, int]:
     )
 
 
-def _memory(
-    recipe: Recipe,
-    task: Task,
-    traces: Traces,
-    costs: Costs,
-    devices: Devices,
-    microbatch: int,
-    batch: int,
-    recompute: bool,
-) -> Memory:
+@dataclass(frozen=True)
+class Run:
+    """A recipe on devices that are divided in one way.
+
+    Attributes:
+        division: see `Setting`.
+        recipe: with the keys of this way.
+        task: on the meta device.
+        traces: of one of the devices that divide its matrices.
+        costs: of its components.
+        devices: how they are divided.
+        place: where they are.
+        batch: samples per step on each device, which those that divide matrices share.
+    """
+
+    division: str
+    recipe: Recipe
+    task: Task
+    traces: Traces
+    costs: Costs
+    devices: Devices
+    place: Place
+    batch: int
+
+    @cached_property
+    def held(self) -> int:
+        """Values that a device has if FSDP does not divide them."""
+        return held(self.task, self.task, self.devices)
+
+    @cached_property
+    def gathered(self) -> list[int]:
+        """Bytes of the units that FSDP gathers."""
+        return gathered_sizes(self.recipe, self.task, self.costs, self.devices)
+
+    def setting(self, microbatch: int, recompute: bool) -> Setting:
+        """What the run takes with a microbatch."""
+        memory, time = self.memory(microbatch, recompute), self.time(microbatch, recompute)
+        return Setting(self.division, self.devices.tensor, microbatch, recompute, memory, time)
+
+    def memory(self, microbatch: int, recompute: bool) -> Memory:
+        """On each device."""
+        parameters, trained = _counts(self.task)
+        fsdp, devices, costs = self.recipe.training.fsdp, self.devices, self.costs
+        halves = 2 * costs.stored_16_bit
+        share = self.held / parameters
+        state = (FLOAT * (parameters + trained) - 2 * halves) * share / devices.shards + costs.optimizer.device_bytes
+        trace = self.traces.at(microbatch)
+        activations = trace.inputs + trace.largest + trace.outside if recompute else trace.kept
+        passes = -(-self.batch // microbatch)
+        if fsdp is None:
+            # Autocast keeps 16-bit weights for the length of a pass, or `working_weights` for that of a step.
+            working = 2.0 * (parameters - costs.stored_16_bit) * share
+            buckets = FLOAT * trained * share * (devices.replicas > 1 and passes > 1)
+        else:
+            # One unit computes while the next one is gathered.
+            working = sum(self.gathered) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(self.gathered)
+            buckets = FLOAT * self.held * (fsdp.sync == "batch" and passes > 1)
+        algorithms = sum(cost.device_bytes for cost in costs.algorithms.values())
+        return Memory(state, working, buckets, algorithms, activations)
+
+    def time(self, microbatch: int, recompute: bool) -> StepTime:
+        """Of a step."""
+        passes = self.batch / microbatch
+        place, devices, trace = self.place, self.devices, self.traces.at(microbatch)
+        compute, traffic, gaps = pass_times(trace, place.device, place.peak, place.shares, recompute)
+        update = UPDATE_BYTES * self.held * _trained_share(self.task) / devices.shards
+        update /= place.shares.memory * place.device.bandwidth
+        within, between = self.sent(math.ceil(passes))
+        messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
+        host = LAUNCH * len(trace.operations) * (BACKWARD_PASSES + 1 + recompute) * passes
+        parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
+        return StepTime(*parts, exposed=self.exposed(passes))
+
+    def exposed(self, passes: float) -> float:
+        """Seconds of the messages for which the devices that divide matrices wait."""
+        if self.devices.tensor == 1:
+            return 0.0
+        plan, shares = self.task.tensor_plan(), self.place.shares
+        devices, sequence = self.devices.tensor, self.recipe.training.sequence_parallel
+        sent = sent_bytes(
+            plan, self.batch, devices, value=BYTES, loss_value=BYTES, sequence=sequence, passes=math.ceil(passes)
+        )
+        count = sum(message.count for message in messages(plan, self.batch, devices, sequence))
+        return sent / (shares.links * self.place.device.within) + shares.gap * count * passes
+
+    def sent(self, passes: int) -> tuple[float, float]:
+        """Bytes that each device sends per step to other shards, and to other replicas."""
+        fsdp, devices, costs = self.recipe.training.fsdp, self.devices, self.costs
+        within = between = 0.0
+        if fsdp is not None and devices.shards > 1:
+            reduced = 1 if fsdp.sync == "batch" else passes
+            gathered = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
+            share = (devices.shards - 1) / devices.shards
+            within = share * (gathered * sum(self.gathered) + reduced * FLOAT * self.held)
+        if devices.replicas > 1:
+            own = next((c.sent_bytes for c in costs.algorithms.values() if c.sent_bytes is not None), None)
+            between = gradient_traffic(self.task, devices, costs.stored_16_bit) if own is None else own
+        return within, between
+
+
+def _trained_share(task: Task) -> float:
     parameters, trained = _counts(task)
-    fsdp = recipe.training.fsdp
-    halves = 2 * costs.stored_16_bit
-    state = (FLOAT * (parameters + trained) - 2 * halves) / devices.shards + costs.optimizer.device_bytes
-    trace = traces.at(microbatch)
-    activations = trace.inputs + trace.largest + trace.outside if recompute else trace.kept
-    passes = -(-batch // microbatch)
-    if fsdp is None:
-        # Autocast keeps 16-bit weights for the length of a pass, or `working_weights` for that of a step.
-        working = 2.0 * (parameters - costs.stored_16_bit)
-        buckets = FLOAT * trained * (devices.world > 1 and passes > 1)
-    else:
-        sizes = gathered_sizes(recipe, task, costs, devices)
-        # One unit computes while the next one is gathered.
-        working = sum(sizes) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(sizes)
-        buckets = FLOAT * parameters * (fsdp.sync == "batch" and passes > 1)
-    return Memory(
-        state, working, buckets, sum(c.device_bytes for c in costs.algorithms.values()), activations
-    )
-
-
-def _time(
-    recipe: Recipe,
-    task: Task,
-    traces: Traces,
-    costs: Costs,
-    devices: Devices,
-    place: Place,
-    microbatch: int,
-    batch: int,
-    recompute: bool,
-) -> StepTime:
-    passes = batch / microbatch
-    trace = traces.at(microbatch)
-    compute, traffic, gaps = pass_times(trace, place.device, place.peak, place.shares, recompute)
-    _, trained = _counts(task)
-    update = UPDATE_BYTES * trained / devices.shards / (place.shares.memory * place.device.bandwidth)
-    within, between = _sent(recipe, task, costs, devices, math.ceil(passes))
-    messages = message_seconds(
-        within, between, devices.shards, devices.replicas, place.machine, place.device, place.shares
-    )
-    host = LAUNCH * len(trace.operations) * (BACKWARD_PASSES + 1 + recompute) * passes
-    return StepTime(passes * compute, passes * traffic, update, passes * gaps, messages, host)
-
-
-def _sent(recipe: Recipe, task: Task, costs: Costs, devices: Devices, passes: int) -> tuple[float, float]:
-    """Bytes that each device sends per step to other shards, and to other replicas."""
-    fsdp = recipe.training.fsdp
-    within = between = 0.0
-    if fsdp is not None and devices.shards > 1:
-        reduced = 1 if fsdp.sync == "batch" else passes
-        gathered = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
-        share = (devices.shards - 1) / devices.shards
-        weights = sum(gathered_sizes(recipe, task, costs, devices))
-        within = share * (gathered * weights + reduced * FLOAT * _counts(task)[0])
-    if devices.replicas > 1:
-        own = next((c.sent_bytes for c in costs.algorithms.values() if c.sent_bytes is not None), None)
-        between = gradient_traffic(task, devices, costs.stored_16_bit) if own is None else own
-    return within, between
+    return trained / parameters

@@ -3,8 +3,10 @@ longer, and a step as long as the GPU's work, its messages or the host's launche
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from recipes.planning.devices import Devices
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.trace import Trace
 
@@ -24,6 +26,7 @@ class StepTime:
         traffic: operations that memory traffic bounds.
         update: of the weights.
         messages: sent within and between machines, if nothing else went on.
+        exposed: messages of tensor parallelism, for which the GPU waits.
         gaps: between operations.
         host: launches.
     """
@@ -34,6 +37,7 @@ class StepTime:
     gaps: float
     messages: float
     host: float
+    exposed: float = 0.0
 
     @property
     def device(self) -> float:
@@ -42,15 +46,20 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step, in which messages and launches overlap with the GPU's work."""
-        return max(self.device, self.messages, self.host)
+        """Seconds of the step, in which other messages than the exposed ones, and launches, overlap with the work."""
+        return max(self.device + self.exposed, self.messages + self.exposed, self.host)
 
     @property
     def bound(self) -> str:
         """What the step waits for."""
-        if self.total > self.device:
-            return "messages" if self.total == self.messages else "the host's launches"
-        parts = {"arithmetic": self.compute, "memory traffic": self.traffic, "update": self.update, "gaps": self.gaps}
+        if self.host == self.total > self.device + self.exposed:
+            return "the host's launches"
+        if self.messages > self.device:
+            return "messages"
+        parts = {
+            "arithmetic": self.compute, "memory traffic": self.traffic, "update": self.update, "gaps": self.gaps,
+            "messages of tensor parallelism": self.exposed,
+        }  # fmt: skip
         return max(parts, key=parts.__getitem__)
 
 
@@ -79,25 +88,28 @@ def pass_times(
 
 
 def message_seconds(
-    within: float, between: float, shards: int, replicas: int, machine: int, device: Device, shares: Shares
+    within: float, between: float, devices: Devices, machine: int, device: Device, shares: Shares
 ) -> float:
-    """Seconds of a step's messages.
+    """Seconds of a step's messages, those of tensor parallelism excluded.
 
     A ring over several machines passes each adapter once, so that a machine sends what one device does; rings between
-    devices of the same number in each machine share the adapters.
+    devices of the same number in each machine share the adapters. The devices that divide matrices follow each other,
+    then shards, then replicas.
 
     Args:
         within: bytes that each device sends to the other shards of its replica.
         between: bytes that each device sends to other replicas.
-        shards: devices of a replica.
-        replicas: number of them.
+        devices: of the run.
         machine: devices of a machine.
-        device: with its links.
+        device: with its links, of which those that are used are known.
         shares: reached.
     """
-    inside, outside = shares.links * device.within, shares.links * device.between
-    rate = inside if shards <= machine else min(inside, outside)
+    if not within and not between:
+        return 0.0
+    inside, outside = shares.links * device.within, shares.links * (device.between or math.inf)
+    replica = devices.shards * devices.tensor
+    rate = inside if replica <= machine else min(inside, outside / devices.tensor)
     # Replicas of one device each make one ring over all devices; otherwise one ring per shard, several per machine.
-    beyond = shards * replicas > machine
-    rings = min(shards, machine)
+    beyond = devices.world > machine
+    rings = min(replica, machine)
     return within / rate + between / (min(inside, outside / rings) if beyond else inside)

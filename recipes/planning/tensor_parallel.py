@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from torch import nn
 
-from data.cost import FLOAT, all_reduce_bytes
+from data.cost import FLOAT
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.models.tensor_plan import TensorPlan
@@ -48,7 +51,7 @@ def check_tensor_parallel(recipe: Recipe, devices: Devices, task: nn.Module | No
             )
         if algorithm.name == "resblock_grad_scaling" and algorithm.args.get("weights") == "fp16":
             raise ValueError(f"{asked} does not work with weights: fp16 of algorithms.{label}; use fp32")
-    plan.check(devices.tensor, devices.shards)
+    plan.check(devices.tensor, devices.shards, recipe.training.sequence_parallel)
 
 
 def held(module: nn.Module, task: nn.Module, devices: Devices) -> int:
@@ -63,6 +66,30 @@ def held(module: nn.Module, task: nn.Module, devices: Devices) -> int:
     return sum(-(-p.numel() // devices.tensor) if id(p) in divided else p.numel() for p in module.parameters())
 
 
+def keep_part(task: nn.Module, devices: int) -> None:
+    """Give each matrix that the plan divides the shape of one device's part, so that a call computes what one of the
+    devices does, without the messages.
+
+    Args:
+        task: on the meta device; its matrices are replaced.
+        devices: that divide each matrix; the model's sizes have been checked.
+    """
+    plan = task.tensor_plan()
+    for branch in plan.branches:
+        for layer in branch.columns:
+            _shrink(layer, layer.in_features, layer.out_features // devices)
+        _shrink(branch.rows, branch.rows.in_features // devices, branch.rows.out_features)
+    if plan.vocabulary is not None:
+        _shrink(plan.vocabulary, plan.vocabulary.in_features, -(-plan.vocabulary.out_features // devices))
+
+
+def _shrink(layer: nn.Linear, inputs: int, outputs: int) -> None:
+    layer.in_features, layer.out_features = inputs, outputs
+    layer.weight = nn.Parameter(layer.weight.new_empty(outputs, inputs))
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(layer.bias.new_empty(outputs))
+
+
 def divided_share(task: nn.Module, devices: Devices) -> float:
     """Share of the parameters that the devices of a tensor parallel group divide; 1 without such groups."""
     if devices.tensor == 1:
@@ -72,24 +99,81 @@ def divided_share(task: nn.Module, devices: Devices) -> float:
     return sum(count for count, divided in counts if divided) / sum(count for count, _ in counts)
 
 
-def messages(plan: TensorPlan, samples: int) -> tuple[int, int]:
-    """The all-reduces of a forward and backward pass in the divided branches: their number, and the values of each.
+@dataclass(frozen=True)
+class Message:
+    """A kind of message in a forward and backward pass of one microbatch.
 
-    Each branch has one in the forward pass, where it is left, and one in the backward pass, where it is entered: four
-    per layer of attention and MLP (Shoeybi et al. 2019, section 3).
+    Attributes:
+        kind: all_reduce, all_gather or reduce_scatter.
+        count: number of them.
+        values: of the whole tensor that is reduced, gathered or scattered.
+        what: "branches", "table" or "hidden": values in the dtype of the products in branches, of the table that embeds
+            tokens, or of those that predict tokens; "stream", "losses", "parameters": 32-bit numbers.
+    """
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    count: int
+    values: int
+    what: Literal["branches", "table", "hidden", "stream", "losses", "parameters"]
+
+    def sent(self, value_bytes: int, devices: int) -> float:
+        """Bytes that each device sends by rings."""
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return self.count * rounds * (devices - 1) / devices * self.values * value_bytes
+
+
+def messages(plan: TensorPlan, samples: int, devices: int, sequence: bool = False) -> list[Message]:
+    """The messages of a forward and backward pass.
+
+    Each branch has one all-reduce in the forward pass, where it is left, and one in the backward pass, where it is
+    entered: four per layer of attention and MLP (Shoeybi et al. 2019, section 3). With sequence parallelism, each of
+    them is a reduce-scatter and an all-gather, and the branch's input is gathered a second time for the backward pass
+    (Korthikanti et al. 2022, section 4.2.2); gradients of norms and of biases are summed. Activation checkpointing
+    changes none of these numbers.
 
     Args:
         plan: of the model.
         samples: of the microbatch.
+        devices: of the group.
+        sequence: whether positions of the residual stream are divided.
     """
-    return 2 * len(plan.branches), samples * plan.positions * plan.width
+    branches, stream = len(plan.branches), samples * plan.positions * plan.width
+    found = []
+    if sequence:
+        biased = sum(branch.rows.bias is not None for branch in plan.branches)
+        found += [
+            Message("all_gather", 3 * branches, stream, "branches"),
+            Message("reduce_scatter", 2 * branches, stream, "branches"),
+            Message("all_gather", 1, stream, "stream"),  # the gradient where the stream begins
+            Message("all_reduce", branches + 1, 2 * plan.width, "parameters"),
+            Message("all_reduce", biased, plan.width, "parameters"),
+        ]
+    else:
+        found.append(Message("all_reduce", 2 * branches, stream, "branches"))
+    if plan.embeds:
+        found.append(Message("all_reduce", 1, stream, "table"))
+    if plan.vocabulary is not None:
+        rows = samples * plan.predicted
+        found.append(Message("all_gather", 1, devices * 2 * rows, "losses"))
+        if sequence:
+            found += [Message(kind, 1, stream, "hidden") for kind in ("all_gather", "reduce_scatter")]
+        else:
+            found.append(Message("all_reduce", 1, rows * plan.width, "hidden"))
+    return found
 
 
-def sent_bytes(plan: TensorPlan, samples: int, devices: int, *, value: int, loss_value: int) -> float:
+def sent_bytes(
+    plan: TensorPlan,
+    samples: int,
+    devices: int,
+    *,
+    value: int,
+    loss_value: int,
+    table_value: int = FLOAT,
+    sequence: bool = False,
+    passes: int = 1,
+) -> float:
     """Bytes that each device sends to the others of its tensor parallel group for some samples, by rings.
-
-    The loss adds one all-gather of two 32-bit numbers per predicted token, and one all-reduce of the gradient of the
-    hidden vectors.
 
     Args:
         plan: of the model.
@@ -97,10 +181,10 @@ def sent_bytes(plan: TensorPlan, samples: int, devices: int, *, value: int, loss
         devices: of the group.
         value: bytes of a value in a branch.
         loss_value: bytes of a value of the hidden vectors, from which tokens are predicted.
+        table_value: bytes of a value of a divided table that embeds tokens.
+        sequence: whether positions of the residual stream are divided.
+        passes: microbatches, each of which sends gradients of parameters.
     """
-    count, values = messages(plan, samples)
-    sent = count * all_reduce_bytes(value * values, devices)
-    if plan.vocabulary is not None:
-        rows = samples * plan.predicted
-        sent += (devices - 1) * 2 * FLOAT * rows + all_reduce_bytes(loss_value * rows * plan.width, devices)
-    return sent
+    sizes = {"branches": value, "table": table_value, "hidden": loss_value}
+    sizes |= {"stream": FLOAT, "losses": FLOAT, "parameters": FLOAT * passes}
+    return sum(message.sent(sizes[message.what], devices) for message in messages(plan, samples, devices, sequence))

@@ -56,6 +56,7 @@ class Trace:
         inputs: bytes of the inputs of the blocks that recomputation covers.
         largest: bytes that the largest of those blocks keeps inside.
         outside: bytes that are kept outside of those blocks.
+        visible: share of attention's pairs of positions that the model's masks show; only those are counted.
     """
 
     operations: tuple[Operation, ...]
@@ -63,6 +64,7 @@ class Trace:
     inputs: float
     largest: float
     outside: float
+    visible: float = 1.0
 
     @property
     def flops(self) -> float:
@@ -99,24 +101,33 @@ class Traces:
             for low, high in zip(self.low.operations, self.high.operations, strict=True)
         )
         names = ("kept", "inputs", "largest", "outside")
-        return Trace(operations, *(line(getattr(self.low, name), getattr(self.high, name)) for name in names))
+        kept = {name: line(getattr(self.low, name), getattr(self.high, name)) for name in names}
+        return Trace(operations, **kept, visible=self.low.visible)
 
 
-def traces_of(task: Task, batches: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Traces:
+def traces_of(task: Task, batches: tuple[dict[str, Tensor], dict[str, Tensor]], visible: float | None = None) -> Traces:
     """The traces of a task on the meta device.
 
     Args:
         task: built on the meta device; its weights become bf16.
         batches: of `NUMBERS` samples, on the meta device.
+        visible: see `trace`.
     """
     task.to(torch.bfloat16)
     trace(task, batches[0])  # a first call may make masks, which later ones have
-    low, high = (trace(task, batch) for batch in batches)
+    low, high = (trace(task, batch, visible) for batch in batches)
     return Traces(low, high)
 
 
-def trace(task: Task, batch: dict[str, Tensor]) -> Trace:
-    """The forward pass of a batch."""
+def trace(task: Task, batch: dict[str, Tensor], visible: float | None = None) -> Trace:
+    """The forward pass of a batch.
+
+    Args:
+        task: on the meta device.
+        batch: on the meta device.
+        visible: share of attention's pairs that are counted; None: as many as the model itself counts. The part of a
+            divided model does not count itself, so it is given the whole model's share.
+    """
     batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
     weights = {p.untyped_storage()._cdata for p in task.parameters()}
     kept: dict[int, Tensor] = {}
@@ -133,12 +144,16 @@ def trace(task: Task, batch: dict[str, Tensor]) -> Trace:
         with hooks, recorder, _FusedAttention(recorder):
             task(batch)
     total = _bytes(kept.values())
+    visible = _visible(recorder.operations, task, batch) if visible is None else visible
     return Trace(
-        operations=_visible(recorder.operations, task, batch),
+        operations=tuple(
+            dataclasses.replace(o, flops=visible * o.flops) if o.kind == "attention" else o for o in recorder.operations
+        ),
         kept=total,
         inputs=blocks.inputs,
         largest=max(blocks.inside, default=0),
         outside=total - sum(blocks.inside),
+        visible=visible,
     )
 
 
@@ -154,15 +169,14 @@ def _no_autocast() -> Iterator[None]:
         torch.autocast, torch.is_autocast_enabled = autocast, enabled
 
 
-def _visible(operations: list[Operation], task: Task, batch: dict[str, Tensor]) -> tuple[Operation, ...]:
-    """The operations, with attention's work as the model counts it, where it masks pairs that kernels leave out."""
+def _visible(operations: list[Operation], task: Task, batch: dict[str, Tensor]) -> float:
+    """The share of attention's work that the model counts: it leaves out masked pairs, as kernels do."""
     counted = task.forward_flops()
     attention = sum(o.flops for o in operations if o.kind == "attention")
     if counted is None or not attention:
-        return tuple(operations)
+        return 1.0
     samples = len(next(iter(batch.values())))
-    share = (counted * samples - sum(o.flops for o in operations if o.kind != "attention")) / attention
-    return tuple(dataclasses.replace(o, flops=share * o.flops) if o.kind == "attention" else o for o in operations)
+    return (counted * samples - sum(o.flops for o in operations if o.kind != "attention")) / attention
 
 
 class _Blocks:

@@ -44,6 +44,14 @@ WEIGHTS = "algorithms={powersgd: null, resblock_grad_scaling: {weights: fp16}}"
             "8 does not work with fp8, because it multiplies whole matrices; remove one of them (algorithms.fp8=null)",
         ),
         ("dalle_12b", [TWO, WEIGHTS], 8, "2 does not work with weights: fp16 of algorithms.resblock_grad_scaling"),
+        ("gpt2_8b", ["training.tensor_parallel=64"], 64, "groups of 64 devices do not fit into machines of 8"),
+        ("gpt2_4b", ["model.vocabulary=50257", "training.tensor_parallel=8"], 8, "the model's vocabulary, 50257"),
+        (
+            "gpt2_8b",
+            ["model.positions=1023", "training.sequence_parallel=true"],
+            8,
+            "training.sequence_parallel: 8 devices do not divide 1023 positions; give",
+        ),
         ("sd2_base", [TWO], 2, "latent_diffusion does not say how its matrices can be divided; give 1"),
         ("dalle_12b", [TWO, "model={width: 60, heads: 2}"], 8, "times 4 shards do not divide a matrix of 60 rows"),
         ("dalle_12b", [TWO, "training.fsdp.replicas=3"], 8, "3 does not divide 8 devices in groups of 2"),
@@ -83,8 +91,11 @@ def test_the_dry_run(monkeypatch):
     assert own == (parameters - whole) / 2 + whole
     assert "matrices divided over 2 devices, 1/4 of that, and" in lines[1]
     assert "over 16 devices (WORLD_SIZE), 128 on each, in 32 microbatches of 4" in "".join(lines)
-    count, values = messages(task.tensor_plan(), 4)
-    assert (count, values) == (256, 4 * 1280 * 3968)
+    branches, losses, hidden = messages(task.tensor_plan(), 4, 2)
+    values = 4 * 1280 * 3968
+    assert (branches.kind, branches.count, branches.values) == ("all_reduce", 256, values)
+    assert (losses.kind, losses.count, losses.values) == ("all_gather", 1, 2 * 2 * 4 * 1279)
+    assert (hidden.kind, hidden.count, hidden.values) == ("all_reduce", 1, 4 * 1279 * 3968)
     (line,) = [line for line in lines if line.startswith("within 2 tensor parallel devices")]
     assert f"256 all-reduces of {size_text(2 * values)} per microbatch" in line  # fp16 in the blocks
     # A ring of two sends as many bytes as a message has; 32 bits between blocks and loss.
@@ -94,3 +105,25 @@ def test_the_dry_run(monkeypatch):
     # PowerSGD averages parts between machines: of rank 896 over 8 devices, as without tensor parallelism.
     (line,) = [line for line in lines if line.startswith("between 2 replicas")]
     assert "MB for the blocks' matrices" in line or "GB for the blocks' matrices" in line
+
+
+def test_the_dry_run_of_a_divided_sequence(monkeypatch):
+    """Megatron-LM's largest model on 512 devices: 64 groups of 8, each with a batch of 8."""
+    monkeypatch.setenv("WORLD_SIZE", "512")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    config = recipe("gpt2_8b", "training.sequence_parallel=true", "training.precision=amp_bf16")
+    lines = describe_run(config, []).splitlines()
+    assert lines[0] == "model: language, 8,317,040,640 parameters, 8,317,040,640 of them trained"
+    (line,) = [line for line in lines if line.startswith("within 8 tensor parallel devices")]
+    stream, branches = 8 * 1024 * 3072, 144
+    assert f"{3 * branches} all-gathers and {2 * branches} reduce-scatters of {size_text(2 * stream)}" in line
+    # 16 bits in branches, where tokens are predicted, and in the all-reduce of the divided table; 32 bits where the
+    # stream begins; two numbers per token; gradients of gains and biases.
+    values = 2 * stream * (5 * branches + 2 + 2) + 4 * stream + 4 * 8 * 2 * 8 * 1024
+    values += 2 * 4 * 3072 * (2 * (branches + 1) + branches)
+    assert f"each sends {size_text(7 / 8 * values)} per step" in line
+
+
+def test_a_sequence_is_divided_by_tensor_parallel_devices_only():
+    with pytest.raises(ValueError, match="training.sequence_parallel: true without tensor_parallel above 1"):
+        recipe("gpt2_1b", "training.sequence_parallel=true")

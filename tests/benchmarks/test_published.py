@@ -1,0 +1,48 @@
+"""Comparisons with publications: passes of deep models from those of shallow ones, and the constants that are used."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.published_scaling import GPT2, fitted_v100, gpt2_trace
+from benchmarks.published_transformers import FEW, Gpt2, Vit, deepened
+from recipes.planning.gpus import SHARES, V100_SHARES
+from recipes.planning.trace import trace
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        (Gpt2, {"width": 32, "heads": 2, "tokens": 64}),
+        (Vit, {"width": 32, "heads": 2, "mixed": "O1", "fused": False}),
+        (Vit, {"width": 32, "heads": 2, "mixed": "O2", "fused": True}),
+    ],
+)
+def test_deep_models_follow_from_shallow_ones(family, sizes):
+    def traced(layers):
+        with torch.device("meta"):
+            task = family(layers=layers, **sizes)
+        return trace(task, family.batch(2))
+
+    deep, found = traced(5), deepened(*(traced(few) for few in FEW), 5)
+    assert sorted(map(dataclasses.astuple, found.operations)) == sorted(map(dataclasses.astuple, deep.operations))
+    for name in ("kept", "inputs", "largest", "outside"):
+        assert getattr(found, name) == getattr(deep, name), name
+
+
+def test_sizes_and_work_of_gpt2_are_the_closed_forms():
+    layers, width, _ = GPT2[8]
+    found, own, whole, (count, values) = gpt2_trace(*GPT2[8], 8)
+    blocks, table = 12 * layers * width**2, 51200 * width
+    assert whole == blocks + table + layers * 13 * width + 1024 * width + 2 * width  # with biases, norms, positions
+    assert own == pytest.approx((blocks + table) / 8, rel=0.01)
+    # Per token 2 FLOPs for each value of a matrix, and 4 for each pair of positions and channel.
+    assert found.flops == (2 * (blocks + table) + 4 * layers * 1024 * width) * 8 * 1024 / 8
+    assert (count, values) == (4 * layers, 8 * 1024 * width)
+
+
+def test_the_constants_of_the_v100_are_those_that_are_fitted():
+    found = fitted_v100(SHARES)
+    assert found.compute == pytest.approx(V100_SHARES.compute, rel=0.005)
+    assert found.links == pytest.approx(V100_SHARES.links, rel=0.005)
