@@ -75,8 +75,8 @@ test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
 	$(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder \
 	    $(PYTEST_ARGS)
 
-test-cluster: install  ## submit jobs to a Slurm that is started here: killed, pre-empted, resumed; needs root, minutes
-	$(BIN)/python -m pytest -q -ra -p no:xdist tests/cluster/trial_slurm.py
+test-cluster: install  ## submit jobs to a Slurm that is started here, which needs root; check manifests of Kubernetes
+	$(BIN)/python -m pytest -q -ra -p no:xdist tests/cluster/trial_kubernetes.py tests/cluster/trial_slurm.py
 
 lint: install  ## run ruff and hadolint
 	$(BIN)/ruff check .

@@ -160,12 +160,12 @@ def export(
             with nullcontext() if average is None else average():
                 task.export(new)
         record = {**record, **task.export_record()}
+        if loading.vocabulary is not None:
+            copy_vocabulary(loading.vocabulary, new)
         if loading.manifest is not None:
             loading.manifest.write(new)
             if loading.null_text is not None:
                 np.save(new / "null_text.npy", loading.null_text.numpy())
-            if loading.vocabulary is not None:
-                copy_vocabulary(loading.vocabulary, new)
             record = {**record, "resolution": loading.resolution}
             _copy_encoders(loading, new)
         for name in ("export.json", "done.json") if complete else ("export.json",):

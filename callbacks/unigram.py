@@ -1,4 +1,4 @@
-"""The loss of a model that predicts image tokens by their frequencies: a transformer must get below it."""
+"""The loss of a model that predicts tokens by their frequencies: a transformer must get below it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ from torch import Tensor
 
 from callbacks.counts import add_counts
 from data.log import log
-from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.task import Task
 from recipes.training import ranks
 from recipes.training.callback import Callback
 from recipes.training.run import Run
 
 
 class Unigram(Callback):
-    """Logs the cross-entropy of each validation set's image tokens under their frequencies in training.
+    """Logs the cross-entropy of each validation set's tokens under their frequencies in training.
 
     The frequencies are those of the batches since this process started, with one added to each count. A model that
     has learned only how often each token occurs has this loss; one that has learned nothing has ln K.
     """
 
-    def __init__(self, task: Autoregressive, run_name: str, *, column: str = "image") -> None:
+    def __init__(self, task: Task, run_name: str, *, column: str = "image") -> None:
         """
         Args:
-            column: entry of the batch that holds the tokens.
+            column: entry of the batch that holds the tokens: image for `autoregressive`, tokens for `language`.
+
+        Raises:
+            ValueError: the model does not predict such tokens.
         """
-        self.codes = task.sizes["codes"]
+        if column not in task.counted:
+            known = ", ".join(task.counted) or "none"
+            raise ValueError(f"unigram: column is {column}, and the tokens that the model predicts are: {known}")
+        self.codes = task.counted[column]
         self.run_name = run_name
         self.column = column
         self.seen: Tensor | None = None  # (K,), counts of training tokens

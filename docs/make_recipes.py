@@ -14,6 +14,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 from data.files import write_text
 from precompute.config import EncodeConfig, VocabularyConfig
+from precompute.pack_config import PackConfig
 from recipes.config.command_line import groups_of, signatures
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe
@@ -119,6 +120,7 @@ SCRIPTS = {
     Recipe: "recipes/train.py",
     EncodeConfig: "precompute/encode.py",
     VocabularyConfig: "precompute/vocabulary.py",
+    PackConfig: "precompute/pack.py",
 }
 
 

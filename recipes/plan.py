@@ -2,12 +2,15 @@
 
     python recipes/plan.py yamls/sd2_base.yaml --gpu h200 --gpus 8 64 512 --price 3.5
     python recipes/plan.py yamls/sd2_base_512.yaml training.global_batch=1024 --gpu a100-40 --gpus 16 --between 25
+    python recipes/plan.py --calibrate mine             # measure this machine; torchrun: also its links
+    python recipes/plan.py yamls/sd2_base.yaml --gpu mine --gpus 1
 
-Nothing is computed or downloaded: the model's operations are read off without memory for weights. docs/planning.md says
-how, and how far the figures can be trusted.
+Plans compute and download nothing: the model's operations are read off without memory for weights. docs/planning.md
+says how, and how far the figures can be trusted.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -24,37 +27,69 @@ from recipes.config.values import ConfigError
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("yaml", help="a recipe")
+    parser.add_argument("yaml", nargs="?", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpu", required=True, help="kind of GPU, such as h200; a wrong one lists all")
-    parser.add_argument("--gpus", type=int, nargs="+", required=True, help="numbers of GPUs")
+    parser.add_argument(
+        "--gpu", help="kind of GPU, such as h200, or a name given to --calibrate; a wrong one lists all"
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs")
     parser.add_argument("--machine", type=int, default=8, help="GPUs of each machine (8)")
     parser.add_argument("--between", type=float, help="GB/s that a machine sends to others, instead of the table's")
     parser.add_argument("--price", type=float, help="price of a GPU for an hour")
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument("--calibrate", metavar="NAME", help="measure this machine, and store it under a name")
+    parser.add_argument("--devices", type=Path, default=ROOT / "runs" / "devices", help="folder of measured devices")
+    options = parser.parse_intermixed_args(arguments)
+    if options.calibrate is None and not (options.yaml and options.gpu and options.gpus):
+        parser.error("give a recipe, --gpu and --gpus; or --calibrate NAME")
+    if options.calibrate is not None and (options.yaml or options.gpu or options.gpus):
+        parser.error("--calibrate NAME takes neither a recipe nor --gpu or --gpus")
+    return options
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure this machine. With several processes, each measures, and the first one writes."""
+    from recipes.planning.calibration import calibrate, describe
+    from recipes.planning.gpus import check_name, write_device
+
+    check_name(options.calibrate)
+    device, circumstances = calibrate()
+    if not int(os.environ.get("RANK") or 0):
+        path = write_device(options.calibrate, device, circumstances, options.devices)
+        print(f"{describe(device)}\nwrote {path}: plan with --gpu {options.calibrate}")
+
+
+def plan(options: argparse.Namespace, recipe: Recipe) -> str:
+    """The text about all numbers of GPUs."""
+    from callbacks.peak_flops import peak_flops
+    from recipes.planning.gpus import device_named
+    from recipes.planning.plan import Planner
+    from recipes.planning.settings import Place
+
+    device = device_named(options.gpu, options.devices)
+    if options.between is not None:
+        device = dataclasses.replace(device, between=1e9 * options.between)
+    # In fp32, products run as TF32 where a GPU has it.
+    formats = ("tf32", "fp32") if recipe.training.precision == "fp32" else ("bf16", "fp16")
+    rates = device.peaks or {name: peak_flops(device.name, name) for name in formats}
+    peak = next(rates[name] for name in formats if rates.get(name))
+    places = [Place(device, peak, device.shares, world, options.machine) for world in options.gpus]
+    for place in places:
+        place.check_links()
+    return Planner(recipe).report(places, options.price)
 
 
 def main(arguments: list[str]) -> None:
     options = read_arguments(arguments)
+    if options.calibrate is not None:
+        with user_errors():
+            measure(options)
+        return
     try:
         recipe = load_config(options.yaml, options.overrides, Recipe, [])
     except ConfigError as error:
         fail(error.lines)
     with user_errors():
-        from callbacks.peak_flops import peak_flops
-        from recipes.planning.gpus import SHARES, device_named
-        from recipes.planning.plan import Planner
-        from recipes.planning.settings import Place
-
-        device = device_named(options.gpu)
-        if options.between is not None:
-            device = dataclasses.replace(device, between=1e9 * options.between)
-        # In fp32, products run as TF32 where a GPU has it.
-        low = recipe.training.precision != "fp32"
-        peak = next(p for f in (("bf16", "fp16") if low else ("tf32", "fp32")) if (p := peak_flops(device.name, f)))
-        planner = Planner(recipe)
-        places = [Place(device, peak, SHARES, world, options.machine) for world in options.gpus]
-        print(planner.report(places, options.price))
+        print(plan(options, recipe))
 
 
 if __name__ == "__main__":

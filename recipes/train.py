@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.cycles import rare_searches
 from data.log import log
 from data.threads import set_default_threads
 from recipes.config.command_line import read_command_line, user_errors
@@ -46,7 +47,8 @@ def main() -> None:
         engine = ROOT / "recipes" / "engines" / recipe.training.engine / "trainer.py"
         if not engine.is_file():
             raise ValueError(f"training.engine: {recipe.training.engine} is not part of this version; use composer")
-        trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
+        with rare_searches():
+            trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
         training = recipe.training
         # After the imports, of which Composer's sets signal handlers of its own.
         with stop_signals(), watched(training.watchdog, recipe.output, training.watchdog_ends):

@@ -2,8 +2,10 @@
 a width that trains in seconds. Made once a session, without a network."""
 
 import functools
+import gc
 import io
 import json
+import os
 import re
 import resource
 from pathlib import Path
@@ -13,16 +15,27 @@ import pytest
 import yaml
 from PIL import Image
 
+from data.cycles import RARELY
+
 ROOT = Path(__file__).resolve().parents[1]
 # Data sets of streaming keep files open until the process ends: thousands in a suite, where 1,024 is a usual limit.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+# Each process that compiles would start a pool of processes that import torch, for kernels that take a second.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Searches for cycles took a tenth of the time of tests, most of it in modules, which stay.
+gc.set_threshold(*RARELY)
 # 40 pictures to train on in four tars, 6 to validate on in one.
 SPLITS = {"train": (4, 10), "val": (1, 6)}
 # yamls/sd2_base.yaml at the width, grid, text and batch that a CPU trains in tens of milliseconds.
+DENOISERS = {
+    "unet": ["model.denoiser={channels: [32,64], attention: [true,false], heads: [1,2], blocks: 1, text_width: 16}"],
+    "dit": [
+        "model.denoiser={name: dit, width: 32, layers: 2, heads: 2, text_width: 16}",
+        "algorithms={attention: null, channels_last: null, lean_blocks: null, fused_group_norm: null}",
+        "algorithms={fused_geglu: null, cudnn_benchmark: null}",
+    ],
+}
 SMALL = [
-    "model.denoiser={channels: [32,64], attention: [true,false], heads: [1,2]}",
-    "model.denoiser.blocks=1",
-    "model.denoiser.text_width=16",
     "model.objective={name: ddpm, eval_timesteps: [50,500,950]}",
     "data.resolution=16",
     "data.expect={scaling_factor: 0.5, text_length: 12}",
@@ -118,9 +131,10 @@ CLIP = {
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory) -> Path:
     """An open_clip model in the format of its own exports."""
-    import open_clip
     import torch
     from safetensors.torch import save_file
+
+    from data.clip_library import open_clip
 
     torch.manual_seed(1)
     clip = open_clip.CLIP(**CLIP)
@@ -235,19 +249,41 @@ def token_sets(tmp_path_factory, drawings, dvae_folder) -> Path:
 
 
 @pytest.fixture(scope="session")
+def text_sets(tmp_path_factory, drawings) -> Path:
+    """docs/, captions/ and docs_val/, captions too, as yamls/docs_pack.yaml packs them, in rows of 16 + 1 tokens."""
+    from precompute import pack, vocabulary
+
+    root = tmp_path_factory.mktemp("text_sets")
+    captions = f"sources.captions.urls={drawings}/train/*.tar"
+    docs = f"sources.docs={{name: texts, files: [{ROOT}/docs/export.md, {ROOT}/docs/comp*.md], exclude: null}}"
+    val = f"sources.docs_val={{name: tars, urls: {drawings}/val/*.tar}}"
+    words = f"{root}/vocabulary.json"
+    vocabulary.main([f"{ROOT}/yamls/docs_vocabulary.yaml", f"out={words}", "entries=300", docs, captions])
+    packing = [f"out={root}", f"vocabulary={words}", "positions=16", docs, captions, val]
+    pack.main([f"{ROOT}/yamls/docs_pack.yaml", *packing])
+    return root
+
+
+@pytest.fixture(scope="session")
 def small_recipe(latent_sets):
     """(output, overrides) -> yamls/sd2_base.yaml as a recipe of the small model on the small set."""
     from recipes.config.recipe import Recipe, load_config
 
-    def make(output: Path, *overrides: str, yaml_name: str = "sd2_base.yaml") -> Recipe:
+    def make(output: Path, *overrides: str, denoiser: str = "unet", yaml_name: str = "sd2_base.yaml") -> Recipe:
         paths = [
             f"data.streams.train.path={latent_sets}/train",
             f"evals.val.streams.val.path={latent_sets}/val",
             f"output={output}",
         ]
-        return load_config(ROOT / "yamls" / yaml_name, [*SMALL, *paths, *overrides], Recipe)
+        return load_config(ROOT / "yamls" / yaml_name, [*SMALL, *DENOISERS[denoiser], *paths, *overrides], Recipe)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def quick_recipe(small_recipe):
+    """The same with a transformer instead of the U-Net, several times faster: for what does not depend on layers."""
+    return functools.partial(small_recipe, denoiser="dit")
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,11 @@ def _server() -> subprocess.Popen:
 
 def _serve() -> None:
     """Answers requests until its input ends. A forked rank comes back from here, and ends as any process does."""
-    import recipes.engines.composer.trainer
-    import recipes.engines.lightning.trainer  # noqa: F401
+    from data.cycles import rare_searches
+
+    with rare_searches():
+        import recipes.engines.composer.trainer
+        import recipes.engines.lightning.trainer  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from precompute.config import EncodeConfig, VocabularyConfig
+from precompute.pack_config import PackConfig
 from recipes.config.command_line import FLAGS
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, load_config
@@ -25,6 +26,7 @@ SCRIPTS = {
     "recipes/train.py": Recipe,
     "precompute/encode.py": EncodeConfig,
     "precompute/vocabulary.py": VocabularyConfig,
+    "precompute/pack.py": PackConfig,
 }
 # What a block of docs/extending.md says in its first line: the file that it is, or the group of its lines in the table.
 FILE_LINE = re.compile(r"^# ([\w/]+\.(?:py|yaml))\n")

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import tarfile
@@ -206,6 +207,58 @@ def test_a_name_of_gigabytes_is_not_read(kind, tmp_path):
     before = small_tar()[: 4 * 1024]
     (broken,) = [s for s in read_tar(tmp_path / "t.tar", before + header.tobuf(tarfile.GNU_FORMAT)) if s.key == "t.tar"]
     assert broken.reason == "broken_shard" and "a name of 4,294,967,296 bytes" in broken.detail
+
+
+def with_number(data, at, value):
+    """Bytes with another number in the place of one that takes as many bytes in Thrift's compact protocol."""
+    value, length = 2 * value, next(n for n in range(1, 6) if data[at + n - 1] < 128)
+    number = bytes((value >> 7 * n) & 127 | (128 if n + 1 < length else 0) for n in range(length))
+    assert value >> 7 * length == 0
+    return data[:at] + number + data[at + length :]
+
+
+def test_pages_of_parquet_that_claim_too_much_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from data.sources.base import Rejected
+    from data.sources.parquet import ParquetSource
+
+    file = tmp_path / "t.parquet"
+    images = [{"bytes": b"%06d" % n * 100, "path": None} for n in range(400)]
+    table = pa.table({"image": images, "text": [f"caption {n}" for n in range(400)]})
+    pq.write_table(table, file, compression="zstd", row_group_size=200, use_dictionary=["text"])
+    (shard,) = ParquetSource(path=str(file)).shards()
+    assert [s.caption for s in ParquetSource(path=str(file)).read(shard)] == table["text"].to_pylist()
+    whole = file.read_bytes()
+    chunks = [pq.ParquetFile(file).metadata.row_group(0).column(n) for n in (0, 2)]
+    assert [chunk.path_in_schema for chunk in chunks] == ["image.bytes", "text"]
+    # A header begins with its type and size, 15 xx 15; that of a dictionary goes on with its size in the file (two
+    # bytes here) and its number of entries.
+    page, dictionary = chunks[0].data_page_offset, chunks[1].dictionary_page_offset
+    entries = whole.index(b"\x4c\x15", dictionary) + 2
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read"))
+    for name, data, text in (
+        ("page", with_number(whole, page + 3, 1_000_000), "column image.bytes: a page .* 1,000,000 uncompressed"),
+        ("dictionary", with_number(whole, entries, 8000), "column text: a dictionary at byte .* claims 8,000 entries"),
+        ("nothing", whole[:page] + b"\xff" * 20 + whole[page + 20 :], "column image.bytes: type 15"),
+    ):
+        file.write_bytes(data)
+        found = list(ParquetSource(path=str(file)).read(shard))
+        assert [type(sample) for sample in found] == [Rejected], name
+        assert found[0].reason == "broken_shard" and re.search(text, found[0].detail), found
+
+
+@few
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_header_of_parquet_or_an_error(data):
+    from data.sources.parquet_pages import DEEPEST, _structure
+
+    try:
+        fields, end = _structure(data, 0, DEEPEST)
+    except (ValueError, IndexError):
+        return
+    assert 0 < end <= len(data) and all(isinstance(number, int) for number in fields)
 
 
 def test_parquet_cells_larger_than_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):

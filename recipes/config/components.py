@@ -10,6 +10,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "dvae": "recipes.models.dvae.task:DiscreteAutoencoder",
         "contrastive_text": "recipes.models.contrastive.task:ContrastiveText",
         "autoregressive": "recipes.models.autoregressive.task:Autoregressive",
+        "language": "recipes.models.language.task:Language",
     },
     "denoiser": {
         "unet": "recipes.models.latent_diffusion.unet:unet",
@@ -22,6 +23,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "data": {
         "latents": "data.latents:latents",
         "tokens": "data.tokens:tokens",
+        "texts": "data.texts:texts",
         "pictures": "data.pictures:pictures",
     },
     "stream": {
@@ -33,6 +35,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "folder": "data.sources.folder:FolderSource",
         "parquet": "data.sources.parquet:ParquetSource",
         "mds": "data.sources.mds:MDSSource",
+        "texts": "data.sources.texts:TextSource",
         "scored": "data.sources.scored:ScoredSource",
     },
     "filter": {
@@ -68,6 +71,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "fused_group_norm": "recipes.algorithms.modules.fused_group_norm:FusedGroupNorms",
         "lean_blocks": "recipes.algorithms.modules.lean_blocks:LeanBlocks",
         "low_precision_norms": "recipes.algorithms.modules.low_precision_norms:LowPrecisionNorms",
+        "noise_of_samples": "recipes.algorithms.resilience.noise_of_samples:NoiseOfSamples",
         "powersgd": "recipes.algorithms.powersgd.lever:PowerSGD",
         "resblock_grad_scaling": "recipes.algorithms.sixteen_bit.resblock_grad_scaling:ResblockGradScaling",
         "scheduled_ema": "recipes.algorithms.averaging.scheduled_ema:ScheduledEMA",

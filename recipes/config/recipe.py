@@ -97,8 +97,11 @@ class Training:
     """Sharding over devices; null: each device holds the whole model (DDP)."""
     tensor_parallel: int = 1
     """Number of neighbouring devices that divide each layer's matrices and compute a batch together; 1: every device
-    computes its own batch. The model must name a plan, as `autoregressive` does, and more than one such group needs
-    `fsdp`."""
+    computes its own batch. The model must name a plan, as `autoregressive` and `language` do, and more than one such
+    group needs `fsdp`."""
+    sequence_parallel: bool = False
+    """Whether these devices also divide the positions of what lies between the divided matrices: norms, residual stream
+    and dropout. Activations of a layer then take 1/N of the memory on each, and a quarter more is sent."""
     tensor_between_machines: bool = False
     """Whether such a group may be spread over machines, whose links are slower than those within one."""
     progress_bar: bool = False
@@ -122,6 +125,10 @@ class Training:
             ),
             (self.nonfinite_limit >= 1, f"nonfinite_limit: {self.nonfinite_limit}; give 1 or more"),
             (self.tensor_parallel >= 1, f"tensor_parallel: {self.tensor_parallel}; give 1 or more"),
+            (
+                not self.sequence_parallel or self.tensor_parallel > 1,
+                "sequence_parallel: true without tensor_parallel above 1",
+            ),
             (
                 self.watchdog is None or self.watchdog > 0,
                 f"watchdog: {self.watchdog}; give seconds above 0, or null",
@@ -172,6 +179,9 @@ class Checkpoints:
     """Interval of checkpoints; null: only at the end of the run. The end always saves one."""
     keep: int = 2
     """How many of the newest checkpoints are kept on disk; -1 keeps all."""
+    bucket: str | None = None
+    """Address in an S3 bucket, s3://bucket/folder, to which each checkpoint is copied too, and from which a run goes on
+    whose output folder has none, or an older one; null: no copies."""
     load_path: InputPath | None = None
     """Checkpoint to resume from, a file or a remote address. Weights, optimizer, step and schedule are restored."""
     load_weights: InputPath | None = None
@@ -186,11 +196,16 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         both = self.load_path is not None and self.load_weights is not None
+        bucket = self.bucket
         _require(
             (_positive(self.every), f"every: `{self.every}`; give an interval above 0"),
             (
                 self.keep == -1 or self.keep >= 1,
                 f"keep: {self.keep}; give 1 or more, or -1 for all; save: false for none",
+            ),
+            (
+                bucket is None or (re.fullmatch(r"s3://[^/]+(/.*)?", bucket) and self.save),
+                f"bucket: {bucket}; give s3://bucket/folder, and leave save: true",
             ),
             (not both, "load_weights: load_path loads the weights too; give one of them"),
         )

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from open_clip.tokenizer import SimpleTokenizer
-from open_clip.transformer import QuickGELU, ResidualAttentionBlock
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from data.clip_library import open_clip
 
 # OpenCLIP pads with token 0, which is also the letter "!" inside of words. It gets a second name for padding, because
 # transformers would take each "!" of a caption for padding otherwise.
@@ -41,7 +41,9 @@ def clip_text_model(tower: nn.Module, id: str, tokenizer: CLIPTokenizer) -> CLIP
     Raises:
         ValueError: parts that transformers' CLIP does not have.
     """
-    if not len(tower.blocks) or not all(type(block) is ResidualAttentionBlock for block in tower.blocks):
+    if not len(tower.blocks) or not all(
+        type(block) is open_clip.transformer.ResidualAttentionBlock for block in tower.blocks
+    ):
         raise ValueError(f"text_encoder: {id} has other blocks than CLIP's, which transformers' CLIPTextModel lacks")
     if tower.attn_mask is None:
         raise ValueError(f"text_encoder: {id} attends to later tokens too, which transformers' CLIPTextModel does not")
@@ -102,7 +104,7 @@ def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _activation(module: nn.Module, id: str) -> str:
-    if isinstance(module, QuickGELU):
+    if isinstance(module, open_clip.transformer.QuickGELU):
         return "quick_gelu"
     if isinstance(module, nn.GELU):
         return "gelu" if module.approximate == "none" else "gelu_pytorch_tanh"
@@ -121,7 +123,7 @@ def clip_tokenizer(tokenize: Any, id: str) -> CLIPTokenizer:
     Raises:
         ValueError: a tokenizer of another kind.
     """
-    if type(tokenize) is not SimpleTokenizer or tokenize.reduction_fn is not None:
+    if type(tokenize) is not open_clip.SimpleTokenizer or tokenize.reduction_fn is not None:
         raise ValueError(f"text_encoder: the tokenizer of {id} ({type(tokenize).__name__}) is not CLIP's byte-pair one")
     vocabulary = {SPECIAL.get(token, token): number for token, number in tokenize.encoder.items()} | {PAD: 0}
     merges = sorted(tokenize.bpe_ranks, key=tokenize.bpe_ranks.get)

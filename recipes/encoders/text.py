@@ -38,7 +38,7 @@ def open_clip_text(
         FileNotFoundError: a local folder or file is missing.
         ValueError: an unknown model or tag, or a text tower of another kind than CLIP's.
     """
-    import open_clip
+    from data.clip_library import open_clip
 
     if path is not None:
         model = LOCAL_PREFIX + str(Path(path).expanduser())
@@ -63,7 +63,7 @@ def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
         FileNotFoundError: a local folder or file is missing.
         ValueError: an unknown model or tag, or one that cannot be loaded.
     """
-    import open_clip
+    from data.clip_library import open_clip
 
     _check_names(open_clip, model, pretrained, key)
     try:

@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from data.cycles import rare_searches
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
 from recipes.config.components import COMPONENTS
@@ -117,6 +118,7 @@ def component_class(group: str, name: str) -> type:
     return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
 
 
+@rare_searches()  # it imports what the pipeline needs
 def load_pipeline(
     folder: Path, device: Literal["auto", "cpu", "gpu"], precision: str, weights: Weights | None = None
 ) -> Any:

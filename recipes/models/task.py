@@ -43,19 +43,24 @@ class Task(nn.Module):
         scheduled: names of scalar buffers that the `scheduled_value` callback may set in the course of a run.
         compares_samples: whether the loss compares the samples of a microbatch with each other, as contrastive losses
             do. The size of the microbatch is then part of what is learned, and is never chosen automatically.
+        counted: name of a batch's entry -> number of different tokens that it holds, for the `unigram` callback.
         codes: size of the codebook if `evaluate` also returns `codes`, the codes of each sample; otherwise None.
         exports_average_beside: whether an export holds the averaged weights in a folder beside the raw ones
             (`export_average` writes them). If False, averaged weights take the place of the raw ones.
+        takes_draws: whether training draws random numbers by `data.draws`, so that they may belong to samples.
     """
 
     eval_names: tuple[str, ...] | list[str] = ()
     eval_weights: Mapping[str, str] = {}
     eval_sums: Mapping[str, Mapping[str, float]] = {}
+    eval_exponentials: Mapping[str, str] = {}
     entry_points: tuple[str, ...] = ()
     scheduled: tuple[str, ...] = ()
     compares_samples: bool = False
+    counted: Mapping[str, int] = {}
     codes: int | None = None
     exports_average_beside: bool = False
+    takes_draws: bool = False
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training losses of a batch.
@@ -91,7 +96,8 @@ class Task(nn.Module):
             batch: as in `forward`.
 
         Returns:
-            One tensor of shape (B,) per name in `eval_names`. Further tensors, for callbacks, may have other shapes.
+            One tensor of shape (B,) per name in `eval_names`, except for exponentials. Further tensors, for callbacks,
+            may have other shapes.
         """
         raise NotImplementedError
 

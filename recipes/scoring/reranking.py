@@ -26,7 +26,7 @@ class Reranker:
     """
 
     def __init__(self, name: str, device: str) -> None:
-        import open_clip
+        from data.clip_library import open_clip
 
         folder = Path(name).expanduser()
         model, _, tag = name.partition("/")

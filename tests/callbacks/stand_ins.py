@@ -22,7 +22,7 @@ class Everything(Task):
     entry_points = ("reconstruct",)
     scheduled = ("temperature",)
     codes = CODES
-    sizes = {"codes": CODES}
+    counted = {"tokens": CODES}
 
     def __init__(self):
         super().__init__()

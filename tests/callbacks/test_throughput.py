@@ -242,7 +242,8 @@ def test_exposed_communication():
     """On a GPU, what of NCCL's kernels no other kernel covers; on a CPU all of gloo's time, counted once."""
 
     def event(name, begin, end, device):
-        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=begin, end=end), device_type=device)
+        values = {"name": name, "start_ns": begin, "end_ns": end, "device_type": device}
+        return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
 
     gpu, cpu = DeviceType.CUDA, DeviceType.CPU
     events = [

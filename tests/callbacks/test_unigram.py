@@ -18,7 +18,7 @@ def test_the_loss_of_frequencies():
 
 
 def test_batches_are_counted(capsys):
-    callback = Unigram(SimpleNamespace(sizes={"codes": 4}), "run")
+    callback = Unigram(SimpleNamespace(counted={"image": 4}), "run")
     run = FakeRun().at(7)
     run.eval_label = "val"
     for tokens in ([[0, 0], [1, 0]], [[3, 0], [0, 0]]):
@@ -33,3 +33,8 @@ def test_batches_are_counted(capsys):
     expected = unigram_loss(torch.tensor([6, 1, 0, 1]), torch.tensor([2, 1, 1, 0]))
     assert run.logged == [(7, {"metrics/val/unigram_loss": pytest.approx(expected)})] * 2
     assert f"run: val at batch 7: frequencies alone would have {expected:.4f}" in capsys.readouterr().out
+
+
+def test_tokens_that_the_model_does_not_predict():
+    with pytest.raises(ValueError, match="column is image, and the tokens that the model predicts are: tokens"):
+        Unigram(SimpleNamespace(counted={"tokens": 4}), "run")

@@ -25,14 +25,16 @@ class TwoRanks:
 
 
 @pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory, small_recipe):
+def two_ranks(tmp_path_factory, small_recipe, quick_recipe):
     """`lever_ranks` in one launch, for averages, microbatches and sharding."""
-    from tests.recipes.algorithms.sharding.fsdp_ranks import RUN
+    from tests.recipes.algorithms.sharding.fsdp_ranks import RUN, WIDER
 
     folder = tmp_path_factory.mktemp("two_ranks")
-    (folder / "recipe.yaml").write_text(to_yaml(small_recipe(folder / "run", *RUN)))
+    recipes = {"unet": small_recipe(folder / "run", *RUN), "runs": quick_recipe(folder / "run", *RUN, WIDER)}
+    for name, recipe in recipes.items():
+        (folder / f"{name}.yaml").write_text(to_yaml(recipe))
     script = Path(__file__).parent / "algorithms" / "lever_ranks.py"
-    done = launch(2, script, folder / "recipe.yaml", folder, folder / "report", cwd=folder)
+    done = launch(2, script, folder, folder / "report", cwd=folder)
     reports = [
         json.loads(file.read_text()) if file.is_file() else {}
         for file in (folder / f"report.{rank}.json" for rank in range(2))

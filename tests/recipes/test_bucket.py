@@ -1,5 +1,7 @@
 """From tars in a bucket to a run that goes on from a checkpoint in the bucket; and buckets that fail."""
 
+import importlib
+import shutil
 import time
 from pathlib import Path
 
@@ -8,10 +10,15 @@ import yaml
 
 from data import encoded_sets
 from data.encoded_sets import remote_set
+from data.files import point_to
 from data.loading import Placement
 from data.sources.tars import TarSource
+from precompute.upload import MARKER
 from recipes.config.components import COMPONENTS
 from recipes.config.values import Component
+from recipes.engines.bucket import Bucket
+from recipes.training.callback import Callback
+from recipes.training.newest import newest_checkpoint
 from tests.data.bucket import serve
 from tests.recipes.engines.recording import assert_bit_equal, record
 
@@ -31,53 +38,208 @@ def without_pauses(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def encoded(bucket, drawings, latent_sets, tmp_path_factory) -> Path:
-    """A set that was encoded from tars in the bucket, in small shards; also at s3://sets/latents."""
-    from precompute.encode import main
-
+def job(bucket, drawings, latent_sets, tmp_path_factory) -> Path:
+    """The YAML of a job that encodes tars in the bucket, in small shards, and uploads them to s3://sets/latents."""
     bucket.upload(drawings, "tars")
     out = tmp_path_factory.mktemp("from_bucket")
     values = yaml.safe_load((latent_sets.parent / "encode.yaml").read_text())
-    values |= {"out": str(out), "size_limit": "6kb", "resolutions": [16]}
+    values |= {"out": str(out / "set"), "size_limit": "6kb", "resolutions": [16], "upload": "s3://sets/latents"}
     values["sources"] = {"train": {"name": "tars", "urls": "s3://sets/tars/train/{00000..00003}.tar"}}
     (out / "encode.yaml").write_text(yaml.safe_dump(values))
-    main([str(out / "encode.yaml")])
-    bucket.upload(out / "train", "latents")
-    return out / "train"
+    return out / "encode.yaml"
 
 
-def test_tars_to_training_to_a_resumed_run(bucket, encoded, small_recipe, tmp_path):
-    """The resumed run, which loads its checkpoint from the bucket and its data from a disk, has the same bits."""
+@pytest.fixture(scope="module")
+def encoded(bucket, job) -> Path:
+    """The set that two ranks have encoded; also at s3://sets/latents/train."""
+    from precompute.encode import main
+
+    for rank in ("1", "0"):  # they share nothing but the folder, so they may run after each other
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", rank)
+            patch.setenv("WORLD_SIZE", "2")
+            assert not names_in(bucket, "latents/train/manifest.json")
+            main([str(job)])
+    return job.parent / "set" / "train"
+
+
+def names_in(bucket, prefix):
+    """Names and sizes of the files below a folder of the bucket."""
+    pages = bucket.client.get_paginator("list_objects_v2").paginate(Bucket="sets", Prefix=prefix)
+    return {entry["Key"].removeprefix(prefix): entry["Size"] for page in pages for entry in page.get("Contents", ())}
+
+
+def files_in(folder):
+    """Names and sizes of the files of a set, without the notes of where its copy is."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MARKER]
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def test_ranks_upload_what_they_finish(bucket, encoded):
+    assert names_in(bucket, "latents/train/") == files_in(encoded)
+    assert len(list(encoded.rglob("*.mds"))) >= SHARDS
+    manifest = bucket.client.get_object(Bucket="sets", Key="latents/train/manifest.json")["Body"].read()
+    assert manifest == (encoded / "manifest.json").read_bytes()
+
+
+def test_a_copy_that_a_bucket_refused_is_made_at_the_next_start(bucket, job, encoded, monkeypatch, capsys):
+    from precompute import upload
+    from precompute.encode import main
+
+    monkeypatch.setattr(upload, "RETRIES", 1)
+    times = [path.stat().st_mtime_ns for path in sorted(encoded.rglob("*.mds"))]
+    bucket.failing = 10**6
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main([str(job), "upload=s3://sets/second/"])
+    finally:
+        bucket.failing = 0
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "start the job again" in error
+    assert "upload: s3://sets/second/train/shards/" in error
+    assert not names_in(bucket, "second")
+    main([str(job), "upload=s3://sets/second/"])
+    assert names_in(bucket, "second/train/") == files_in(encoded)
+    assert [path.stat().st_mtime_ns for path in sorted(encoded.rglob("*.mds"))] == times  # nothing is encoded again
+
+
+EMA = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}"
+RUN = ["data.resolution=16", "training.duration=8ba", EMA]
+
+
+@pytest.fixture(scope="module")
+def whole(bucket, encoded, quick_recipe, tmp_path_factory):
+    """A run that reads the set from the bucket, with a cache that is too small for it: (folder, what was recorded)."""
+    folder = tmp_path_factory.mktemp("whole")
     shards = list(encoded.rglob("*.mds"))
     assert len(shards) >= SHARDS
     largest = max(path.stat().st_size for path in shards)
     limit = 4 * largest + (encoded / "index.json").stat().st_size
-    ema = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}"
-    own = ["data.resolution=16", "training.duration=8ba", "checkpoints={every: 3ba, keep: -1}", ema]
-    remote = small_recipe(tmp_path / "whole", *own, f"data.cache_limit={limit}", "data.predownload=8")
-    arguments = {"url": "s3://sets/latents", "cache": str(tmp_path / "cache")}
+    own = [*RUN, "checkpoints={every: 3ba, keep: -1}", f"data.cache_limit={limit}", "data.predownload=8"]
+    remote = quick_recipe(folder, *own)
+    arguments = {"url": "s3://sets/latents/train", "cache": str(folder / "cache")}
     stream = Component("stream", "remote", arguments, COMPONENTS["stream"]["remote"], "data.streams.train")
     remote.data.args["streams"] = {"train": stream}
-    whole = record("composer", remote)
-    cached = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.mds"))
+    recorded = record("composer", remote)
+    cached = sum(path.stat().st_size for path in (folder / "cache").rglob("*.mds"))
     # The threads that fetch shards make room before they begin, and count them when they have ended.
     assert cached <= limit + 2 * largest < sum(path.stat().st_size for path in shards)
-    (checkpoint,) = (tmp_path / "whole" / "checkpoints").glob("*-ba3-*")
+    return folder, recorded
+
+
+def test_tars_to_training_to_a_resumed_run(bucket, encoded, whole, quick_recipe, tmp_path):
+    """The resumed run, which loads its checkpoint from the bucket and its data from a disk, has the same bits."""
+    (checkpoint,) = (whole[0] / "checkpoints").glob("*-ba3-*")
     bucket.upload(checkpoint.parent, "checkpoints")
     again = [
         f"data.streams.train.path={encoded}",
         f"checkpoints.load_path=s3://sets/checkpoints/{checkpoint.name}",
     ]
-    resumed = record("composer", small_recipe(tmp_path / "again", *own, *again))
+    resumed = record("composer", quick_recipe(tmp_path / "again", *RUN, *again))
     assert len(resumed.losses) == 5
-    assert_bit_equal(whole, resumed)
+    assert_bit_equal(whole[1], resumed)
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_checkpoints_in_a_bucket(bucket, encoded, whole, quick_recipe, tmp_path, engine):
+    """A run whose copy of a checkpoint is broken off goes on elsewhere from the one before, and has the same bits."""
+
+    def recipe(name, *changes):
+        checkpoints = f"checkpoints={{every: 3ba, keep: 2, autoresume: true, bucket: 's3://sets/{engine}/run'}}"
+        data = f"data.streams.train.path={encoded}"
+        return quick_recipe(tmp_path / name, *RUN, data, checkpoints, *changes)
+
+    suffix = "-rank0.pt" if engine == "composer" else ".ckpt"
+    record_of_run = {"config.yaml", "encoded.json", "latest.json"}
+
+    def refuse(parts):
+        parts.callbacks["refuse"] = Refuse(bucket)
+
+    trainers = importlib.import_module(f"recipes.engines.{engine}.trainer")
+    trainer = trainers.build_trainer(recipe("lost"), refuse)
+    try:
+        with pytest.raises(
+            ValueError, match=r"s3://sets/.*-ba6.*: cannot be written .*the credential has exp"
+        ) as error:
+            trainer.fit()
+    finally:
+        bucket.refused = None
+    assert "\n" not in str(error.value)
+    # All of the second checkpoint is there, but nothing names it.
+    assert set(bucket.names(f"{engine}/run")) == record_of_run | {f"ep0-ba3{suffix}", f"ep1-ba6{suffix}"}
+    with pytest.raises(ValueError, match="optimizer.lr was 0.002, is 0.1"):
+        trainers.build_trainer(recipe("changed", "optimizer.lr=0.1"))
+    resumed = record(engine, recipe("again"))
+    assert len(resumed.losses) == 5
+    assert_bit_equal(whole[1], resumed)
+    assert set(bucket.names(f"{engine}/run")) == record_of_run | {f"ep1-ba6{suffix}", f"ep1-ba8{suffix}"}
+    if engine == "lightning":
+        trainer = trainers.build_trainer(
+            recipe("loaded", f"checkpoints.load_path=s3://sets/{engine}/run/ep1-ba6{suffix}", "checkpoints.bucket=null")
+        )
+        assert trainer.run.counts.batch == 6
+
+
+class Refuse(Callback):
+    """The bucket does not let the name of the second checkpoint be written."""
+
+    def __init__(self, bucket):
+        self.bucket = bucket
+
+    def step_end(self, run):
+        if run.clock.batch == 4:
+            self.bucket.refused = "latest.json"
+
+
+def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
+    """Those before the newest are removed; an older folder gets what it lacks, a newer one nothing."""
+    copies = Bucket("s3://sets/folders/")
+    copies.pull(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("a: 1")
+    for batch in (2, 4, 10):
+        path = checkpoints / f"ep0-ba{batch}"
+        path.mkdir(parents=True)
+        for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+            (path / name).write_text(f"{name} of {batch}")
+        if batch == 10:  # a copy that was broken off
+            bucket.client.put_object(Bucket="sets", Key="folders/ep0-ba9/__0_0.distcp", Body=b"half")
+        copies.push(path, "latest-rank0.pt", keep=1)
+    names = {f"ep0-ba10/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")}
+    assert set(bucket.names("folders")) == names | {"config.yaml", "latest.json"}
+    shutil.rmtree(checkpoints / "ep0-ba10")
+    for folder in ("new", "run"):
+        (tmp_path / folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        point_to(tmp_path / folder / "checkpoints" / "latest-rank0.pt", checkpoints / "ep0-ba4")
+        copies.pull(tmp_path / folder)
+        newest = newest_checkpoint(tmp_path / folder)
+        assert newest.name == "ep0-ba10" and (newest / "__1_0.distcp").read_text() == "__1_0.distcp of 10"
+        assert (tmp_path / folder / "config.yaml").read_text() == "a: 1"
+    (newest / ".metadata").write_text("newer")
+    copies.pull(tmp_path / "run")
+    assert (newest / ".metadata").read_text() == "newer"
+
+
+def test_a_bucket_for_checkpoints_that_refuses_is_one_line(bucket, tmp_path):
+    bucket.expired = True
+    try:
+        with pytest.raises(ValueError, match="s3://sets/run/latest.json: cannot be read .*credential has exp") as error:
+            Bucket("s3://sets/run").pull(tmp_path)
+    finally:
+        bucket.expired = False
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="s3://sets/run/ep0-ba1.ckpt: cannot be fetched .no such object"):
+        Bucket("s3://sets/run").fetch("ep0-ba1.ckpt", tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def read(tmp_path, **arguments):
     """All keys of the set in the bucket, and the number of its batches."""
     from data.latents import latents
 
-    stream = remote_set(url="s3://sets/latents", cache=str(tmp_path / "cache"), download_timeout=5.0, **arguments)
+    stream = remote_set(url="s3://sets/latents/train", cache=str(tmp_path / "cache"), download_timeout=5.0, **arguments)
     loading = latents(Placement(8, training=True), {}, streams={"train": stream}, resolution=16)
     return sorted(seed for batch in loading.loader for seed in batch["seed"].tolist())
 
@@ -94,7 +256,7 @@ def test_a_bucket_that_fails_on_is_one_line(bucket, encoded, tmp_path, monkeypat
     monkeypatch.setattr(encoded_sets, "ATTEMPTS", 2)
     bucket.failing = 10**6
     try:
-        with pytest.raises(ValueError, match="s3://sets/latents/manifest.json: cannot be fetched .*500") as error:
+        with pytest.raises(ValueError, match="s3://sets/latents/train/manifest.json: cannot be fetched .*500") as error:
             read(tmp_path)
     finally:
         bucket.failing = 0
@@ -115,7 +277,7 @@ def test_an_expired_credential_is_one_line_and_is_not_tried_again(bucket, encode
 def test_a_credential_that_expires_later_is_one_line(bucket, encoded, tmp_path):
     from data.latents import latents
 
-    stream = remote_set(url="s3://sets/latents", cache=str(tmp_path / "cache"), download_retry=1)
+    stream = remote_set(url="s3://sets/latents/train", cache=str(tmp_path / "cache"), download_retry=1)
     loading = latents(Placement(8, training=True), {}, streams={"train": stream}, resolution=16, predownload=1)
     bucket.expired = True
     try:

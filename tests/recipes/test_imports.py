@@ -1,9 +1,12 @@
 """Imports go one way between the rooms of the repository, and few files know the trainer."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
+
+import data.clip_library
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("callbacks", "cluster", "data", "docs", "precompute", "recipes")
@@ -70,6 +73,8 @@ LIGHT = (
     "data/manifest.py",
     "precompute/config.py",
     "precompute/encode.py",
+    "precompute/pack.py",
+    "precompute/pack_config.py",
     "precompute/verify.py",
     "precompute/vocabulary.py",
     "recipes/config/build.py",
@@ -126,6 +131,14 @@ def own_imports(file):
 
 
 GRAPH = {file.relative_to(ROOT).as_posix(): own_imports(file) for file in FILES}
+
+
+def test_open_clip_is_imported_without_wandb():
+    """In one place, which hides wandb; otherwise each process that needs open_clip takes a minute longer to start."""
+    summary = importlib.import_module("timm.utils.summary")
+    assert not hasattr(summary, "wandb") and data.clip_library.open_clip
+    direct = [path for path, file in zip(GRAPH, FILES, strict=True) if "open_clip" in imports(file)]
+    assert direct == ["data/clip_library.py"]
 
 
 def test_arrows_between_rooms_run_one_way():

@@ -81,6 +81,7 @@ class Autoregressive(Task):
         }
         self.network = transformer_of(**self.sizes, attention=attention)
         self.image_weight = image_weight
+        self.counted = {"image": codes}
         self.eval_names = ["loss", "text_loss", "image_loss"]
         self.eval_sums = {"loss": {"text_loss": 1 - image_weight, "image_loss": image_weight}}
 

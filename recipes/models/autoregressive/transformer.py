@@ -7,6 +7,7 @@ K image codes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,14 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
-        x = attend.enter(for_products(self.norm(x)))  # (B, S, d)
+        x = self.enter(self.norm(x), attend)  # (B, S, d)
         q, k, v = (self._heads(layer(x)) for layer in (self.q, self.k, self.v))  # (B, H, S, D) each
         x = attend(q, k, v).transpose(1, 2).flatten(2)  # (B, S, d)
-        return attend.leave(self.out(x))
+        return self.out(attend.leave(x))
+
+    def enter(self, x: Tensor, attend: Attend) -> Tensor:
+        """See `DividedBranch.module`: (B, S, d) -> (B, S, d)."""
+        return attend.enter(for_products(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, S, H D) -> (B, H, S, D), for as many heads as there are."""
@@ -57,22 +62,32 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
-        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return self.down(nn.functional.gelu(self.up(self.enter(self.norm(x)))))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `DividedBranch.module`: (B, S, d) -> (B, S, d)."""
+        return x
 
 
 class Residual(nn.Module):
     """x + branch(x): the unit of sharding, activation checkpointing and gradient scaling.
 
     Under autocast the branch is computed in 16 bits, while x and the sum are float32.
+
+    Args:
+        branch: from x to what is added to it.
+        dropout: share of the branch's outputs that are dropped in training.
     """
 
-    def __init__(self, branch: nn.Module) -> None:
+    def __init__(self, branch: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
         self.branch = branch
+        self.dropout = nn.Dropout(dropout) if dropout else None
 
     def forward(self, x: Tensor, *context: Attend) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
-        return x + self.branch(x, *context)
+        y = self.branch(x, *context)
+        return x + (y if self.dropout is None else self.dropout(y))
 
 
 class Unembedding(nn.Linear):
@@ -140,6 +155,7 @@ class TokenTransformer(nn.Module):
         self.image_tokens = nn.Embedding(codes, width)
         self.image_rows = nn.Embedding(layout.side, width)
         self.image_columns = nn.Embedding(layout.side, width)
+        self.stream = nn.Identity()  # the residual stream begins here
         # Attention and MLP of layer i are blocks 2i and 2i + 1.
         self.blocks = nn.ModuleList(
             Residual(branch) for _ in range(layers) for branch in (CausalAttention(width, heads), MLP(width))
@@ -185,6 +201,7 @@ class TokenTransformer(nn.Module):
         x = x.to(
             torch.promote_types(x.dtype, torch.float32)
         )  # the identity path is float32, also with 16-bit embeddings
+        x = self.stream(x)
         attends = self._attends_on(x.device) if caches is None else caches.layers
         for number, attend in enumerate(attends):
             x = self.blocks[2 * number](x, attend)
@@ -226,18 +243,29 @@ class TokenTransformer(nn.Module):
         return self._attends[device]
 
 
+def divided_branches(blocks: Iterable[Residual]) -> list[DividedBranch]:
+    """Attention divided by heads, MLPs by their inner width."""
+    found = []
+    for branch in (block.branch for block in blocks):
+        attention = isinstance(branch, CausalAttention)
+        columns, rows = ((branch.q, branch.k, branch.v), branch.out) if attention else ((branch.up,), branch.down)
+        found.append(DividedBranch(branch, branch.norm, columns, rows))
+    return found
+
+
 def tensor_plan(network: TokenTransformer) -> TensorPlan:
     """How tensor parallelism divides it: attention by heads, MLPs by their inner width, the unembedding by tokens."""
-    branches = []
-    for branch in (block.branch for block in network.blocks):
-        if isinstance(branch, CausalAttention):
-            branches.append(DividedBranch(branch.norm, (branch.q, branch.k, branch.v), branch.out))
-        else:
-            branches.append(DividedBranch(branch.norm, (branch.up,), branch.down))
-    width = network.norm.normalized_shape[0]
-    heads = width // network.blocks[0].branch.head_width
-    length = network.layout.length
-    return TensorPlan(branches, network.unembedding, {"heads": heads}, length, length - 1, width)
+    width, length = network.norm.normalized_shape[0], network.layout.length
+    return TensorPlan(
+        branches=divided_branches(network.blocks),
+        vocabulary=network.unembedding,
+        sizes={"heads": width // network.blocks[0].branch.head_width},
+        positions=length,
+        predicted=length - 1,
+        width=width,
+        begins=network.stream,
+        ends=network.norm,
+    )
 
 
 def forward_flops(network: TokenTransformer, sparse: bool = True) -> float:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from open_clip import CLIP
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from data.clip_library import open_clip
 from recipes.models.kl_autoencoder.task import to_signed
 from recipes.models.precision import without_autocast
 from recipes.models.task import Task
@@ -68,7 +68,7 @@ class ContrastiveText(Task):
                 "layers": layers,
             },
         }
-        self.network = CLIP(**self.config)
+        self.network = open_clip.CLIP(**self.config)
         self.eval_names = ["loss", "accuracy"]
 
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 
-from recipes.models.latent_diffusion.objective import Objective, Predict
+from data.draws import Draws
+from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 from recipes.models.latent_diffusion.samplers import integrate, make_scheduler
 
 
@@ -66,10 +67,10 @@ class DDPM(Objective):
             "steps_offset": 1,
         }
 
-    def draw(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, x0: Tensor, draws: Draws = GLOBAL) -> tuple[Tensor, Tensor]:
         """Noise, and timesteps (B,) int64 that are uniform in [0, steps). See `Objective.draw`."""
-        noise = torch.randn_like(x0)
-        return noise, torch.randint(self.schedule.steps, (len(x0),), device=x0.device)
+        noise = draws.normal_like(x0)
+        return noise, draws.integers(x0, self.schedule.steps)
 
     def forward(self, predict: Predict, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """The weighted squared error of each sample (B,), at timesteps (B,) int64. See `Objective.forward`."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from data.draws import Draws
 from recipes.models.family import NotInDiffusersError
 
 # Letters: B batch, C latent channels, H W latent grid, L text positions, D text width.
@@ -18,6 +19,7 @@ from recipes.models.family import NotInDiffusersError
 Predict = Callable[[Tensor, Tensor], Tensor]
 # (noisy latents (B, C, H, W), times (B,), text (B, L, D)) -> the network's prediction (B, C, H, W)
 Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]
+GLOBAL = Draws()
 
 
 class Objective(nn.Module, ABC):
@@ -40,8 +42,8 @@ class Objective(nn.Module, ABC):
     eval_times: list[int] | list[float]
 
     @abstractmethod
-    def draw(self, x0: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise (B, C, H, W) and times (B,) for a training batch, from the global generator of x0's device."""
+    def draw(self, x0: Tensor, draws: Draws = GLOBAL) -> tuple[Tensor, Tensor]:
+        """Noise (B, C, H, W) and times (B,) for a training batch x0 (B, C, H, W), by the numbers of `draws`."""
 
     @abstractmethod
     def forward(self, predict: Predict, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:

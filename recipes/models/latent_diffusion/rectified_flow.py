@@ -10,7 +10,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
-from recipes.models.latent_diffusion.objective import Objective, Predict
+from data.draws import Draws
+from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 
 # Networks embed times as they embed the timesteps of diffusion, whose range is [0, 1000).
 TIME_SCALE = 1000
@@ -52,12 +53,12 @@ class RectifiedFlow(Objective):
         self.deviation = deviation
         self.eval_times = list(eval_times)
 
-    def draw(self, x0: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, x0: Tensor, draws: Draws = GLOBAL) -> tuple[Tensor, Tensor]:
         """Noise, and times (B,) float32 in [0, 1]. See `Objective.draw`."""
-        noise = torch.randn_like(x0)
+        noise = draws.normal_like(x0)
         if self.times == "uniform":
-            return noise, torch.rand(len(x0), device=x0.device)
-        return noise, torch.sigmoid(self.mean + self.deviation * torch.randn(len(x0), device=x0.device))
+            return noise, draws.uniform(x0)
+        return noise, torch.sigmoid(self.mean + self.deviation * draws.normal(x0))
 
     def forward(self, predict: Predict, x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """The squared error of the velocity of each sample (B,), at times (B,) in [0, 1]. See `Objective.forward`."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from data.draws import draws_of
 from data.log import log
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
@@ -23,6 +24,7 @@ class LatentDiffusion(Task):
 
     entry_points = ("denoise",)
     exports_average_beside = True
+    takes_draws = True
 
     def __init__(
         self,
@@ -58,16 +60,16 @@ class LatentDiffusion(Task):
         return {"channels": self.denoiser.latent_channels, "text_width": self.denoiser.text_width}
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The training loss, at times and with noise drawn from the device's global generator.
+        """The training loss, at times and with noise drawn from the device's global generator, or as `data.draws` says.
 
         Args:
-            batch: `latents` (B, C, H, W) float32, normalised; `text` (B, L, D).
+            batch: `latents` (B, C, H, W) float32, normalised; `text` (B, L, D); perhaps `draws` (B,) int64.
 
         Returns:
             `total`: scalar.
         """
         x0 = batch["latents"]
-        noise, times = self.objective.draw(x0)
+        noise, times = self.objective.draw(x0, draws_of(batch, 1))
         losses = self.objective(lambda x, t: self.denoiser(x, t, batch["text"]), x0, noise, times)
         return {"total": losses.mean()}
 

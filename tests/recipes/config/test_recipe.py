@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from precompute.config import EncodeConfig, VocabularyConfig
+from precompute.pack_config import PackConfig
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, Training, load_config, read_values, to_yaml
 from recipes.config.schema import Checker, subsections
@@ -21,6 +22,7 @@ HEADER = ("Source", "Hardware", "Expected|Time", "Command")
 def class_of(path):
     """The dataclass of a shipped YAML."""
     kinds = {"_evaluate": Evaluation, "_encode": EncodeConfig, "_tokens": EncodeConfig, "_vocabulary": VocabularyConfig}
+    kinds["_pack"] = PackConfig
     return next((kind for word, kind in kinds.items() if word in path.stem), Recipe)
 
 

@@ -3,13 +3,13 @@
 import json
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from data.clip_library import open_clip
 from recipes.encoders.base import weights_hash
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae

@@ -177,8 +177,8 @@ def test_what_two_ranks_sharded(two_ranks, tmp_path):
     for run in ("sharded", "full"):
         export(runs / run, tmp_path / run)
         export(runs / run, tmp_path / f"{run}_raw", "--weights", "raw")
-        for folder, part in ((run, "unet_ema"), (f"{run}_raw", "unet")):
-            written = load_file(tmp_path / folder / "unet" / "diffusion_pytorch_model.safetensors")
+        for folder, part in ((run, "transformer_ema"), (f"{run}_raw", "transformer")):
+            written = load_file(tmp_path / folder / "transformer" / "diffusion_pytorch_model.safetensors")
             known = load_file(runs / run / "export" / part / "diffusion_pytorch_model.safetensors")
             assert all(torch.equal(written[name], known[name]) for name in known), folder
 

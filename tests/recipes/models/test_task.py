@@ -32,6 +32,10 @@ SMALL = {
          "kernel": 3},
         TOKENS,
     ),
+    "language": (
+        {"layers": 2, "width": 32, "heads": 2, "positions": 6, "vocabulary": 20, "dropout": 0.0},
+        {"tokens": ((7,), 20)},
+    ),
 }  # fmt: skip
 SAMPLES = 5
 models = pytest.mark.parametrize("name", COMPONENTS["model"])
@@ -103,8 +107,9 @@ def test_validation_has_one_result_per_sample_and_draws_nothing(name):
     state = torch.get_rng_state()
     results = task.evaluate(batch)
     assert torch.equal(torch.get_rng_state(), state)
-    assert set(task.eval_names) <= set(results)
-    assert all(results[key].shape == (SAMPLES,) and not results[key].requires_grad for key in task.eval_names)
+    given = set(task.eval_names) - set(task.eval_exponentials)  # those are computed from others
+    assert given <= set(results) and set(task.eval_exponentials.values()) <= given
+    assert all(results[key].shape == (SAMPLES,) and not results[key].requires_grad for key in given)
     if task.codes is not None:
         assert len(results["codes"]) == SAMPLES and results["codes"].max() < task.codes
 

@@ -1,11 +1,10 @@
 """The contrastive task against open_clip's loss, and its export as open_clip and the encode job open it."""
 
-import open_clip
 import pytest
 import torch
-from open_clip.loss import ClipLoss
 from torch import nn
 
+from data.clip_library import open_clip
 from recipes.encoders.text import open_clip_text
 from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.kl_autoencoder.task import to_signed
@@ -43,7 +42,7 @@ def test_loss_is_that_of_open_clip(task, batch):
     with torch.no_grad():
         image = task.network.encode_image(to_signed(batch["image"]), normalize=True)
         text = task.network.encode_text(batch["tokens"], normalize=True)
-        expected = ClipLoss()(image, text, task.network.logit_scale.exp())
+        expected = open_clip.loss.ClipLoss()(image, text, task.network.logit_scale.exp())
     torch.testing.assert_close(task(batch)["total"].detach(), expected)
     figures = task.evaluate(batch)
     assert list(figures) == task.eval_names and all(value.shape == (5,) for value in figures.values())

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 
+from data.draws import SampleDraws
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
@@ -101,6 +102,18 @@ def test_training_noise_is_that_of_the_generator(task, batch):
         return task(batch)["total"].item()
 
     assert loss(1) == loss(1) != loss(2)
+
+
+@pytest.mark.parametrize("objective", [DDPM(), RectifiedFlow(), RectifiedFlow(times="uniform")])
+def test_training_noise_may_belong_to_samples(task, batch, objective):
+    """The loss of a batch is then the mean of its samples' losses, whatever the generator and the division."""
+    batch = batch | {"draws": batch["seed"]}
+    own = LatentDiffusion(denoiser=task.denoiser, objective=objective)
+    losses = [own(part(batch, slice(index, index + 1)))["total"] for index in range(5)]
+    torch.testing.assert_close(own(batch)["total"], torch.stack(losses).mean(), rtol=1e-5, atol=0)
+    assert len({loss.item() for loss in losses}) == 5
+    noise, times = objective.draw(batch["latents"], SampleDraws(batch["seed"]))
+    assert noise.shape == batch["latents"].shape and len(times.unique()) == 5
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
