@@ -14,7 +14,7 @@ from data.draws import draws_of
 from data.encoded_sets import manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
-from data.reading import EncodedDataset, copy_rows, key_seed, open_loader, shared_blocks, streams_of
+from data.reading import EncodedDataset, copy_rows, dataset_arguments, key_seed, open_loader
 from data.shared_batches import Specs
 
 
@@ -79,19 +79,19 @@ def latents(
     for manifest in manifests:
         manifest.check(resolution=resolution, **requirements, **(expect or {}), **same)
     dataset = LatentDataset(
-        streams=streams_of(streams),
         resolution=resolution,
         text=text,
-        blocks=shared_blocks(workers),
-        batch_size=placement.batch,
-        shuffle=shuffle and placement.training,
-        shuffle_algo=shuffle_algo,
-        shuffle_seed=placement.seed,
-        replication=placement.copies if placement.copies > 1 else None,
-        shuffle_block_size=shuffle_block,
-        predownload=predownload,
-        cache_limit=cache_limit,
-        epoch_size=epoch_size,
+        **dataset_arguments(
+            streams,
+            placement,
+            workers,
+            shuffle=shuffle,
+            shuffle_algo=shuffle_algo,
+            shuffle_block_size=shuffle_block,
+            predownload=predownload,
+            cache_limit=cache_limit,
+            epoch_size=epoch_size,
+        ),
     )
     null_text = next(iter(streams.values())).null_text()
     if placement.training:

@@ -164,11 +164,37 @@ class EncodedLoader(StreamingDataLoader):
         self._skip_empty_epoch = True
 
 
+def dataset_arguments(
+    streams: Mapping[str, EncodedSet], placement: Placement, workers: int, *, shuffle: bool, **options: Any
+) -> dict[str, Any]:
+    """Arguments of `EncodedDataset`, from those of a component. All components that read encoded sets use it.
+
+    Args:
+        streams: encoded sets by label.
+        placement: which part of the data this process reads, and the batch size.
+        workers: number of processes that read.
+        shuffle: shuffle the samples in each epoch (training only).
+        options: further arguments of StreamingDataset.
+
+    Raises:
+        ValueError: another run uses the cache of a set.
+    """
+    return {
+        "streams": streams_of(streams),
+        "blocks": shared_blocks(workers),
+        "batch_size": placement.batch,
+        "shuffle": shuffle and placement.training,
+        "shuffle_seed": placement.seed,
+        "replication": placement.copies if placement.copies > 1 else None,
+        **options,
+    }
+
+
 def open_loader(dataset: EncodedDataset, placement: Placement, workers: int, drop_last: bool) -> EncodedLoader:
     """A loader of a data set. All components that read encoded sets use it.
 
     Args:
-        dataset: made with `shared_blocks(workers)` blocks.
+        dataset: made with `dataset_arguments`.
         placement: which part of the data this process reads, and the batch size.
         workers: number of processes that read.
         drop_last: leave out the last, incomplete batch of an epoch (training only).

@@ -11,7 +11,7 @@ import torch
 from data.column_reader import StoredSample
 from data.cost import Cost, Epoch, Plan, with_cost
 from data.loading import Batch, Loading, Placement
-from data.reading import EncodedDataset, copy_rows, open_loader, shared_blocks, streams_of
+from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
 from data.text_manifest import NAME, VOCABULARY, TextManifest
 from data.tokens import widen
@@ -79,17 +79,17 @@ def texts(
             )
     dataset = TextDataset(
         row=manifests[first].positions + 1,
-        streams=streams_of(streams),
-        blocks=shared_blocks(workers),
-        batch_size=placement.batch,
-        shuffle=shuffle and placement.training,
-        shuffle_algo=shuffle_algo,
-        shuffle_seed=placement.seed,
-        replication=placement.copies if placement.copies > 1 else None,
-        shuffle_block_size=shuffle_block,
-        predownload=predownload,
-        cache_limit=cache_limit,
-        epoch_size=epoch_size,
+        **dataset_arguments(
+            streams,
+            placement,
+            workers,
+            shuffle=shuffle,
+            shuffle_algo=shuffle_algo,
+            shuffle_block_size=shuffle_block,
+            predownload=predownload,
+            cache_limit=cache_limit,
+            epoch_size=epoch_size,
+        ),
     )
     return Loading(
         open_loader(dataset, placement, workers, drop_last),

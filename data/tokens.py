@@ -18,7 +18,7 @@ from data.encoded_sets import manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
 from data.log import log
-from data.reading import EncodedDataset, copy_rows, open_loader, shared_blocks, streams_of
+from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
 from data.text_requirements import check_text
 
@@ -96,23 +96,23 @@ def tokens(
         manifest.check(resolution=resolution, **needs, **(expect or {}))
         manifest.check(image_weights=first.image_encoder["weights_hash"])
     dataset = TokenDataset(
-        streams=streams_of(streams),
         resolution=resolution,
         vocabulary=bpe,
         positions=positions,
         dropout=dropout if placement.training else 0.0,
         caption_dropout=caption_dropout if placement.training else 0.0,
         draw_crop=placement.training,
-        blocks=shared_blocks(workers),
-        batch_size=placement.batch,
-        shuffle=shuffle and placement.training,
-        shuffle_algo=shuffle_algo,
-        shuffle_seed=placement.seed,
-        replication=placement.copies if placement.copies > 1 else None,
-        shuffle_block_size=shuffle_block,
-        predownload=predownload,
-        cache_limit=cache_limit,
-        epoch_size=epoch_size,
+        **dataset_arguments(
+            streams,
+            placement,
+            workers,
+            shuffle=shuffle,
+            shuffle_algo=shuffle_algo,
+            shuffle_block_size=shuffle_block,
+            predownload=predownload,
+            cache_limit=cache_limit,
+            epoch_size=epoch_size,
+        ),
     )
     return Loading(
         open_loader(dataset, placement, workers, drop_last),

@@ -20,7 +20,7 @@ from precompute.batch import InputShard, Position
 from precompute.decode import DecoderDied
 
 CRASHES = "crashes.jsonl"  # one line per death of a process that decoded
-PLACE_BYTES = 4096
+PLACE_BYTES = 1 << 16  # more than the longest names of shards take
 DECODING = "precompute/decode.py"  # in the stack of a process that died while it read or decoded a sample
 
 

@@ -71,11 +71,13 @@ class Packed:
 def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
     """Lists of texts that have `CHARACTERS` in all, or a bit more."""
     group: list[str] = []
+    characters = 0
     for text in texts:
         group.append(text)
-        if sum(map(len, group)) >= CHARACTERS:
+        characters += len(text)
+        if characters >= CHARACTERS:
             yield group
-            group = []
+            group, characters = [], 0
     if group:
         yield group
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recipes.models.autoregressive.earlier import separated
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops, tensor_plan
+from recipes.models.network_folder import FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
 from recipes.models.weights import load_safetensors
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
 TEXT_TOKENS = "text_tokens"  # predicted text tokens per sample: in training their mean over the whole batch
 
 
@@ -173,16 +169,11 @@ class Autoregressive(Task):
 
     def export(self, folder: Path) -> None:
         """Write transformer/config.json and safetensors, which `load_transformer` opens."""
-        self._save(folder / FOLDER)
+        save_network(folder / FOLDER, self.network, self.sizes)
 
     def export_average(self, folder: Path) -> None:
         """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
-        self._save(folder / FOLDER_AVERAGE)
-
-    def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / CONFIG).write_text(json.dumps(self.sizes, indent=2) + "\n", encoding="utf-8")
-        save_file(self.network.state_dict(), folder / WEIGHTS)
+        save_network(folder / FOLDER_AVERAGE, self.network, self.sizes)
 
     def export_record(self) -> dict[str, Any]:
         """See `Task.export_record`."""
@@ -229,7 +220,4 @@ def load_transformer(folder: Path) -> TokenTransformer:
         FileNotFoundError: a file is missing.
         ValueError: the tensors do not have the sizes of config.json.
     """
-    sizes = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    network = transformer_of(**sizes)
-    load_safetensors(network, folder / WEIGHTS, separated)
-    return network
+    return load_network(folder, transformer_of, separated)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recipes.models.language.transformer import TextTransformer, forward_flops, tensor_plan
+from recipes.models.network_folder import FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
 from recipes.models.weights import load_safetensors
 
 # Letters: B batch, S positions, V vocabulary.
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"
 
 
 class Language(Task):
@@ -109,16 +106,11 @@ class Language(Task):
 
     def export(self, folder: Path) -> None:
         """Write transformer/config.json and safetensors, which `load_language` opens."""
-        self._save(folder / FOLDER)
+        save_network(folder / FOLDER, self.network, self.sizes)
 
     def export_average(self, folder: Path) -> None:
         """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
-        self._save(folder / FOLDER_AVERAGE)
-
-    def _save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / CONFIG).write_text(json.dumps(self.sizes, indent=2) + "\n", encoding="utf-8")
-        save_file(self.network.state_dict(), folder / WEIGHTS)
+        save_network(folder / FOLDER_AVERAGE, self.network, self.sizes)
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
@@ -132,7 +124,4 @@ def load_language(folder: Path) -> TextTransformer:
         FileNotFoundError: a file is missing.
         ValueError: the tensors do not have the sizes of config.json.
     """
-    sizes = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    network = TextTransformer(**sizes, dropout=0.0)
-    load_safetensors(network, folder / WEIGHTS)
-    return network
+    return load_network(folder, partial(TextTransformer, dropout=0.0))
