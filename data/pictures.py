@@ -31,6 +31,7 @@ def pictures(
     crop: Literal["center", "random", "dvae", "transformer"] = "center",
     flip: float = 0.0,
     tokens: int | None = None,
+    word_dropout: float = 0.0,
     workers: int = 1,
     shuffle_buffer: int = 4096,
     keep_decoded: bool = False,
@@ -50,11 +51,15 @@ def pictures(
             its transformer (training only), which also vary the size.
         flip: share of images that are flipped horizontally (training only).
         tokens: number of caption tokens, by open_clip's byte-pair tokenizer; null: none.
+        word_dropout: probability that a word of a caption is left out, so that each word has to say what it means
+            (training only). One word stays at least.
         workers: number of worker processes that decode; 0 decodes in the training process.
         shuffle_buffer: number of samples within which the order is shuffled, in addition to the order of shards.
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
         limit: maximum number of images of a validation set, per device.
     """
+    if not 0 <= word_dropout <= 1:
+        raise ValueError(f"pictures: word_dropout is a probability from 0 to 1, got {word_dropout}")
     if keep_decoded and crop != "center" and placement.training:
         raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
     stream = ImageStream(
@@ -64,6 +69,7 @@ def pictures(
         crop=crop if placement.training else "center",
         flip=flip if placement.training else 0.0,
         tokens=tokens,
+        word_dropout=word_dropout if placement.training else 0.0,
         shuffle_buffer=shuffle_buffer if placement.training else 0,
         keep_decoded=keep_decoded,
         placement=placement,
@@ -144,6 +150,7 @@ class ImageStream(IterableDataset):
         crop: Literal["center", "random", "dvae", "transformer"],
         flip: float,
         tokens: int | None,
+        word_dropout: float,
         shuffle_buffer: int,
         keep_decoded: bool,
         placement: Placement,
@@ -155,6 +162,7 @@ class ImageStream(IterableDataset):
         self.crop = crop
         self.flip = flip
         self.tokens = tokens
+        self.word_dropout = word_dropout
         self.shuffle_buffer = shuffle_buffer
         self.keep_decoded = keep_decoded
         self.placement = placement
@@ -223,7 +231,7 @@ class ImageStream(IterableDataset):
                     pixels = pixels[:, ::-1]
                 sample = {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))}
                 if tokenizer is not None:
-                    sample["tokens"] = tokenizer([caption])[0]
+                    sample["tokens"] = tokenizer([with_fewer_words(caption, self.word_dropout, rng)])[0]
                 if self.placement.training:
                     sample["place"] = torch.tensor([turn, number + 1])
                 yield sample
@@ -305,3 +313,18 @@ class ImageStream(IterableDataset):
             yield sample
         rng.shuffle(buffer)
         yield from buffer
+
+
+def with_fewer_words(caption: str, dropout: float, rng: np.random.Generator) -> str:
+    """A caption whose words are each left out with a probability; one of them stays at least.
+
+    Args:
+        caption: words, separated by white space.
+        dropout: the probability. 0 draws no numbers, and returns the caption as it is.
+        rng: of the sample.
+    """
+    words = caption.split()
+    if not dropout or not words:
+        return caption
+    kept = [word for word, draw in zip(words, rng.random(len(words)), strict=True) if draw >= dropout]
+    return " ".join(kept or [words[rng.integers(len(words))]])

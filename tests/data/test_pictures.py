@@ -108,6 +108,25 @@ def test_tokens_are_open_clips():
 
 
 @pytest.mark.parametrize("keep", [False, True])
+def test_words_are_left_out_in_training_alone(keep):
+    tokenizer = open_clip.SimpleTokenizer(context_length=10)
+    lengths, words = Counter(), ["picture", "of", "7"]
+    subsets = [" ".join(kept) for count in (1, 2, 3) for kept in itertools.combinations(words, count)]
+    possible = {tuple(tokenizer([text])[0].tolist()) for text in subsets}
+    loader = load(Numbered(1, 8), tokens=10, word_dropout=0.5, keep_decoded=keep)
+    for batch in itertools.islice(loader, 80):
+        for number, tokens in zip(numbers(batch), batch["tokens"].tolist(), strict=True):
+            if number == 7:
+                assert tuple(tokens) in possible
+                lengths[sum(token != 0 for token in tokens) - 2] += 1  # without the marks of begin and end
+    assert set(lengths) == {1, 2, 3} and lengths[3] < 15  # 5 of 40 are whole on average
+    (batch,) = load(Numbered(1, 4), tokens=10, word_dropout=1.0, training=False)
+    assert (batch["tokens"] == tokenizer([f"picture of {n}" for n in range(4)])).all()
+    with pytest.raises(ValueError, match="word_dropout is a probability from 0 to 1, got 1.5"):
+        load(Numbered(1, 4), tokens=10, word_dropout=1.5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
 def test_pictures_are_mirrored(keep):
     bright = [
         (image[2, 0, 0] == 255, image[2, 0, -1] == 255)
@@ -228,7 +247,8 @@ def test_the_position_does_not_count_batches_that_were_fetched_ahead(workers):
 @pytest.mark.parametrize(("stop", "decoded"), [(2, 24), (14, 24)])
 def test_pictures_that_are_kept_are_decoded_once_after_a_resume(stop, decoded):
     def make(**arguments):
-        return load(Numbered(3, 8), batch=4, flip=0.5, keep_decoded=True, tokens=10, **arguments)
+        source = Numbered(3, 8)
+        return load(source, batch=4, flip=0.5, keep_decoded=True, tokens=10, word_dropout=0.5, **arguments)
 
     whole, rest, found = resumed(make, stop)
     assert same(whole[stop:], rest) and found == decoded
