@@ -65,8 +65,9 @@ endef
 # --- checks ------------------------------------------------------------------------------------
 
 PYTEST_ARGS ?=
-# Processes that run tests; each imports what it needs, so more than four gain little. JOBS=0 runs them in one.
-JOBS ?= auto
+# Processes that run tests: one more than there are cores, since some tests wait for processes of their own. Each imports
+# what it needs, so more than four gain little. JOBS=0 runs them in one.
+JOBS ?= $(shell echo $$(( $$(nproc) + 1 )))
 # One thread, because the tensors of the tests are small and some tests start two ranks.
 test: export OMP_NUM_THREADS ?= 1
 test: export MKL_NUM_THREADS ?= 1

@@ -17,8 +17,8 @@ from tests.recipes.engines.lightning.test_checkpoints import same
 from tests.recipes.engines.test_equality import AUTOREGRESSIVE
 
 ROOT = Path(__file__).resolve().parents[3]
-# Largest difference of weights and averages after 7 batches, 3 to 5 of them on other numbers of ranks. One step changes
-# a weight by up to the rate, 2e-3; sums in another order came to 1.1e-5 on one CPU, and a wrong sample changes far more.
+# Largest difference of weights and averages after 7 batches, 3 to 5 of them on other numbers of ranks. A step
+# changes a weight by up to the rate, 2e-3. Sums in another order came to 1.1e-5 on one CPU; a wrong sample is worse.
 TOLERANCE = 5e-5
 KILLED = -9
 AGAIN = 85
