@@ -28,7 +28,7 @@ def test_the_lines_of_a_diffusion_run():
         "data:        latents, 3,200 samples per epoch; validation val, 50 samples",
         "batch:       32 samples per step over 2 devices (WORLD_SIZE), 16 on each, in 4 microbatches of 4",
         "precision:   fp32, DDP",
-        "optimizer:   adamw at 0.0025, schedule cosine, gradient norm clipped at 1",
+        "optimizer:   adamw at 0.003, schedule cosine, gradient norm clipped at 1",
         "algorithms:  scheduled_ema",
         "length:      200 steps, 6,400 samples, 2.00 epochs of 100 steps",
         "checkpoints: at the end, the newest 2 kept, in runs/openmoji_diffusion/checkpoints",
@@ -53,5 +53,5 @@ def test_other_runs():
 
 
 def test_an_epoch_without_a_batch_is_refused():
-    with pytest.raises(ValueError, match="training.global_batch: 32 is more than the 15 samples of an epoch"):
+    with pytest.raises(ValueError, match="training.global_batch: 64 is more than the 15 samples of an epoch"):
         lines("openmoji_diffusion.yaml", samples=15)
