@@ -89,8 +89,8 @@ lint: install  ## run ruff and hadolint
 # launcher starts one process per GPU.
 GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 ONE := $(BIN)/$(if $(GPU),composer,python)
-# The diffusion model is trained by two processes of one thread, which a second program on one of two cores slows less
-# than one process of two threads. Images are read by one process; those stages run side by side instead.
+# The diffusion model and the transformer are trained by two processes of one thread, which a second program on one of two
+# cores slows less than one process of two threads. Images are read by one process; those stages run side by side instead.
 TWO := $(BIN)/$(if $(GPU),composer,torchrun --standalone --nproc_per_node $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1))
 SAMPLES := runs/openmoji_diffusion/samples.png
 TOKEN_SAMPLES := runs/openmoji_dalle/samples.png
@@ -129,7 +129,7 @@ quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, B
 	$(call train,3/7,train the text encoder for reranking,openmoji_text)
 	@echo "== 4/7 train the BPE vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
 	@echo "== 5/7 encode images to tokens"; $(BIN)/python precompute/encode.py yamls/openmoji_tokens.yaml
-	$(call train,6/7,train the transformer,openmoji_dalle)
+	$(call train,6/7,train the transformer,openmoji_dalle,$(TWO))
 	@echo "== 7/7 draw samples: the best of 32 candidates per caption"; \
 	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
 	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6

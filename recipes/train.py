@@ -48,6 +48,10 @@ def main() -> None:
         if not engine.is_file():
             raise ValueError(f"training.engine: {recipe.training.engine} is not part of this version; use composer")
         with rare_searches():
+            if any(logger.name == "wandb" for logger in recipe.loggers.values()):
+                # First, because pydantic looks for the sources of wandb's models in all modules that are loaded: 3 s of
+                # CPU time here, and 26 s after Composer.
+                importlib.import_module("wandb")
             trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
         training = recipe.training
         # After the imports, of which Composer's sets signal handlers of its own.

@@ -147,13 +147,13 @@ def test_the_cable_has_its_rate(namespaced):
 # --- whole runs --------------------------------------------------------------------------------
 
 
-def check_table(record, link):
+def check_table(record, link, rates):
     rows = record["rows"]
     assert [(row[f"{link}, Mbit/s"], row["averaging"]) for row in rows] == [
-        (rate, name) for rate in (20, 1000) for name in (PLAIN, "rank 4", "rank 4, overlapped")
+        (rate, name) for rate in rates for name in (PLAIN, "rank 4", "rank 4, overlapped")
     ]
     sent = [row["MB per step by formula"] for row in rows]
-    assert sent[:3] == sent[3:]
+    assert sent == sent[:3] * len(rates)
     assert sent[1] == sent[2] < 0.7 * sent[0]
     return rows
 
@@ -171,7 +171,7 @@ def test_emulated(results, monkeypatch):
     monkeypatch.setattr(network, "run", run_forked)
     network.main([*TINY, "--steps", "1", "--rates", "1000", "20", "--emulate"])
     record = json.loads((results / "network_emulated-d64-cpu.json").read_text())
-    check_table(record, "emulated cable")
+    check_table(record, "emulated cable", [20, 1000])
     assert "The cable is emulated" in record["notes"]
     assert (results / "network_emulated-d64-cpu.png").read_bytes().startswith(b"\x89PNG")
 
@@ -179,9 +179,9 @@ def test_emulated(results, monkeypatch):
 @pytest.mark.slow
 def test_between_namespaces(namespaced, results):
     """The kernel counts the bytes of the formulas, plus headers, acknowledgements and Composer's own messages."""
-    network.main([*TINY, "--steps", "2", "--rates", "20", "1000"])
+    network.main([*TINY, "--steps", "2", "--rates", "20"])
     record = json.loads((results / "network-d64-cpu.json").read_text())
-    for row in check_table(record, "cable"):
+    for row in check_table(record, "cable", [20]):
         assert row["MB per step by formula"] < row["MB sent"] < 1.08 * row["MB per step by formula"] + 0.03
     assert all("reached" in row for row in record["rows"])
     assert not leftovers()

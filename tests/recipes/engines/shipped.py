@@ -64,7 +64,6 @@ SMALLER = {
     "sd2_base_512": ("latent_sets", [*UNET, "data.resolution=32", "algorithms.scheduled_ema.last=2ba"]),
     "dalle_1b": ("token_sets", DALLE_1B),
     "dalle_2b": ("token_sets", DALLE),
-    "dalle_5b": ("token_sets", DALLE),
     "dalle_12b": ("token_sets", DALLE),
     "gpt2_1b": ("text_sets", TEXTS),
     "dvae": ("drawings", [*DVAE, "data.filter=null", "evals.val.filter=null", "schedule.over=2ba"]),
@@ -74,8 +73,10 @@ SMALLER = {
     "openmoji_dvae": ("drawings", [*DVAE, WARMUP]),
 }
 # Contrastive models and the VAE, which tests/test_path.py trains on one rank; language models, which are trained on one
-# rank by tests/recipes/test_texts.py and on four in algorithms/tensor_parallel. gpt2_8b differs in numbers only.
-ELSEWHERE = ("docs_gpt2", "gpt2_2b", "gpt2_4b", "gpt2_8b", "openmoji_judge", "openmoji_text", "openmoji_vae")
+# rank by tests/recipes/test_texts.py and on four in algorithms/tensor_parallel. gpt2_8b differs in numbers only, and
+# dalle_5b is dalle_2b with the numbers of others.
+ELSEWHERE = ("dalle_5b", "docs_gpt2", "gpt2_2b", "gpt2_4b", "gpt2_8b")
+ELSEWHERE += ("openmoji_judge", "openmoji_text", "openmoji_vae")
 PATHS = {
     "latent_sets": ["data.streams.train.path={}/train", "evals.val.streams.val.path={}/val"],
     "token_sets": [
