@@ -38,6 +38,7 @@ class Task(nn.Module):
             average, such as its number of tokens. Samples have equal weights by default.
         eval_sums: name in `eval_names` -> names of other results and their factors. The figure is then the sum of the
             factors times those results' averages, instead of an average of its own.
+        eval_exponentials: name in `eval_names` -> name of another one, of whose average the figure is the exponential.
         entry_points: names of the methods, besides `forward` and `evaluate`, through which callers run the network,
             such as `denoise`, `sample` or `reconstruct`. FSDP gathers the parameters for calls of these methods too.
         scheduled: names of scalar buffers that the `scheduled_value` callback may set in the course of a run.

@@ -18,6 +18,8 @@ from torch.distributed import ProcessGroup
 
 from recipes.algorithms.tensor_parallel.collectives import gathered, summed
 
+Exchange = Callable[[Tensor, ProcessGroup], Tensor]
+
 
 def whole_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     """The positions of all devices, (B, S/N, d) -> (B, S, d), without a gradient."""
@@ -37,43 +39,17 @@ def scattered_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return found.view(parts.shape[1:])
 
 
-class _Divide(Function):
-    """Own positions. Backward: those of all devices."""
+class _Exchange(Function):
+    """A function of a tensor and a group. Backward: another one, of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return own_positions(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return whole_sequence(grad, ctx.group), None
-
-
-class _Gather(Function):
-    """The positions of all devices. Backward: own positions of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return whole_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return scattered_sum(grad, ctx.group), None
-
-
-class _Scatter(Function):
-    """Own positions of the sum. Backward: the positions of all devices."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return scattered_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return whole_sequence(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 class _Shared(Function):
@@ -93,17 +69,17 @@ class _Shared(Function):
 
 def divide_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """The residual stream's beginning, which all devices have: (B, S, d) -> own positions (B, S/N, d)."""
-    return _Divide.apply(x, group)
+    return _Exchange.apply(x, group, own_positions, whole_sequence)
 
 
 def gather_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """Into a region in which each device computes a part for all positions: (B, S/N, d) -> (B, S, d)."""
-    return _Gather.apply(x, group)
+    return _Exchange.apply(x, group, whole_sequence, scattered_sum)
 
 
 def scatter_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """Out of such a region: this device's part (B, S, d) -> own positions of the sum (B, S/N, d)."""
-    return _Scatter.apply(x, group)
+    return _Exchange.apply(x, group, scattered_sum, whole_sequence)
 
 
 def shared(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
