@@ -1,5 +1,8 @@
 """Comparisons of encoded sets, and errors of the encode job, for its tests."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -22,10 +25,14 @@ def assert_same(one: list[dict], other: list[dict]) -> None:
                 assert value == right[name], name
 
 
-def expect_error(arguments: list[str], capsys) -> str:
+def error_of(main: Callable[[list[str]], None], arguments: list[str], capsys) -> str:
+    """The one line that a command ends with."""
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and "\n" not in error
     return error
+
+
+expect_error = partial(error_of, main)

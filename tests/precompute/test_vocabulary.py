@@ -1,6 +1,7 @@
 """The vocabulary job as a command: what it reads, writes and refuses."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,9 @@ from data.sources.tars import TarSource
 from data.vocabulary_files import manifest_path
 from precompute.captions import Captions
 from precompute.vocabulary import main
+from tests.precompute.encode_checks import error_of
+
+expect_error = partial(error_of, main)
 
 
 @pytest.fixture
@@ -24,15 +28,6 @@ def arguments(drawings, tmp_path):
         return [str(path), *overrides]
 
     return words
-
-
-def expect_error(arguments: list[str], capsys) -> str:
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ") and "\n" not in error
-    return error
 
 
 def test_it_is_written_once_with_its_manifest(arguments, tmp_path, capsys):
