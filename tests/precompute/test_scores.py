@@ -127,6 +127,27 @@ def test_it_goes_on_where_it_stopped(job, monkeypatch):
     assert done == [shard]
 
 
+def test_two_ranks_write_what_one_does(job, monkeypatch, tmp_path):
+    root, arguments = job
+    shared = ["--shared", "val", "train", "--threshold", "0.999"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    files = {"summary.json", "similarities.png"}
+    for rank, split in enumerate(COLOURS):
+        monkeypatch.setenv("RANK", str(rank))
+        scores.main([*arguments, *shared, f"out={tmp_path}"])
+        (shard,) = shards_of(root, split)
+        file = score_file(tmp_path / split / "scores", shard)
+        assert file.read_bytes() == score_file(root / "out" / split / "scores", shard).read_bytes()
+        if rank == 0:  # the other set is left, so this rank compares no images
+            assert not score_file(tmp_path / "val" / "scores", shards_of(root, "val")[0]).exists()
+            assert not (tmp_path / "val" / "scores" / "shared.json").exists()
+    for split in COLOURS:
+        for name in files | ({"shared.json", "shared.png"} if split == "val" else set()):
+            assert (tmp_path / split / "scores" / name).read_bytes() == (
+                root / "out" / split / "scores" / name
+            ).read_bytes(), name
+
+
 def test_a_source_without_pairs_that_do_not_fit(job):
     root, _ = job
     folder, (shard,) = root / "out" / "train" / "scores", shards_of(root, "train")
