@@ -5,7 +5,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Without bytecode files, every process that imports composer compiles it again, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install test test-cluster lint quickstart openmoji-vae openmoji-text quickstart-tokens gpu docs lock clean distclean
+.PHONY: help install test test-cluster lint quickstart quickstart-tokens openmoji-vae openmoji-dvae openmoji-text gpu docs lock clean distclean
 
 TORCH ?= 2.7
 ifeq ($(TORCH),2.7)
@@ -117,22 +117,25 @@ quickstart: install  ## OpenMoji from nothing to samples: VAE, text encoder, lat
 	    --prompts-file docs/openmoji_prompts.txt --columns 6
 	@$(BIN)/python recipes/compare.py runs/openmoji_diffusion --out runs/openmoji_diffusion/report.html
 
-openmoji-vae openmoji-text: export OMP_NUM_THREADS ?= 1
+# The networks that encode are the second and third stage of either quickstart, which has STAGES of them.
+STAGES ?= 6
+openmoji-vae openmoji-dvae openmoji-text: export OMP_NUM_THREADS ?= 1
 openmoji-vae:
-	$(call train,2/6,train the VAE,openmoji_vae)
+	$(call train,2/$(STAGES),train the VAE,openmoji_vae)
+openmoji-dvae:
+	$(call train,2/$(STAGES),train the dVAE,openmoji_dvae)
 openmoji-text:
-	$(call train,3/6,train the text encoder,openmoji_text)
+	$(call train,3/$(STAGES),train the text encoder,openmoji_text)
 
 quickstart-tokens: install  ## the same with tokens: data, dVAE, text encoder, BPE, tokens, transformer
 	@echo "== 1/7 render the small OpenMoji set"; $(BIN)/python data/openmoji.py --set small --out runs/openmoji/tars
-	$(call train,2/7,train the dVAE,openmoji_dvae)
-	$(call train,3/7,train the text encoder for reranking,openmoji_text)
+	@$(MAKE) --no-print-directory $(if $(GPU),,-j 2) STAGES=7 openmoji-dvae openmoji-text
 	@echo "== 4/7 train the BPE vocabulary"; $(BIN)/python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
 	@echo "== 5/7 encode images to tokens"; $(BIN)/python precompute/encode.py yamls/openmoji_tokens.yaml
 	$(call train,6/7,train the transformer,openmoji_dalle,$(TWO))
 	@echo "== 7/7 draw samples: the best of 32 candidates per caption"; \
-	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 --guidance 3 \
-	    --temperature 0.8 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
+	$(BIN)/python recipes/generate.py runs/openmoji_dalle/export --out $(TOKEN_SAMPLES) --candidates 32 \
+	    --temperature 0.5 --rerank runs/openmoji_text/export --prompts-file docs/openmoji_prompts.txt --columns 6
 	@$(BIN)/python recipes/compare.py runs/openmoji_dalle --out runs/openmoji_dalle/report.html
 
 # --- measurements ------------------------------------------------------------------------------
