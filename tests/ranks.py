@@ -1,14 +1,17 @@
 """Launches of several ranks for tests.
 
-Importing torch, Composer and Lightning takes about ten seconds of CPU time per process. Here one server process per
-test process imports them once, and every rank of every launch is forked from it. What the launchers themselves do is
-tested where they are the subject (`composer` in tests/recipes/engines/composer/test_trainer.py and test_killed.py).
+Importing torch, Composer and Lightning takes about ten seconds of CPU time per process. Here one server process
+imports them, and what recipes are built from, for all workers of pytest-xdist; every rank of every launch is forked
+from it. What the launchers themselves do is tested where they are the subject (tests/recipes/training/test_stop.py and
+tests/recipes/engines/composer/test_trainer.py).
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import functools
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -28,6 +32,8 @@ def launch(
     ranks: int, script: Path, *arguments: object, cwd: Path = ROOT, timeout: float = 570
 ) -> subprocess.CompletedProcess:
     """Runs a script on ranks of one machine with one thread each, and ends all of them when one fails.
+
+    A single one has no variables of a launcher, and may be a launcher itself.
 
     Returns:
         The first failed rank's exit status (0 if none failed, 124 after the timeout), and the output of all ranks.
@@ -39,54 +45,121 @@ def launch(
         files = [f"{folder}/{name}" for name in ("stdout", "stderr")]
         request = {
             "ranks": ranks, "words": words, "cwd": str(cwd), "environment": environment, "files": files,
-            "timeout": timeout,
+            "timeout": timeout, "folder": folder,
         }  # fmt: skip
         server = _server()
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        assert answer, "the server of ranks has died; its own message is above"
+        server.write(json.dumps(request) + "\n")
+        server.flush()
+        for answer in server:
+            status, of = json.loads(answer)
+            if of == folder:  # not of a launch before, whose test a timeout has ended
+                break
+        else:
+            raise AssertionError("the server of ranks has died; its own message is above")
         stdout, stderr = (Path(file).read_text(errors="replace") for file in files)
-    return subprocess.CompletedProcess(words, int(answer), stdout, stderr)
+    return subprocess.CompletedProcess(words, status, stdout, stderr)
 
 
 @functools.cache
-def _server() -> subprocess.Popen:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks"],
+def _server() -> TextIO:
+    """A connection to the server of this run of pytest, which the first worker that asks for it starts."""
+    # An abstract name of Linux: nobody else can bind it as long as the server listens, and no file is left behind.
+    address = "\0ranks-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    end = time.monotonic() + 300
+    while True:
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # another worker has bound it
+            listener.bind(address)
+            listener.listen()
+            _start_server(listener)
+        client = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(ConnectionError):
+            client.connect(address)
+            connection = client.makefile("rw")
+            if connection.readline() == "ready\n":
+                return connection
+        # It does not listen yet, or ends because it had no clients any more.
+        client.close()
+        assert time.monotonic() < end, "the server of ranks cannot be reached; its own message is above"
+        time.sleep(0.05)
+
+
+def _start_server(listener: socket.socket) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_OWN}
+    subprocess.Popen(
+        [sys.executable, "-m", "tests.ranks", str(listener.fileno())],
         cwd=ROOT,
         # Lightning and torch read the number of threads when they are imported.
-        env={name: value for name, value in os.environ.items() if name not in LAUNCHERS_OWN} | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
     )
-    atexit.register(server.stdin.close)
-    return server
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-def _serve() -> None:
-    """Answers requests until its input ends. A forked rank comes back from here, and ends as any process does."""
-    from data.cycles import rare_searches
+def _serve(listener: socket.socket) -> None:
+    """Forks a process for each client, until the last one has gone. A forked rank comes back from here, and ends as any
+    process does."""
+    from data.cycles import RARELY
 
-    with rare_searches():
-        import recipes.engines.composer.trainer
-        import recipes.engines.lightning.trainer  # noqa: F401
+    gc.set_threshold(*RARELY)
+    import composer.algorithms  # noqa: F401 - which Composer imports in its first run
+    import torch._inductor.debug
+    import torch._inductor.pattern_matcher  # noqa: F401 - which any compilation imports
 
-    for line in sys.stdin:
-        request = json.loads(line)
-        port = _free_port()
-        children = []
-        for rank in range(request["ranks"]):
-            child = os.fork()
-            if not child:
-                _become(rank, request, port)
+    import recipes.engines.composer.trainer
+    import recipes.engines.lightning.trainer  # noqa: F401
+    from recipes.config.components import COMPONENTS
+
+    builders = [builder for group, names in COMPONENTS.items() if group != "logger" for builder in names.values()]
+    for builder in builders:
+        importlib.import_module(builder.split(":")[0])
+    gc.freeze()  # no search of a forked process copies the memory of what has been imported
+
+    listener.settimeout(0.2)
+    clients: set[int] = set()
+    had_clients = False
+    while clients or not had_clients:
+        with contextlib.suppress(TimeoutError):
+            connection, _ = listener.accept()
+            client = os.fork()
+            if not client:
+                listener.close()
+                _answer(connection)
                 return
-            children.append(child)
-        print(_wait(children, request["timeout"]), flush=True)
+            connection.close()
+            clients.add(client)
+            had_clients = True
+        clients -= {client for client in clients if os.waitpid(client, os.WNOHANG)[0]}
+
+
+def _answer(connection: socket.socket) -> None:
+    """Answers the requests of one client until it has gone. A forked rank comes back from here, too."""
+    with connection, connection.makefile("rw") as lines:
+        print("ready", file=lines, flush=True)
+        for line in lines:
+            request, port = json.loads(line), _free_port()
+            rank, children = _fork(request["ranks"])
+            if rank is not None:
+                break
+            status = _wait(children, request["timeout"])
+            print(json.dumps([status, request["folder"]]), file=lines, flush=True)
+        else:
+            os._exit(0)
+    _become(rank, request, port)
+
+
+def _fork(ranks: int) -> tuple[int | None, list[int]]:
+    """(None, processes of the ranks); in these, (rank, [])."""
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if not child:
+            return rank, []
+        children.append(child)
+    return None, children
 
 
 def _free_port() -> int:
@@ -124,7 +197,8 @@ def _become(rank: int, request: dict, port: int) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     own = (rank, size, rank, size, 0, "127.0.0.1", port)
-    os.environ.update({name: str(value) for name, value in zip(LAUNCHERS_OWN, own, strict=True)})
+    if size > 1:
+        os.environ.update({name: str(value) for name, value in zip(LAUNCHERS_OWN, own, strict=True)})
     os.chdir(request["cwd"])
     np.random.seed()  # forked processes share its state
     sys.argv = request["words"]
@@ -132,4 +206,4 @@ def _become(rank: int, request: dict, port: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

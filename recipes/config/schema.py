@@ -145,26 +145,32 @@ def _default(field: dataclasses.Field) -> Any:
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()
 
 
+@functools.cache
 def subsections(section: type) -> dict[str, type]:
     """The fields that are sections themselves, those that may be null included: key -> dataclass."""
     namespace = vars(sys.modules[section.__module__])
     found = {}
     for name, parameter in read_section(section).parameters.items():
         for option in _alternatives(parameter.annotation):
-            if dataclasses.is_dataclass(inner := namespace.get(ast.unparse(option))):
+            if dataclasses.is_dataclass(inner := namespace.get(_source(option))):
                 found[name] = inner
     return found
 
 
 # --- types ---------------------------------------------------------------------------------------------------------
 
+# Turning nodes back into source took most of the time of a check. Nodes are told apart by their identity; annotations
+# stay in the caches of signatures anyway.
+_source = functools.cache(ast.unparse)
 
+
+@functools.cache
 def type_text(annotation: ast.expr) -> str:
     """A type as messages and docs show it. A component is named by its group: "optimizer component"."""
     if isinstance(annotation, ast.BinOp):
         return f"{type_text(annotation.left)} | {type_text(annotation.right)}"
     if isinstance(annotation, ast.Subscript):
-        base, inner = ast.unparse(annotation.value), annotation.slice
+        base, inner = _source(annotation.value), annotation.slice
         if base == "Annotated":
             return f"{ast.literal_eval(inner.elts[1])} component"
         if base == "Literal":
@@ -172,7 +178,7 @@ def type_text(annotation: ast.expr) -> str:
         return f"{base}[{', '.join(type_text(part) for part in _elements(inner))}]"
     if isinstance(annotation, ast.Constant):
         return {None: "null", ...: "..."}[annotation.value]
-    return ALIASES.get(ast.unparse(annotation), ast.unparse(annotation))
+    return ALIASES.get(_source(annotation), _source(annotation))
 
 
 def _elements(node: ast.expr) -> list[ast.expr]:
@@ -191,7 +197,7 @@ def _alternatives(annotation: ast.expr) -> list[ast.expr]:
 
 
 def _allows_null(options: list[ast.expr]) -> bool:
-    return any(ast.unparse(option) in ("None", "Any") for option in options)
+    return any(_source(option) in ("None", "Any") for option in options)
 
 
 class Checker:
@@ -306,13 +312,13 @@ class Checker:
     def _one(self, option: ast.expr, value: Any, path: str, namespace: Mapping[str, Any]) -> Any:
         if isinstance(option, ast.Subscript):
             return self._subscript(option, value, path, namespace)
-        name = ast.unparse(option)
+        name = _source(option)
         if dataclasses.is_dataclass(namespace.get(name)):
             return self.section(namespace[name], value, path)
         return self._scalar(name, value, path)
 
     def _subscript(self, option: ast.Subscript, value: Any, path: str, namespace: Mapping[str, Any]) -> Any:
-        base, inner = ast.unparse(option.value), option.slice
+        base, inner = _source(option.value), option.slice
         if base == "Annotated":
             return self.component(ast.literal_eval(inner.elts[1]), value, path)
         if base == "Literal":

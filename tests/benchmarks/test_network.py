@@ -105,6 +105,35 @@ def test_a_failed_process_ends_the_other(tmp_path, monkeypatch):
         network.run(settings, [network.LOOPBACK] * 2, tmp_path, 1)
 
 
+WHERE = """
+import json, os, sys
+from pathlib import Path
+settings = Path(sys.argv[1])
+rank = os.environ["RANK"]
+settings.with_name(f"{rank}.json").write_text(json.dumps([os.listdir("/sys/class/net"), dict(os.environ)]))
+settings.with_name("found.json").write_text("7")
+"""
+
+
+def test_processes_run_in_their_namespaces(namespaced, tmp_path, monkeypatch):
+    """Each sees its own end of the cable alone, and has the variables of a launcher with one process per machine."""
+    script = tmp_path / "benchmarks" / "network_rank.py"
+    script.parent.mkdir()
+    script.write_text(WHERE)
+    monkeypatch.setattr(network, "ROOT", tmp_path)
+    with two_machines() as machines:
+        interfaces, addresses = ([getattr(m, name) for m in machines] for name in ("interface", "address"))
+        settings = Settings([], [], 2, [], interfaces, addresses, 1, 1, 1, str(tmp_path / "found.json"))
+        assert network.run(settings, machines, tmp_path, 1) == 7
+    for rank, interface in enumerate(interfaces):
+        seen, environment = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert set(seen) & {*interfaces} == {interface}
+        names = ("RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        wanted = [str(rank), str(rank), "2", "0", "1", addresses[0]]
+        assert [environment[name] for name in names] == wanted
+        assert environment["GLOO_SOCKET_IFNAME"] == interface and environment["MASTER_PORT"].isdigit()
+
+
 def test_without_the_programs(monkeypatch):
     monkeypatch.setattr(namespaces.shutil, "which", lambda program: None)
     with pytest.raises(SystemExit, match="there is no program `ip`.*or with --emulate"):
@@ -159,9 +188,14 @@ def check_table(record, link, rates):
 
 
 def run_forked(settings, machines, folder, threads):
-    """As `network.run` without namespaces, in processes that need not import anything."""
+    """As `network.run`, in processes that need not import anything."""
     settings.write(folder / "settings.json")
-    done = launch(2, ROOT / "benchmarks" / "network_rank.py", folder / "settings.json")
+    if machines[0].namespace:
+        script = Path(__file__).with_name("namespace_rank.py")
+        more = [machines[0].address, *(machine.namespace for machine in machines)]
+    else:
+        script, more = ROOT / "benchmarks" / "network_rank.py", []
+    done = launch(2, script, folder / "settings.json", *more)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(Path(settings.out).read_text())
 
@@ -177,8 +211,9 @@ def test_emulated(results, monkeypatch):
 
 
 @pytest.mark.slow
-def test_between_namespaces(namespaced, results):
+def test_between_namespaces(namespaced, results, monkeypatch):
     """The kernel counts the bytes of the formulas, plus headers, acknowledgements and Composer's own messages."""
+    monkeypatch.setattr(network, "run", run_forked)
     network.main([*TINY, "--steps", "2", "--rates", "20"])
     record = json.loads((results / "network-d64-cpu.json").read_text())
     for row in check_table(record, "cable", [20]):

@@ -1,6 +1,7 @@
 """Imports go one way between the rooms of the repository, and few files know the trainer."""
 
 import ast
+import functools
 import importlib
 from pathlib import Path
 
@@ -95,6 +96,7 @@ LIGHT = (
 HEAVY = {"torch", "composer", "diffusers", "streaming", "numpy", "open_clip", "transformers", "PIL"}
 
 
+@functools.cache
 def imports(file, only_on_import=False):
     """Every module that a file imports, names imported from a package included."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -130,21 +132,24 @@ def own_imports(file):
     return found
 
 
-GRAPH = {file.relative_to(ROOT).as_posix(): own_imports(file) for file in FILES}
+@pytest.fixture(scope="module")
+def graph():
+    """A file -> the files that it imports."""
+    return {file.relative_to(ROOT).as_posix(): own_imports(file) for file in FILES}
 
 
 def test_open_clip_is_imported_without_wandb():
     """In one place, which hides wandb; otherwise each process that needs open_clip takes a minute longer to start."""
     summary = importlib.import_module("timm.utils.summary")
     assert not hasattr(summary, "wandb") and data.clip_library.open_clip
-    direct = [path for path, file in zip(GRAPH, FILES, strict=True) if "open_clip" in imports(file)]
+    direct = [file.relative_to(ROOT).as_posix() for file in FILES if "open_clip" in imports(file)]
     assert direct == ["data/clip_library.py"]
 
 
-def test_arrows_between_rooms_run_one_way():
+def test_arrows_between_rooms_run_one_way(graph):
     wrong = [
         f"{path} -> {target}: {room_of(path)} may not import from {room_of(target)}"
-        for path, targets in GRAPH.items()
+        for path, targets in graph.items()
         for target in sorted(targets)
         if room_of(target) not in (room_of(path), *ARROWS[room_of(path)])
     ]
@@ -161,7 +166,7 @@ def test_rooms_make_no_circle():
         done |= set(free)
 
 
-def test_files_make_no_circle():
+def test_files_make_no_circle(graph):
     done, path = set(), []
 
     def follow(file):
@@ -169,16 +174,16 @@ def test_files_make_no_circle():
         if file in done:
             return
         path.append(file)
-        for target in sorted(GRAPH[file]):
+        for target in sorted(graph[file]):
             follow(target)
         done.add(path.pop())
 
-    for file in GRAPH:
+    for file in graph:
         follow(file)
 
 
-def test_recipes_holds_entry_points_only():
-    files = [path for path in GRAPH if path.count("/") == 1 and path.startswith("recipes/")]
+def test_recipes_holds_entry_points_only(graph):
+    files = [path for path in graph if path.count("/") == 1 and path.startswith("recipes/")]
     scripts = [path for path in files if '__name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")]
     assert set(files) - set(scripts) == {"recipes/__init__.py"}
 

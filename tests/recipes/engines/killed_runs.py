@@ -1,6 +1,6 @@
-"""Runs that are killed by real SIGKILLs, stopped by signals, and started again each time.
+"""Run by test_killed.py: runs that are killed by real SIGKILLs, stopped by signals, and started again each time.
 
-    python tests/recipes/engines/killed_runs.py FOLDER RECIPE TOKENS ENCODE ENGINE...
+argv: FOLDER RECIPE TOKENS ENCODE ENGINE...
 
 Each start is a process of its own, or one per rank, forked from this one, which has done the slow imports. It runs
 recipes/train.py. FOLDER/report.json says how each ended: [exit code or minus the signal, what it printed].

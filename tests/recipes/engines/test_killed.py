@@ -2,9 +2,6 @@
 
 import filecmp
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import from_composer, read_composer
 from recipes.engines.lightning.checkpoint_format import read_file
+from tests.ranks import launch
 from tests.recipes.engines.killed_worlds import SIGNALS, WORLDS
 from tests.recipes.engines.lightning.test_checkpoints import same
 from tests.recipes.engines.test_equality import AUTOREGRESSIVE
@@ -51,13 +49,7 @@ def killed(tmp_path_factory, quick_recipe, token_sets, latent_sets):
     (folder / "encode.yaml").write_text((latent_sets.parent / "encode.yaml").read_text())
     recipes = [str(folder / f"{name}.yaml") for name in ("recipe", "tokens", "encode")]
     script = Path(__file__).with_name("killed_runs.py")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), *recipes, "composer", "lightning"],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=570,
-    )  # fmt: skip
+    done = launch(1, script, folder, *recipes, "composer", "lightning", cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder, json.loads((folder / "report.json").read_text())
 

@@ -35,8 +35,6 @@ def be_a_launcher(name: str, folder: Path) -> None:
     os.setpgid(0, 0)
     os.environ["RANKS_FOLDER"] = str(folder)
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[3])
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(variable, None)
     sys.argv = [name, *LAUNCHERS[name], __file__]
     if name == "composer":
         from composer.cli.launcher import main

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from composer import Event, State
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,8 @@ from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import divide_by_ranks_on_cpu
 
 KEEP = 0.8
+# Batches after which Composer saves: before the average begins, at its beginning, later, and at the end.
+SAVED = (3, 5, 8, 12)
 
 
 def network() -> nn.Module:
@@ -91,6 +94,10 @@ def fsdp2(model: nn.Module, reshard_after_forward: bool) -> nn.Module:
     return model
 
 
+def due(state: State, event: Event) -> bool:
+    return event == Event.BATCH_CHECKPOINT and state.timestamp.batch.value in SAVED
+
+
 def check_composer(folder: Path) -> None:
     """FSDP2 under Composer with full and sharded checkpoints: resuming changes nothing; DDP reads the full ones."""
     from tests.recipes.algorithms.averaging.test_scheduled_ema import trainer
@@ -99,10 +106,10 @@ def check_composer(folder: Path) -> None:
         arguments = {"decay": 0.7, "start": "5ba", "every": 2}
         ema = ScheduledEMA(**arguments)
         saved = str(folder / str(kind))
-        made = trainer(ema, checkpoints=kind, save_folder=saved, save_interval="1ba")
+        made = trainer(ema, checkpoints=kind, save_folder=saved, save_interval=due)
         made.fit()
         assert any(isinstance(p, DTensor) for p in made.state.model.parameters()) == (kind is not None)
-        for batch_number in (3, 5, 8):
+        for batch_number in SAVED[:3]:
             pattern = f"*-ba{batch_number}" if kind == "sharded" else f"*-ba{batch_number}-rank0.pt"
             path = str(next(Path(saved).glob(pattern)))
             other = ScheduledEMA(**arguments)

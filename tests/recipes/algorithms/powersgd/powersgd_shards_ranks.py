@@ -18,7 +18,7 @@ from recipes.algorithms.powersgd.block_gradients import blocks_of, placements
 from recipes.algorithms.sharding.shard import shard
 from recipes.models.autoregressive.task import Autoregressive
 from tests.recipes.algorithms.powersgd.low_rank_ranks import check_compressor
-from tests.recipes.algorithms.powersgd.powersgd_ranks import EXACT, near, run
+from tests.recipes.algorithms.powersgd.powersgd_ranks import BATCHES, EXACT, HALF, near, run
 
 MACHINES = {"replicas": 2}
 
@@ -61,7 +61,7 @@ def check_full_rank(plain):
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
     for overlap in (False, True):
         _, exact = run(powersgd={**EXACT, "overlap": overlap}, fsdp=MACHINES)
-        near(plain, exact, 1e-5 * moved)  # rounding over 8 steps
+        near(plain, exact, 1e-5 * moved)  # rounding in each step
     assert moved > 0.05
     _, ddp = run(powersgd={**EXACT, "clip": 0.3})
     _, clipped = run(powersgd={**EXACT, "clip": 0.3, "overlap": True}, fsdp={**MACHINES, "full_shard": True})
@@ -71,10 +71,10 @@ def check_full_rank(plain):
 
 def check_drivers(plain):
     """Overlapped or not, results are equal, also if blocks overflow; and they differ from plain averaging."""
-    runs = [run(powersgd={"rank": 4, "overlap": o}, fsdp=MACHINES, duration="20ba")[1] for o in (False, True)]
+    runs = [run(powersgd={"rank": 4, "overlap": o}, fsdp=MACHINES, batches=20)[1] for o in (False, True)]
     equal(*runs)
     assert runs[0].losses[-1] < 0.2 * runs[0].losses[0]
-    assert (runs[0].weights[7] - plain.weights[7]).abs().max() > 1e-3
+    assert (runs[0].weights[BATCHES - 1] - plain.weights[-1]).abs().max() > 1e-3
 
     for scaled in (False, True):
         made = [
@@ -83,7 +83,7 @@ def check_drivers(plain):
         equal(*(watch for _, watch in made))
         for trainer, watch in made:
             same = [torch.equal(a, b) for a, b in zip(watch.weights, watch.weights[1:], strict=False)]
-            assert same == [number == 2 for number in range(7)]
+            assert same == [number == 2 for number in range(BATCHES - 1)]
             # The sharding lever comes last, and has no count.
             assert {a.skipped for a in trainer.levers[:-1]} == {1}
             if scaled:
@@ -104,8 +104,8 @@ def check_once_per_batch(plain):
         ):
             _, once = run(fsdp=fsdp)
         near(plain, once, 1e-5 * moved)
-        assert sums.call_count == 8 * 3
-        assert all_.call_count <= 8 * gathers, (full_shard, all_.call_count)
+        assert sums.call_count == BATCHES * 3
+        assert all_.call_count <= BATCHES * gathers, (full_shard, all_.call_count)
     _, exact = run(powersgd={**EXACT, "overlap": True}, fsdp={**MACHINES, "sync": "batch"})
     near(plain, exact, 1e-5 * moved)
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8):  # before, FSDP2 averages over no replicas on a CPU
@@ -140,14 +140,14 @@ def check_resumption(plain, folder: Path):
     """Errors continue from both kinds of checkpoint, also on four machines of one device, or without sharding."""
     moved = (plain.weights[-1] - plain.weights[0]).abs().max()
     low_rank = {**EXACT, "rank": 4}
-    for kind, name in (("sharded", "ep0-ba4"), ("full", "ep0-ba4-rank0.pt")):
+    for kind, name in (("sharded", f"ep0-ba{HALF}"), ("full", f"ep0-ba{HALF}-rank0.pt")):
         fsdp = {**MACHINES, "checkpoints": kind}
-        saves = {"save_folder": str(folder / kind), "save_interval": "4ba"}
+        saves = {"save_folder": str(folder / kind), "save_interval": f"{HALF}ba"}
         _, whole = run(powersgd={**low_rank, "overlap": True}, fsdp=fsdp, **saves)
         saved = str(folder / kind / name)
         _, resumed = run(powersgd=low_rank, fsdp=fsdp, load_path=saved)
-        assert len(resumed.weights) == 4
-        resumed.weights[:0] = whole.weights[:4]
+        assert len(resumed.weights) == HALF
+        resumed.weights[:0] = whole.weights[:HALF]
         near(whole, resumed, 1e-4 * moved)  # the sum of errors is shared equally
         # Machines of one device, and runs without sharding (which need a full checkpoint), take over the same errors.
         for other in ({**fsdp, "replicas": 4}, None)[: 1 if kind == "sharded" else 2]:

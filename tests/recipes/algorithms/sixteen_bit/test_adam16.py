@@ -269,9 +269,10 @@ def test_a_decay_that_a_moment_can_show_lets_it_fall():
 
 
 def test_the_kernels_in_the_interpreter():
-    """Adam16's and the formats', in a process of its own: the variable has to be set before triton is imported."""
+    """Adam16's and the formats', in a process of its own: the variable has to be set before triton is imported. They
+    take no fixtures, whose modules would be imported anew."""
     files = [str(Path(__file__).with_name(name)) for name in ("adam16_interpreted.py", "formats_interpreted.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", *files]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[4]
     result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)

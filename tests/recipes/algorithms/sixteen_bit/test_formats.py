@@ -1,5 +1,6 @@
 """The 16-bit formats against exact rational numbers: every code, every midpoint, and any float."""
 
+import functools
 import math
 import struct
 from bisect import bisect_left
@@ -28,12 +29,15 @@ def exact(name: str, code: int) -> Fraction:
     return -value if sign and code >> 15 else value
 
 
-MAGNITUDES = {name: [exact(name, code) for code in range(2 ** (16 - LAYOUT[name][0]))] for name in LAYOUT}
+@functools.cache
+def magnitudes_of(name: str) -> list[Fraction]:
+    """The values of all codes without a sign."""
+    return [exact(name, code) for code in range(2 ** (16 - LAYOUT[name][0]))]
 
 
 def nearest(name: str, value: float) -> int:
     """The code that `value` must get, by comparing distances as fractions."""
-    signed, magnitudes = LAYOUT[name][0], MAGNITUDES[name]
+    signed, magnitudes = LAYOUT[name][0], magnitudes_of(name)
     sign = 0x8000 if signed and math.copysign(1, value) < 0 else 0
     if math.isnan(value) or (not signed and value < 0):
         return sign

@@ -1,8 +1,6 @@
 """Recipes train for real: Stable Diffusion 2's, at a small width, on shards that the encode job wrote."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
 from recipes.engines.composer.run import clock_of
 from recipes.engines.composer.trainer import build_trainer
+from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -253,20 +252,15 @@ def test_weights_of_another_width(exported, small_recipe, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks(quick_recipe, latent_sets, tmp_path):
-    """One launch of Composer's own launcher: two processes on the CPU, joined by gloo."""
+    """One launch of Composer's own launcher, itself a forked process: two new ones on the CPU, joined by gloo."""
     recipe = quick_recipe(
         tmp_path / "run", "training.duration=10ba", "data.caption_dropout=0.0",
         "callbacks.throughput={name: throughput, window: 3, communication_every: 2ba}",
     )  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
-    launcher = [sys.executable, str(Path(sys.executable).with_name("composer")), "-n", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE"):
-        environment.pop(name, None)  # a Trainer in this process has set them
-    done = subprocess.run(
-        [*launcher, str(ROOT / "tests" / "recipes" / "two_ranks.py"), str(tmp_path / "recipe.yaml"), str(tmp_path)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=570,
-    )  # fmt: skip
+    launcher = Path(sys.executable).with_name("composer")
+    script = ROOT / "tests" / "recipes" / "two_ranks.py"
+    done = launch(1, launcher, "-n", 2, script, tmp_path / "recipe.yaml", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     # Each epoch is shared: 40 samples in 5 batches of 4 + 4, none twice.

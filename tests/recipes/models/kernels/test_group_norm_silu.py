@@ -25,9 +25,10 @@ without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 @pytest.mark.slow
 def test_the_kernels_in_the_interpreter():
-    """In a process of its own: the variable has to be set before triton is imported."""
+    """In a process of its own: the variable has to be set before triton is imported. They take no fixtures, whose
+    modules would be imported anew."""
     file = Path(__file__).with_name("interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", str(file)]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
