@@ -66,11 +66,11 @@ class Places:
 
     def ended(self) -> set[int]:
         """The worker processes that have begun a sample and run no more."""
-        return self._processes() - {process.pid for process in active_children()}
+        return self.processes() - {process.pid for process in active_children()}
 
     def end_all(self) -> None:
         """End the worker processes that have begun a sample."""
-        workers = [process for process in active_children() if process.pid in self._processes()]
+        workers = [process for process in active_children() if process.pid in self.processes()]
         for worker in workers:
             worker.kill()  # they ignore SIGTERM
         for worker in workers:
@@ -78,7 +78,8 @@ class Places:
         self._rows["process"] = 0
         _alarms.clear()
 
-    def _processes(self) -> set[int]:
+    def processes(self) -> set[int]:
+        """The worker processes that have begun a sample."""
         return {int(process) for process in self._rows["process"] if process}
 
 

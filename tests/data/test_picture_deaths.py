@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from multiprocessing import active_children
 
 import pytest
 
@@ -105,6 +106,18 @@ def test_a_shard_that_kills_its_reader_ends_the_run_with_one_line(tmp_path):
     load(Numbered(1, 8), tmp_path)  # a source without that shard
     (tmp_path / CRASHES).write_text('{"label": "train"')  # by a disk that was full
     load(Deadly(3, 8), tmp_path)
+
+
+def test_workers_leave_a_signal_to_stop_to_the_trainer(capfd):
+    loader = load(Numbered(3, 8), workers=2)
+    batches = iter(loader)
+    found = [numbers(next(batches)) for _ in range(2)]  # one of each worker
+    workers = [process for process in active_children() if process.pid in loader.dataset.deaths.places.processes()]
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+    found += [numbers(next(batches)) for _ in range(20)]  # more than were ready
+    assert len(workers) == 2 and all(worker.is_alive() for worker in workers)
+    assert found == take(load(Numbered(3, 8), workers=2), 22) and "trying again" not in capfd.readouterr().out
 
 
 def test_workers_that_die_of_something_else_end_the_run_with_one_line(tmp_path):
