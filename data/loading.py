@@ -35,6 +35,7 @@ class Placement:
         seed: seed of the order.
         pin: put batches into page-locked memory, for a GPU.
         copies: number of neighbouring processes that read the same samples, and share `rank`.
+        output: folder of the run, in which a component may keep what the next start must know; None: there is none.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Placement:
     seed: int = 17
     pin: bool = False
     copies: int = 1
+    output: Path | None = None
 
 
 class ResumableLoader(Protocol):

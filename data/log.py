@@ -1,4 +1,4 @@
-"""The one logger of the project. It writes plain lines to standard output, on the first rank."""
+"""The one logger of the project. It writes plain lines to standard output, on the first rank; and one for all ranks."""
 
 from __future__ import annotations
 
@@ -29,3 +29,7 @@ log.setLevel(logging.INFO)
 log.propagate = False  # Composer and Lightning configure the root logger, each in its own way
 log.addFilter(_on_first_rank)
 log.addHandler(_StandardOutput())
+
+# The filter of `log`, which silences all ranks but the first, does not apply to loggers below it. Use this one for what
+# a single rank has, such as what it has done, or that it was the one to finish the set.
+every_rank = log.getChild("every_rank")

@@ -12,8 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
-from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, position
+from data.deaths import DecoderDied, keep_alarms, worker_deaths
+from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, leave_signals, position
 from data.log import log
+from data.picture_deaths import PictureDeaths
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
@@ -42,6 +44,8 @@ def pictures(
     In training this is an endless stream, so durations are given in batches. A resumed run continues after the last
     batch: it reads the samples of the current pass that were used before, but does not decode them. A validation set is
     read once, into memory. Samples that the filter rejects are left out, and their number is logged after one pass.
+    A picture of which two processes die that decode it is left out, too, with a line that names it; with workers: 0
+    these are two starts of the run.
 
     Args:
         source: where images and captions come from.
@@ -84,9 +88,10 @@ def pictures(
         batch_size=placement.batch,
         drop_last=True,
         num_workers=workers,
-        persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,
         pin_memory=placement.pin,
+        worker_init_fn=leave_signals,
+        multiprocessing_context="fork" if workers else None,  # they share the memory of `Places`
         generator=torch.Generator(),  # not the one that noise is drawn from
     )
     return Loading(loader)
@@ -116,7 +121,26 @@ class ImageLoader(DataLoader):
         self._positions = deque([dataset.position()], REMEMBERED_POSITIONS)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in super().__iter__():
+        """The batches after the position. When a worker dies, all are ended, and new ones go on after the last batch.
+
+        Raises:
+            ValueError: workers go on to die (see `PictureDeaths.add`).
+        """
+        deaths, batches = self.dataset.deaths, None
+        while True:
+            try:
+                with worker_deaths(deaths.places, self.num_workers):
+                    if batches is None:
+                        batches = super().__iter__()
+                        keep_alarms()
+                    batch = next(batches, None)
+            except DecoderDied as death:
+                batches = None
+                deaths.places.end_all()
+                deaths.add(death, self.dataset.batches)
+                continue
+            if batch is None:
+                return
             self.dataset.note(batch.pop("place"))
             self._positions.append(self.dataset.position())
             yield batch
@@ -166,6 +190,7 @@ class ImageStream(IterableDataset):
         self.shuffle_buffer = shuffle_buffer
         self.keep_decoded = keep_decoded
         self.placement = placement
+        self.deaths = PictureDeaths(placement.output, "train" if placement.training else "val", source.shards())
         self.batches = 0  # taken by the training process
         self.places = [(0, 0)] * max(1, workers)  # of each worker, after the last batch that was taken from it
 
@@ -203,6 +228,18 @@ class ImageStream(IterableDataset):
             self.places = [(turn, 0)] * len(self.places)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        samples = self._samples()
+        try:
+            while True:
+                with self.deaths.noted():
+                    sample = next(samples, None)
+                if sample is None:
+                    return
+                yield sample
+        finally:
+            self.deaths.close()
+
+    def _samples(self) -> Iterator[dict[str, torch.Tensor]]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         worker = (worker + self.batches) % workers  # a new loader asks its first worker first
@@ -264,7 +301,7 @@ class ImageStream(IterableDataset):
             if number < drawn and (again or not self.keep_decoded):
                 continue
             rng = np.random.default_rng([*seed, number])
-            picture = sample if again else self._decode(sample, rng)
+            picture = sample if again else self._decode(*sample, rng)
             if isinstance(picture, Rejected):
                 rejected[picture.reason] = rejected.get(picture.reason, 0) + 1
                 picture = None
@@ -273,20 +310,29 @@ class ImageStream(IterableDataset):
             counts = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
             log.info(f"pictures: left out {sum(rejected.values())} of {number + 1} samples: {counts}")
 
-    def _read(self, turn: int, part: tuple[int, int]) -> Iterator[Sample | Rejected]:
-        """Samples of this part in stored order, shard after shard."""
+    def _read(self, turn: int, part: tuple[int, int]) -> Iterator[tuple[str, int, Sample | Rejected]]:
+        """(shard, number in it, sample) of this part's samples in stored order, shard after shard."""
         shards = list(self.source.shards())
         if self.placement.training:
             np.random.default_rng([self.placement.seed, turn]).shuffle(shards)  # the same on every rank
         mine, of = part
         if len(shards) >= of:
-            for shard in shards[mine::of]:
-                yield from self.source.read(shard)
+            yield from itertools.chain.from_iterable(map(self._read_shard, shards[mine::of]))
         else:
-            samples = (sample for shard in shards for sample in self.source.read(shard))
-            yield from itertools.islice(samples, mine, None, of)
+            yield from itertools.islice(itertools.chain.from_iterable(map(self._read_shard, shards)), mine, None, of)
 
-    def _decode(self, sample: Sample | Rejected, rng: np.random.Generator) -> tuple[np.ndarray, str] | Rejected:
+    def _read_shard(self, shard: str) -> Iterator[tuple[str, int, Sample | Rejected]]:
+        self.deaths.mark(shard, 0)
+        for number, sample in enumerate(self.source.read(shard)):
+            yield shard, number, sample
+            self.deaths.mark(shard, number + 1)
+
+    def _decode(
+        self, shard: str, number: int, sample: Sample | Rejected, rng: np.random.Generator
+    ) -> tuple[np.ndarray, str] | Rejected:
+        if self.deaths.kills(shard, number):
+            return Rejected(sample.key, "kills_decoder", "two processes that decoded it died")
+        self.deaths.mark(shard, number, sample.key)
         needed = round(LARGEST * self.resolution) if self.crop in CROPS else self.resolution
         decoded = self.filter.decode(sample, needed) if isinstance(sample, Sample) else sample
         return (self._cut(decoded, rng), decoded.caption) if isinstance(decoded, DecodedSample) else decoded

@@ -6,31 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from data.sources.base import Rejected
+from data.sources.base import InputShard, Position, Rejected
 
 CropBox = tuple[float, float, float, float]
 """(left, top, right, bottom) in pixels of the original image."""
-
-
-@dataclass(frozen=True)
-class InputShard:
-    """One shard of one source.
-
-    Attributes:
-        label: the source's label in the config.
-        shard: the shard's id in the source.
-    """
-
-    label: str
-    shard: str
-
-
-@dataclass(frozen=True)
-class Position:
-    """The place of a sample in the output: its shard, and its number in that shard's order."""
-
-    shard: InputShard
-    number: int
 
 
 @dataclass(frozen=True)

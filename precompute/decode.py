@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import re
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -19,16 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
-from data.sources.base import DecodedSample, Rejected, Sample, Source
+from data.deaths import Places
+from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
 from data.transforms import crop_box, resize
-from precompute.batch import CropBox, DecodedBatch, ImageFacts, InputShard, Position, ShardEnd
+from precompute.batch import CropBox, DecodedBatch, ImageFacts, ShardEnd
 
-# PyTorch's messages about a worker that was killed, and about one without memory for its batch.
-DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
-NO_MEMORY = re.compile(r"shared memory|No space left on device|Cannot allocate memory|can't allocate memory")
-NOTICED = 10.0  # seconds in which the end of a process is noticed
-NOWHERE = -1  # the shard of a worker that has read all of its own
 
 
 @dataclass(frozen=True)
@@ -185,58 +175,6 @@ class DecodedBatches(IterableDataset):
         return batch
 
 
-class Places:
-    """Where each worker process is: which sample it reads or decodes. The memory is shared with processes forked later.
-
-    Args:
-        shards: what is read.
-    """
-
-    WORKERS = 1024
-
-    def __init__(self, shards: list[InputShard]) -> None:
-        self._shards = shards
-        self._numbers = {shard: number for number, shard in enumerate(shards)}
-        # (process, shard, sample) of each worker; anonymous, so that nothing stays behind.
-        self._rows = np.frombuffer(mmap.mmap(-1, 24 * self.WORKERS), np.int64).reshape(self.WORKERS, 3)
-
-    def mark(self, shard: InputShard, number: int) -> None:
-        """This worker begins to read and decode a sample."""
-        worker = get_worker_info()
-        if worker is not None and worker.id < self.WORKERS:
-            self._rows[worker.id] = os.getpid(), self._numbers[shard], number
-
-    def leave(self) -> None:
-        """This worker has read all that it was to read."""
-        worker = get_worker_info()
-        if worker is not None and worker.id < self.WORKERS:
-            self._rows[worker.id, 1] = NOWHERE
-
-    def of(self, processes: Collection[int]) -> list[Position]:
-        """Where some processes were, except for those that had read everything."""
-        rows = [row for row in self._rows if row[0] in processes and row[1] != NOWHERE]
-        return [Position(self._shards[shard], int(number)) for _, shard, number in rows]
-
-    def ended(self) -> set[int]:
-        """The worker processes that have begun a sample and run no more."""
-        running = {process.pid for process in active_children()}
-        return {int(process) for process in self._rows[:, 0] if process and process not in running}
-
-
-class DecoderDied(Exception):
-    """A worker process died.
-
-    Attributes:
-        reason: one line.
-        positions: what the processes that died were at.
-    """
-
-    def __init__(self, reason: str, positions: list[Position]) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.positions = positions
-
-
 def assign(shards: list[InputShard], worker: int, workers: int) -> Iterator[tuple[InputShard, int, int]]:
     """(shard, part, parts) for one worker: whole shards, or every parts-th sample of one if workers outnumber shards.
 
@@ -259,7 +197,7 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         pin: whether to move batches to pinned memory.
 
     Raises:
-        RuntimeError: a worker died; see `worker_deaths`.
+        RuntimeError: a worker died; see `data.deaths.worker_deaths`.
     """
     loader = DataLoader(
         decoded,
@@ -274,51 +212,6 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         multiprocessing_context="fork" if workers else None,  # the tokenizer and the sources need not be picklable
     )
     yield from loader
-
-
-@contextmanager
-def worker_deaths(decoded: DecodedBatches, workers: int) -> Iterator[None]:
-    """Inside, `batches` are used. PyTorch notices by a signal that a worker has died, and raises wherever this process
-    is at that moment: also in the midst of an encoder.
-
-    Args:
-        decoded: as for `batches`.
-        workers: as for `batches`.
-
-    Raises:
-        DecoderDied: a worker process died.
-        ValueError: there was no memory for a worker's batch.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if not workers or not (DEAD_WORKER.search(text) or NO_MEMORY.search(text)):
-            raise
-        reason = text.strip().splitlines()[-1]  # the lines before are the worker's traceback
-        if NO_MEMORY.search(text):
-            raise died(reason) from error
-        dead = re.findall(r"\d+", re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", text)[1])
-        raise DecoderDied(reason, decoded.places.of({int(process) for process in dead})) from error
-    except (EOFError, ConnectionError) as error:
-        # A worker died while it handed over a batch, and PyTorch did not see yet that it had.
-        end = time.monotonic() + NOTICED
-        while workers and not decoded.places.ended() and time.monotonic() < end:
-            time.sleep(0.05)
-        dead = decoded.places.ended() if workers else set()
-        if not dead:
-            raise
-        processes = ", ".join(map(str, sorted(dead)))
-        reason = f"DataLoader worker (pid(s) {processes}) exited while it handed over a batch"
-        raise DecoderDied(reason, decoded.places.of(dead)) from error
-
-
-def died(reason: str) -> ValueError:
-    """The error that ends a job whose worker processes die."""
-    return ValueError(
-        f"a decoding process died ({reason}); it may have run out of memory, or of shared "
-        "memory (/dev/shm; in Docker --shm-size=8g): lower workers, prefetch or batch"
-    )
 
 
 def _same(batch: DecodedBatch) -> DecodedBatch:

@@ -9,26 +9,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.crashes import Crashes
+from data.deaths import DecoderDied, worker_deaths
 from data.files import atomic_write, write_text
-from data.log import log
+from data.log import every_rank, log
 from data.manifest import NULL_TEXT, Manifest
-from data.sources.base import Source
-from precompute.batch import InputShard
+from data.quarantine import Quarantine
+from data.sources.base import InputShard, Source
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
-from precompute.crashes import Crashes
-from precompute.decode import DecodedBatches, DecoderDied, Preparation, batches, worker_deaths
+from precompute.decode import DecodedBatches, Preparation, batches
 from precompute.output import CONFIG, UNREADABLE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
-from precompute.quarantine import Quarantine
-from precompute.ranks import Rank, every_rank
+from precompute.ranks import Rank
 from precompute.totals import counts_text
 from precompute.writer import ShardWriter, Storage
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.encoders.base import ImageEncoder, TextEncoder
+
+DECODING = "precompute/decode.py"  # in the stack of a process that died while it read or decoded a sample
 
 
 def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, OutputSet], rank: Rank) -> None:
@@ -127,8 +129,9 @@ def _encode(
     Without decoding processes this one dies, and the next start of the job goes on like that.
     """
     progress = pipeline.progress
-    crashes = Crashes(Path(config.out), rank.rank)
-    quarantine = Quarantine()
+    crashes = Crashes(Path(config.out), str(rank.rank), DECODING)
+    quarantine = Quarantine("encode")
+    crashes.find()
     for number, death in enumerate(crashes.deaths()):
         if death.positions[0].shard in todo:
             pipeline.failed |= quarantine.add(death, -2 - number)  # of another start: no two are in a row
@@ -140,7 +143,7 @@ def _encode(
         while left:
             decoded = DecodedBatches(left, sources, preparation, quarantine.killers, note)
             try:
-                with worker_deaths(decoded, config.workers), noted:
+                with worker_deaths(decoded.places, config.workers), noted:
                     pipeline.run(batches(decoded, config.workers, config.prefetch, pin))
                 break
             except DecoderDied as death:

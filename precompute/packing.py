@@ -19,14 +19,14 @@ from streaming import MDSWriter
 
 from data.bpe import Vocabulary
 from data.files import write_text
-from data.log import log
+from data.log import every_rank, log
 from data.manifest import REJECTED
 from data.sources.base import Rejected, Source, rejected_line
 from data.text_manifest import VOCABULARY, TextManifest
 from data.vocabulary_files import copy_vocabulary
 from precompute.output import CONFIG, DONE, OutputSet
 from precompute.pack_config import PackConfig
-from precompute.ranks import Rank, every_rank
+from precompute.ranks import Rank
 from precompute.totals import counts_text
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.sources.base import Rejected
-from precompute.batch import DecodedBatch, InputShard
+from data.sources.base import InputShard, Rejected
+from precompute.batch import DecodedBatch
 from precompute.columns import crop_column
 from precompute.encodings import Encodings, encode
 from precompute.progress import EncodeProgress

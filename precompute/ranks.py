@@ -7,12 +7,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from data.log import log
-
-# The filter of `log`, which silences all ranks but the first, does not apply to loggers below it. Use this one for what
-# a single rank has, such as what it has done, or that it was the one to finish the set.
-every_rank = log.getChild("every_rank")
-
 Item = TypeVar("Item")
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from data.image_grid import to_uint8
 from data.manifest import Manifest
-from data.sources.base import Rejected, Sample, Source
-from precompute.batch import DecodedBatch, ImageFacts, InputShard
+from data.sources.base import InputShard, Rejected, Sample, Source
+from precompute.batch import DecodedBatch, ImageFacts
 from precompute.columns import crop_column
 from precompute.decode import DecodedBatches, Preparation
 from precompute.encodings import encode

@@ -43,10 +43,12 @@ class Copy:
         from streaming.base.storage import CloudUploader
 
         from data.fetching import one_line
+        from data.multipart import abort_uploads
 
         address = f"{self.address}/{place}".rstrip("/")
         # streaming's uploaders warn of a folder that is not empty, and take files from one folder only.
         with tempfile.TemporaryDirectory() as empty:
+            names = list(names)
             try:
                 uploader = CloudUploader.get((empty, address), keep_local=True, retry=RETRIES)
                 uploader.local = str(folder)
@@ -57,4 +59,7 @@ class Copy:
                     f"upload: {address} cannot be written ({one_line(error)}); see whether the address is right and "
                     "the credential allows it, then start the job again"
                 ) from error
+        if address.startswith("s3://"):  # an earlier process may have been killed in the midst of one of these files
+            bucket, _, prefix = address.removeprefix("s3://").partition("/")
+            abort_uploads(uploader.s3, bucket, prefix and f"{prefix}/", names)
         write_text(folder / MARKER, self.address)

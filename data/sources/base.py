@@ -93,6 +93,32 @@ class Rejected:
         assert self.reason in REASONS, self.reason
 
 
+@dataclass(frozen=True, slots=True)
+class InputShard:
+    """One shard of one source.
+
+    Attributes:
+        label: the source's label in the config.
+        shard: the shard's id in the source.
+    """
+
+    label: str
+    shard: str
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The place of a sample: its shard, and its number in that shard's order.
+
+    Attributes:
+        key: of the sample, where it is known; two positions are equal without it.
+    """
+
+    shard: InputShard
+    number: int
+    key: str = field(default="", compare=False)
+
+
 class Source(Protocol):
     """A set of images with captions, divided into shards.
 

@@ -20,6 +20,7 @@ from data.encoded_sets import CREDENTIAL
 from data.fetching import one_line
 from data.files import atomic_folder, atomic_write, point_to
 from data.log import log
+from data.multipart import abort_uploads
 from recipes.engines.record import RECORD
 from recipes.training.newest import newest_checkpoint
 
@@ -76,7 +77,8 @@ class Bucket:
     # --- from the run's folder -----------------------------------------------------------------
 
     def push(self, path: Path, link: str, keep: int) -> None:
-        """Copy a checkpoint and the run's record. Only the first rank calls this.
+        """Copy a checkpoint and the run's record, and remove what earlier ones need no more. Only the first rank calls
+        this.
 
         Args:
             path: of the checkpoint, a file or a folder.
@@ -88,10 +90,10 @@ class Bucket:
         """
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         records = [file for name in RECORD if (file := path.parent.parent / name).is_file()]
+        names = {f"{path.name}/{file.name}" if file.parent == path else file.name: file for file in (*files, *records)}
         with self._answers(f"{path.name}: cannot be written"):
             before = self._latest() or {"kept": []}
-            for file in (*files, *records):
-                name = f"{path.name}/{file.name}" if file.parent == path else file.name
+            for name, file in names.items():
                 self._client.upload_file(str(file), self._bucket, self._prefix + name)
             kept = [name for name in before["kept"] if name != path.name] + [path.name]
             kept = kept if keep == -1 else kept[-keep:]
@@ -101,6 +103,7 @@ class Bucket:
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
                     self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
+        abort_uploads(self._client, self._bucket, self._prefix, names, lambda name: batch_of(name) is not None)
 
     # --- into the run's folder -----------------------------------------------------------------
 

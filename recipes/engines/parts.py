@@ -125,6 +125,7 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         seed=recipe.seed,
         pin=place.use_gpu,
         copies=copies,
+        output=Path(recipe.output),
     )
     requirements = task.requirements()
     data: Loading = build(recipe.data, placement=load(training=True), requirements=requirements)

@@ -21,13 +21,14 @@ class Bucket:
         expired: whether the credential is refused, as S3 refuses one that has expired.
         refused: end of the names of objects that may not be written; None: all may.
         seconds: that each answer takes longer.
+        second_part: called when the second part of a large file arrives, which is then lost; None: parts are kept.
         asked: number of requests.
     """
 
     def __init__(self, app):
         self.app = app
         self.failing, self.expired, self.seconds, self.asked = 0, False, 0.0, 0
-        self.refused = None
+        self.refused = self.second_part = None
         self.lock = threading.Lock()
 
     def __call__(self, environ, start_response):
@@ -37,6 +38,10 @@ class Bucket:
             self.failing -= fails
         threading.Event().wait(self.seconds)
         if fails:
+            start_response("500 Internal Server Error", [("Content-Length", "0")])
+            return [b""]
+        if self.second_part is not None and "partNumber=2" in environ["QUERY_STRING"]:
+            self.second_part()
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
         writes = environ["REQUEST_METHOD"] in ("PUT", "POST")
@@ -53,6 +58,11 @@ class Bucket:
         """The names of all objects below a prefix, without it."""
         found = self.client.list_objects_v2(Bucket="sets", Prefix=f"{prefix}/").get("Contents", [])
         return [item["Key"].removeprefix(f"{prefix}/") for item in found]
+
+    def unfinished(self, prefix):
+        """The names of objects whose uploads were begun and not finished, in order."""
+        uploads = self.client.list_multipart_uploads(Bucket="sets", Prefix=prefix).get("Uploads", [])
+        return sorted(upload["Key"] for upload in uploads)
 
     def upload(self, folder, prefix):
         """Put all files below a folder into the bucket."""

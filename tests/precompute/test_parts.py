@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from streaming import StreamingDataset
 
-from data.log import log
-from data.sources.base import Rejected
-from precompute.batch import InputShard
+from data.log import every_rank, log
+from data.sources.base import InputShard, Rejected
 from precompute.columns import LatentColumns
 from precompute.decode import assign
 from precompute.output import OutputSet
 from precompute.progress import EncodeProgress, duration
-from precompute.ranks import Rank, every_rank
+from precompute.ranks import Rank
 from precompute.writer import EncodedSample, ShardWriter, Storage
 
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))

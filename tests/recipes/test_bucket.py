@@ -1,13 +1,17 @@
 """From tars in a bucket to a run that goes on from a checkpoint in the bucket; and buckets that fail."""
 
 import importlib
+import os
 import shutil
+import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks.killing import fork
 from data import encoded_sets
 from data.encoded_sets import remote_set
 from data.files import point_to
@@ -220,6 +224,43 @@ def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
     (newest / ".metadata").write_text("newer")
     copies.pull(tmp_path / "run")
     assert (newest / ".metadata").read_text() == "newer"
+
+
+def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, monkeypatch):
+    """By a real SIGKILL between two parts of a file. The next start has a whole checkpoint, and copies again."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for batch, size in ((2, 100), (4, 17 << 20), (6, 100)):
+        (checkpoints / f"ep0-ba{batch}.ckpt").write_bytes(bytes([batch]) * size)
+
+    def push(batch):
+        Bucket("s3://sets/killed").push(checkpoints / f"ep0-ba{batch}.ckpt", "latest", keep=2)
+
+    def copy():
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        push(4)
+
+    push(2)
+    bucket.second_part = lambda: os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    try:
+        child = fork(copy, tmp_path / "log.txt", {})
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (tmp_path / "log.txt").read_text()
+    finally:
+        bucket.second_part = None
+    assert bucket.unfinished("killed") == ["killed/ep0-ba4.ckpt"] and "ep0-ba4.ckpt" not in bucket.names("killed")
+    Bucket("s3://sets/killed").pull(tmp_path / "again")
+    assert newest_checkpoint(tmp_path / "again").read_bytes() == bytes([2]) * 100
+    # Of the run's own uploads only those stay that a living process may be at, and all of others.
+    others = ["killed/deeper/ep0-ba4.ckpt", "killed/notes.txt", "killed2/ep0-ba4.ckpt"]
+    for name in ("killed/ep0-ba3/__0_0.distcp", *others):
+        bucket.client.create_multipart_upload(Bucket="sets", Key=name)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.multipart.OLD", timedelta(days=365 * 100))  # the server says that all began in 2010
+        push(4)
+    assert bucket.unfinished("killed") == sorted(["killed/ep0-ba3/__0_0.distcp", *others])
+    assert set(bucket.names("killed")) == {"latest.json", "ep0-ba2.ckpt", "ep0-ba4.ckpt"}
+    push(6)
+    assert bucket.unfinished("killed") == others
 
 
 def test_a_bucket_for_checkpoints_that_refuses_is_one_line(bucket, tmp_path):

@@ -1,11 +1,16 @@
 """The dVAE's recipes train for real, on pictures in tars, at a small size."""
 
+import json
+import os
+import re
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from data.sources.filters import Filter
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.dvae.files import load_dvae
 from recipes.planning.dry_run import describe_run
@@ -104,6 +109,23 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(whole, small, fit, tmp_path
     resumed = fit(small(tmp_path, f"checkpoints.load_path={checkpoint}", "evals={}"))
     assert resumed.state.timestamp.batch == 12
     assert all((a == b).all() for a, b in zip(weights(resumed), weights(trainer), strict=True))
+
+
+def test_a_picture_that_kills_its_decoder_is_left_out(small, fit, tmp_path, monkeypatch, capfd):
+    decode = Filter.decode
+
+    def kill(self, sample, shrink_to=None):
+        if sample.key == "00001_0012":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return decode(self, sample, shrink_to)
+
+    monkeypatch.setattr(Filter, "decode", kill)
+    without = ["data.workers=1", "evals={}", "checkpoints.save=false", "callbacks.reconstructions=null"]
+    assert fit(small(tmp_path, *without, "training.duration=6ba")).state.timestamp.batch == 6
+    deaths = [json.loads(line) for line in (tmp_path / "crashes.jsonl").read_text().splitlines()]
+    assert [death["key"] for death in deaths] == ["00001_0012"] * 2
+    line = r"Segmentation fault again at sample \d+ \(00001_0012\) of 00001-.*: rejected as kills_decoder"
+    assert re.search(line, capfd.readouterr().out)
 
 
 def test_the_published_recipe_says_its_size():

@@ -2,12 +2,13 @@
 
 STARTS = ["half 4", "unlinked 4", "{signal} 4", "export 7", "none 0"]
 DIFFUSION = ["algorithms.noise={name: noise_of_samples}", "callbacks.export=null"]
+ADAM16 = ["optimizer={name: adam16, lr: 2e-3, compiled: false}"]
 # Runs that are killed in batches 3 and 5 and go on from 2 and 4, each time with another number of ranks: what they
 # train, engine, overrides, numbers of ranks.
 WORLDS = {
-    "tokens-composer": ("tokens", "composer", ["training.fsdp={}"], [1, 2, 4]),
-    "tokens-lightning": ("tokens", "lightning", ["training.fsdp={checkpoints: full}"], [2, 1]),
-    "diffusion-composer": ("recipe", "composer", DIFFUSION, [2, 1]),
+    "tokens-composer": ("tokens", "composer", [*ADAM16, "training.fsdp={}"], [1, 2, 4]),
+    "tokens-lightning": ("tokens", "lightning", [*ADAM16, "training.fsdp={checkpoints: full}"], [2, 1]),
+    "diffusion-composer": ("recipe", "composer", [*DIFFUSION, "training.fsdp={}"], [2, 1]),
     "diffusion-lightning": ("recipe", "lightning", DIFFUSION, [1, 2]),
 }
 SIGNALS = {"composer": "SIGTERM", "lightning": "SIGUSR1"}

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import from_composer, read_composer
@@ -113,12 +114,14 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(killed, engine):
 def test_a_killed_run_goes_on_with_another_number_of_ranks(killed, name):
     """Each batch has the same samples, and only the order of additions differs."""
     folder, report = killed
-    kind, engine, _, worlds = WORLDS[name]
+    kind, engine, overrides, worlds = WORLDS[name]
     codes = [report[f"{name} on {world}"][0] for world in worlds]
     assert codes == [KILLED] * (len(worlds) - 1) + [0], json.dumps(report, indent=1)
     assert samples_of(folder / f"{name}.jsonl") == samples_of(folder / f"{kind}-alone.jsonl")
     one, other = final(folder / f"{kind}-alone", "composer"), final(folder / name, engine)
     assert one["counts"]["sample"] == other["counts"]["sample"] == 56
+    moments = {tensor.dtype for state in other["optimizer"]["state"].values() for tensor in state.values()}
+    assert (torch.uint8 in moments) == ("adam16" in str(overrides))  # moments in 16 bits are kept as bytes
     averages = (state["levers"]["ScheduledEMA"]["average"] for state in (one, other))
     for weights, others in ((one["weights"], other["weights"]), averages):
         assert weights.keys() == others.keys()

@@ -1,6 +1,6 @@
 """Run on four ranks by test_lever.py: two machines of two devices, PowerSGD between them, FSDP2 within.
 
-argv: a folder for checkpoints.
+argv: a folder for checkpoints, and that of powersgd_ranks.py.
 """
 
 import os
@@ -159,6 +159,18 @@ def check_resumption(plain, folder: Path):
             assert len(resumed.errors) == (4 if dist.get_rank() == 0 else 0)
 
 
+def check_more_ranks(folder: Path):
+    """Four ranks go on from a checkpoint of two. What is sent is linear in the sum of gradients and errors over ranks,
+    and batches are the same, so nothing but the order of additions differs."""
+    two = torch.load(folder / "two.pt", weights_only=True)
+    moved = (two["weights"][-1] - two["weights"][0]).abs().max()
+    _, four = run(powersgd={**EXACT, "rank": 2}, load_path=two["saved"])
+    batches = len(four.weights)
+    assert 0 < batches < len(two["weights"])
+    difference = (torch.stack(four.weights) - two["weights"][-batches:]).abs().max()
+    assert difference < 1e-4 * moved, (difference, moved)
+
+
 def refused(message, **arguments):
     try:
         run(**arguments)
@@ -187,6 +199,7 @@ def main() -> None:
     check_formats()
     check_once_per_batch(plain)
     check_resumption(plain, Path(sys.argv[1]))
+    check_more_ranks(Path(sys.argv[2]))
     print("all as it should be", flush=True)
     dist.barrier()
     os._exit(0)  # Composer's threads

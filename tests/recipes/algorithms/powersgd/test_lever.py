@@ -19,22 +19,29 @@ from tests.recipes.algorithms.residual import Residual
 HERE = Path(__file__).parent
 
 
-def check(ranks, script, folder):
-    result = launch(ranks, HERE / script, folder)
+def check(ranks, script, *folders):
+    result = launch(ranks, HERE / script, *folders)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     assert result.stdout.count("all as it should be") == ranks
 
 
-def test_runs_and_shards_on_two_ranks(tmp_path):
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The folder of the launch on two ranks, from one of whose checkpoints four go on."""
+    folder = tmp_path_factory.mktemp("two")
+    check(2, "powersgd_ranks.py", folder)
+    return folder
+
+
+def test_runs_and_shards_on_two_ranks(two):
     """Full rank is plain averaging, replicas stay equal, an infinity skips one batch, errors resume; Adam16 on shards
     of FSDP2; exponents are counted over ranks."""
-    check(2, "powersgd_ranks.py", tmp_path)
 
 
-def test_two_machines_of_two_devices(tmp_path):
+def test_two_machines_of_two_devices(two, tmp_path):
     """The compressor by itself; then the same between machines that shard, overlapped or not; errors move to another
-    number of machines."""
-    check(4, "powersgd_shards_ranks.py", tmp_path)
+    number of machines, and a run to another number of ranks."""
+    check(4, "powersgd_shards_ranks.py", tmp_path, two)
 
 
 def test_one_process_has_nothing_to_average():

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from precompute.batch import InputShard, Position
-from precompute.decode import DecoderDied, Places, worker_deaths
-from precompute.quarantine import LIMIT, Quarantine
+from data.deaths import DecoderDied, Places, worker_deaths
+from data.quarantine import LIMIT, Quarantine
+from data.sources.base import InputShard, Position
 
 SHARDS = [InputShard("train", "a"), InputShard("train", "b")]
 
@@ -18,7 +18,7 @@ def death(shard, number):
 
 
 def test_two_deaths_reject_a_sample_and_a_third_gives_its_shard_up():
-    quarantine = Quarantine()
+    quarantine = Quarantine("encode")
     assert quarantine.add(death(SHARDS[0], 3), 0) == {} and not quarantine.killers
     assert quarantine.add(death(SHARDS[1], 3), 1) == {} and not quarantine.killers
     assert quarantine.add(death(SHARDS[0], 3), 2) == {}
@@ -27,7 +27,7 @@ def test_two_deaths_reject_a_sample_and_a_third_gives_its_shard_up():
 
 
 def test_deaths_without_an_image_between_them_end_the_job():
-    quarantine = Quarantine()
+    quarantine = Quarantine("encode")
     for number in range(LIMIT):
         quarantine.add(death(SHARDS[0], number), 5)
     with pytest.raises(ValueError, match="a decoding process died .*Segmentation fault.*shm"):
@@ -37,17 +37,17 @@ def test_deaths_without_an_image_between_them_end_the_job():
 
 def test_a_death_that_is_of_no_sample_ends_the_job():
     with pytest.raises(ValueError, match="a decoding process died"):
-        Quarantine().add(DecoderDied("DataLoader worker (pid 7) exited unexpectedly", []), 0)
+        Quarantine("encode").add(DecoderDied("DataLoader worker (pid 7) exited unexpectedly", []), 0)
 
 
 def test_places_are_those_of_processes(monkeypatch):
     places = Places(SHARDS)
     for worker, (process, shard, number) in enumerate([(70, SHARDS[0], 5), (71, SHARDS[1], 2), (72, SHARDS[1], 9)]):
-        monkeypatch.setattr("precompute.decode.get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
+        monkeypatch.setattr("data.deaths.get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
         monkeypatch.setattr("os.getpid", lambda process=process: process)
         places.mark(shard, number)
     assert places.of({72, 70, 5}) == [Position(SHARDS[0], 5), Position(SHARDS[1], 9)]
-    monkeypatch.setattr("precompute.decode.get_worker_info", lambda: None)
+    monkeypatch.setattr("data.deaths.get_worker_info", lambda: None)
     places.mark(SHARDS[1], 1)  # in the process of the encoders
     assert len(places.of({70, 71, 72})) == 3
 
@@ -56,7 +56,7 @@ def test_places_are_those_of_processes(monkeypatch):
 def test_a_worker_that_dies_while_it_hands_over_a_batch(monkeypatch, finished):
     """The pipe breaks before PyTorch has noticed; a worker that has read everything blames no sample."""
     places = Places(SHARDS)
-    monkeypatch.setattr("precompute.decode.get_worker_info", lambda: SimpleNamespace(id=2))
+    monkeypatch.setattr("data.deaths.get_worker_info", lambda: SimpleNamespace(id=2))
 
     def work():
         places.mark(SHARDS[1], 4)
@@ -67,13 +67,29 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch(monkeypatch, finished):
     worker = multiprocessing.get_context("fork").Process(target=work)
     worker.start()
     expected = pytest.raises(DecoderDied, match="exited while it handed over a batch")
-    with expected as death, worker_deaths(SimpleNamespace(places=places), workers=1):
+    with expected as death, worker_deaths(places, workers=1):
         raise EOFError
     assert f"(pid(s) {worker.pid})" in death.value.reason
     assert death.value.positions == ([] if finished else [Position(SHARDS[1], 4)])
 
 
+def test_a_pipe_that_breaks_before_pytorch_raises(monkeypatch):
+    places = Places(SHARDS)
+    monkeypatch.setattr("data.deaths.get_worker_info", lambda: SimpleNamespace(id=2))
+    monkeypatch.setattr("os.getpid", lambda: 72)
+    places.mark(SHARDS[1], 4, "key")
+    monkeypatch.setattr(Places, "ended", lambda self: set())
+
+    def raise_it(seconds):
+        raise RuntimeError("DataLoader worker (pid 72) exited unexpectedly with exit code 3.")
+
+    monkeypatch.setattr(time, "sleep", raise_it)
+    with pytest.raises(DecoderDied, match="exit code 3") as death, worker_deaths(places, workers=1):
+        raise ConnectionResetError
+    assert [(position, position.key) for position in death.value.positions] == [(Position(SHARDS[1], 4), "key")]
+
+
 def test_a_pipe_that_breaks_without_a_death_is_no_death(monkeypatch):
-    monkeypatch.setattr("precompute.decode.NOTICED", 0.1)
-    with pytest.raises(ConnectionResetError), worker_deaths(SimpleNamespace(places=Places(SHARDS)), workers=1):
+    monkeypatch.setattr("data.deaths.NOTICED", 0.1)
+    with pytest.raises(ConnectionResetError), worker_deaths(Places(SHARDS), workers=1):
         raise ConnectionResetError
