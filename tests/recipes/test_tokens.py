@@ -35,7 +35,8 @@ SMALL = [
     "training.device=cpu",
     "checkpoints={every: 6ba, keep: -1}",
     "callbacks={progress: {name: progress, seconds: 0}, throughput: null, lr_monitor: null}",
-    "callbacks.token_grid={name: token_grid, every: 7ba, guidance: 2.0, prompts: [a dot, a star, a wall], batch: 2}",
+    "callbacks.token_grid={name: token_grid, every: 7ba, guidance: 2.0, temperature: 0.8, batch: 2}",
+    "callbacks.token_grid.prompts=[a dot, a star, a wall]",
     "callbacks.export.every=7ba",
     "loggers={}",
 ]
@@ -173,7 +174,8 @@ def refuse(capsys, *arguments):
 
 
 def test_the_last_grid_of_training_can_be_made_again(trained, export, tmp_path):
-    prompts = ["--prompts", "a dot", "a star", "a wall", "--columns", "6", "--guidance", "2", "--device", "cpu"]
+    prompts = ["--prompts", "a dot", "a star", "a wall", "--columns", "6", "--device", "cpu"]
+    prompts += ["--guidance", "2", "--temperature", "0.8"]
     main([str(export), *prompts, "--out", str(tmp_path / "grid.png")])
     drawn = np.asarray(Image.open(Path(trained[0].output, "samples", "ba0000014.png")))
     assert (drawn == np.asarray(Image.open(tmp_path / "grid.png"))).all()
