@@ -33,15 +33,15 @@ class PictureDeaths:
     """
 
     def __init__(self, folder: Path | None, label: str, shards: Collection[str]) -> None:
-        ranks = distributed.is_available() and distributed.is_initialized()
-        rank = distributed.get_rank() if ranks else 0
+        group = distributed.is_available() and distributed.is_initialized()
+        rank = distributed.get_rank() if group else 0
         self.places = Places([InputShard(label, shard) for shard in shards])
         self._label = label
         self._crashes = None if folder is None else Crashes(folder, f"{label}-{rank}", DECODING)
         self._quarantine = Quarantine("pictures")
         if self._crashes is not None:
             self._crashes.find()
-            if ranks:  # those that read the same samples leave out the same
+            if group and distributed.get_world_size() > 1:  # those that read the same samples leave out the same
                 distributed.barrier()
             for number, death in enumerate(self._crashes.deaths()):
                 if death.positions[0].shard.label == label and death.positions[0].shard.shard in shards:

@@ -9,6 +9,7 @@ import time
 from multiprocessing import active_children
 
 import pytest
+import torch
 
 from benchmarks.killing import fork
 from data.crashes import CRASHES
@@ -126,3 +127,15 @@ def test_workers_that_die_of_something_else_end_the_run_with_one_line(tmp_path):
     with pytest.raises(ValueError, match="a decoding process died .*lower workers") as error:
         take(loader)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_wait_for_each_other_before_they_read_the_deaths(tmp_path, monkeypatch, ranks):
+    """One alone must not: in a process that was forked from a member of a group, a collective never ends."""
+    waited = []
+    group = {"is_initialized": True, "get_rank": ranks - 1, "get_world_size": ranks}
+    for name, value in group.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: waited.append(ranks))
+    load(Numbered(3, 8), tmp_path)
+    assert waited == [2] * (ranks > 1)
