@@ -269,7 +269,7 @@ def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
 
 
 def check_updates(recipes: dict[str, str], folder: Path) -> None:
-    """20 updates with clipping end in the same weights. Biases of keys are left out: their gradients are rounding
+    """50 updates with clipping end in the same weights. Biases of keys are left out: their gradients are rounding
     noise, which Adam magnifies."""
     batch, task = make_batch(), make_task()
     part, mesh = divided(Layout(1, 2, 2))
@@ -281,7 +281,7 @@ def check_updates(recipes: dict[str, str], folder: Path) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.endswith("k.bias"))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
-        for _ in range(20):
+        for _ in range(50):
             optimizer.zero_grad()
             model(samples)["total"].backward()
             clip_by_norm([p for p in model.parameters() if p.requires_grad], 0.5)
