@@ -7,9 +7,9 @@ With a YAML (docs/evaluation.md), images are compared with a reference; any laun
 Without one, retrieval accuracy says how well images fit their captions, by a contrastive model that took no part in
 training them.
 
-For each caption of each set one image is drawn. The contrastive model orders all captions of all sets by how well they
-fit the image; `top1` and `top5` are the shares of images whose own caption comes first, or among the first five. The
-same figures for the real images say what the contrastive model itself can see.
+For each caption of each set one image is drawn, or the best of several (--candidates). The contrastive model orders all
+captions of all sets by how well they fit the image; `top1` and `top5` are the shares of images whose own caption comes
+first, or among the first five. The same figures for the real images say what the contrastive model itself can see.
 
 python recipes/evaluate.py runs/openmoji_diffusion/export --retrieval runs/openmoji_judge/export \\
     --sets seen="runs/openmoji/tars/train/*.tar" held_out="runs/openmoji/tars/val/*.tar" --number 169
@@ -17,6 +17,7 @@ python recipes/evaluate.py runs/openmoji_diffusion/export --retrieval runs/openm
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,18 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.threads import set_default_threads
 from recipes.config.command_line import fail, user_errors
 from recipes.evaluation.command import main as evaluate_by_yaml
-from recipes.generation.exports import find_export, find_network, load_pipeline
+from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
+from recipes.generation.options import add_options, candidates_of, own_options
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="export folder of a run, or the run's folder")
     parser.add_argument("--retrieval", required=True, metavar="FOLDER", help="open_clip folder, or MODEL/TAG")
     parser.add_argument("--sets", nargs="+", required=True, metavar="NAME=TARS", help="captioned images, in tars")
     parser.add_argument("--number", type=int, help="captions drawn from each set (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawn captions and images (default: %(default)s)")
-    parser.add_argument("--guidance", type=float, help="classifier-free guidance (default: the family's)")
-    parser.add_argument("--steps", type=int, help="network evaluations per image, of a diffusion model")
-    parser.add_argument("--batch", type=int, default=64, help="images sampled at once (default: %(default)s)")
-    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the network")
-    parser.add_argument("--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged if any)")
     parser.add_argument("--out", type=Path, help="JSON file to write, in addition to the table on standard output")
+    add_options(parser, batch=64)
     options = parser.parse_args(arguments)
     if options.number is not None and options.number < 1:
         fail([f"--number: {options.number}; give 1 or more"])
@@ -54,16 +49,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """The figures of every set, and what they depend on."""
     folder = find_export(options.checkpoint)
+    own = own_options(options, family_of(folder))
+    candidates = candidates_of(options)
     import numpy as np
 
     from data.sources.tars import TarSource
     from recipes.encoders.base import weights_hash
     from recipes.generation.retrieval import accuracy, ranks, read_pairs
-    from recipes.scoring.reranking import Reranker
+    from recipes.scoring.reranking import Reranker, draw_best
 
     pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
     model = Reranker(options.retrieval, pipeline.device)
-    own = {name: value for name in ("guidance", "steps") if (value := getattr(options, name)) is not None}
+    reranker = None if options.rerank is None else Reranker(options.rerank, pipeline.device)
+    generate = partial(pipeline.generate, batch=options.batch, **own)
+    judge = weights_hash(model.network)
+    if reranker is not None and weights_hash(reranker.network) == judge:
+        fail([f"--rerank: {options.rerank} is the model that judges; another one must choose the images"])
     sets = {}
     for entry in options.sets:
         name, _, urls = entry.partition("=")
@@ -76,15 +77,15 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "export": str(folder),
         "weights": find_network(folder, options.weights).name,
-        "judge": {"name": options.retrieval, "weights_hash": weights_hash(model.network)},
+        "judge": {"name": options.retrieval, "weights_hash": judge},
         "seed": options.seed,
-        "options": own,
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in own.items()},
+        "candidates": {"per caption": candidates, "chosen by": options.rerank},
         "captions": len(captions),
         "sets": {},
     }
     for name, (drawn, real, _) in sets.items():
-        seeds = [options.seed + i for i in range(len(drawn))]
-        made = pipeline.generate(drawn, seeds=seeds, batch=options.batch, **own)
+        made, _ = draw_best(generate, drawn, options.seed, reranker, candidates)
         index = np.array([places[caption] for caption in drawn])
         result["sets"][name] = {
             kind: accuracy(ranks(model.embed_images(images), texts, index))

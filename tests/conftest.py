@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 # Each process that compiles would start a pool of processes that import torch, for kernels that take a second.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# To see whether vector instructions work, each would compile with them and start processes that import torch: 20 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Searches for cycles took a tenth of the time of tests, most of it in modules, which stay.
 gc.set_threshold(*RARELY)
 # 40 pictures to train on in four tars, 6 to validate on in one.

@@ -79,7 +79,8 @@ def problem(words):
     if script in SCRIPTS:
         return yaml_problem(SCRIPTS[script], [a for a in arguments if a not in FLAGS])
     source = (ROOT / script).read_text()
-    if script == "recipes/generate.py":  # which has the options of all model families
+    if script in ("recipes/generate.py", "recipes/evaluate.py"):  # which have the options of all model families
+        source += (ROOT / "recipes" / "generation" / "options.py").read_text()
         source += "".join(file.read_text() for file in (ROOT / "recipes" / "models").glob("*/family.py"))
     unknown = [a for a in arguments if a.startswith("--") and f'"{a.split("=")[0]}"' not in source]
     return f"{script} has no {unknown}" if unknown else None

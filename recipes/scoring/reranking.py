@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,33 @@ def best(scores: np.ndarray, candidates: int, keep: int) -> np.ndarray:
     """
     order = np.argsort(-scores.reshape(-1, candidates), axis=1, kind="stable")[:, :keep]
     return (order + candidates * np.arange(len(order))[:, None]).reshape(-1)
+
+
+def draw_best(
+    generate: Callable[..., np.ndarray],
+    captions: list[str],
+    seed: int,
+    reranker: Reranker | None,
+    candidates: int = 1,
+    keep: int = 1,
+) -> tuple[np.ndarray, list[str]]:
+    """Draw candidates for each caption and keep the best.
+
+    Args:
+        generate: a pipeline's method, (captions, seeds=seeds) -> (N, H, W, 3) uint8.
+        captions: N.
+        seed: candidate i of all is drawn by seed + i.
+        reranker: says which are the best; None: all are kept, `keep` per caption.
+        candidates: images drawn per caption.
+        keep: images kept per caption.
+
+    Returns:
+        Images (N * keep, H, W, 3) uint8 in the order of the captions, the best of each caption first, and their
+        captions.
+    """
+    captions = [caption for caption in captions for _ in range(candidates)]
+    images = generate(captions, seeds=[seed + i for i in range(len(captions))])
+    if reranker is None:
+        return images, captions
+    kept = best(reranker.scores(captions, images), candidates, keep)
+    return images[kept], [captions[i] for i in kept]

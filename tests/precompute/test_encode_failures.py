@@ -183,5 +183,6 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
         os._exit(9)
 
     monkeypatch.setattr(Filter, "decode", die)
+    monkeypatch.setattr("data.quarantine.LIMIT", 3)  # PyTorch takes five seconds to notice each
     error = expect_error([recipe(workers=1)], capsys)
     assert "a decoding process died" in error and "shm" in error

@@ -1,10 +1,12 @@
 """Retrieval accuracy: ranks against a plain loop, and the command on a small export."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from recipes.evaluate import main
 from recipes.generation.retrieval import accuracy, ranks, read_pairs
@@ -72,12 +74,25 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     first = json.loads(out.read_text())
     assert set(first["sets"]) == {"seen", "other"} and set(first["sets"]["seen"]) == {"generated", "real"}
     assert len(first["judge"]["weights_hash"]) == 64 and first["options"] == {"steps": 2}
+    assert first["candidates"] == {"per caption": 1, "chosen by": None}
     main([*command, "--out", str(out), "--batch", "2"])
     assert json.loads(out.read_text()) == first  # whatever the batch
+    other = tmp_path / "other"  # the same model with other weights chooses
+    shutil.copytree(clip_folder, other)
+    weights = load_file(other / "open_clip_model.safetensors")
+    save_file({name: weight.flip(0) for name, weight in weights.items()}, other / "open_clip_model.safetensors")
+    main([*command, "--out", str(out), "--candidates", "3", "--rerank", str(other)])
+    best = json.loads(out.read_text())
+    assert best["candidates"] == {"per caption": 3, "chosen by": str(other)}
+    seen = best["sets"]["seen"]
+    assert seen["generated"]["images"] == 3 and seen["real"] == first["sets"]["seen"]["real"]
     for wrong, message in (
         (["--sets", "seen"], "--sets: seen; give NAME=TARS"),
         (["--number", "0"], "--number: 0; give 1 or more"),
         (["--retrieval", str(tmp_path / "none")], "no file"),
+        (["--candidates", "2"], "--candidates: give the model that says which are best"),
+        (["--candidates", "2", "--rerank", str(clip_folder)], "is the model that judges"),
+        (["--temperature", "0.5"], "--temperature: an option of "),
     ):
         with pytest.raises(SystemExit) as end:
             main([*command, *wrong])
