@@ -9,7 +9,8 @@ training them.
 
 For each caption of each set one image is drawn, or the best of several (--candidates). The contrastive model orders all
 captions of all sets by how well they fit the image; `top1` and `top5` are the shares of images whose own caption comes
-first, or among the first five. The same figures for the real images say what the contrastive model itself can see.
+first, or among the first five. The same figures for the real images say what the contrastive model itself can see, and
+those for images that were encoded and decoded what latents or tokens leave for it to see.
 
 python recipes/evaluate.py runs/openmoji_diffusion/export --retrieval runs/openmoji_judge/export \\
     --sets seen="runs/openmoji/tars/train/*.tar" held_out="runs/openmoji/tars/val/*.tar" --number 169
@@ -55,7 +56,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
     from data.sources.tars import TarSource
     from recipes.encoders.base import weights_hash
-    from recipes.generation.retrieval import accuracy, ranks, read_pairs
+    from recipes.generation.retrieval import accuracy, ranks, read_pairs, reconstruct
     from recipes.scoring.reranking import Reranker, draw_best
 
     pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
@@ -86,10 +87,11 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     }
     for name, (drawn, real, _) in sets.items():
         made, _ = draw_best(generate, drawn, options.seed, reranker, candidates)
+        decoded = reconstruct(pipeline.image_encoder, real, options.batch)
         index = np.array([places[caption] for caption in drawn])
         result["sets"][name] = {
             kind: accuracy(ranks(model.embed_images(images), texts, index))
-            for kind, images in (("generated", made), ("real", real))
+            for kind, images in (("generated", made), ("reconstructed", decoded), ("real", real))
         }
     return result
 

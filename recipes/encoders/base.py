@@ -154,6 +154,13 @@ class ImageEncoder(FrozenEncoder, ABC):
             exact: compute in fp32 with the weights as stored, whatever the precision in use.
         """
 
+    @abstractmethod
+    def reconstruct(self, pixels: Tensor) -> Tensor:
+        """What a decoder makes of what is stored: images uint8 (B, R, R, 3) -> float32 (B, 3, R, R) in [0, 1].
+
+        Of latents it takes the mean.
+        """
+
 
 class LatentEncoder(ImageEncoder):
     """An encoder of images to the mean and standard deviation of their latents' posterior, in float16.
@@ -197,6 +204,10 @@ class LatentEncoder(ImageEncoder):
         sums = torch.stack([m.sum(2), m.square().sum(2), s.square().sum(2)], dim=1)
         return Stored({"mean": mean, "std": std}, sums.isfinite().flatten(1).all(1), sums)
 
+    def reconstruct(self, pixels: Tensor) -> Tensor:
+        """See `ImageEncoder.reconstruct`."""
+        return self.decode(self.store(pixels[:, None]).arrays["mean"].float())
+
 
 class TokenEncoder(ImageEncoder):
     """An encoder of images to a grid of codes, in uint16.
@@ -237,6 +248,11 @@ class TokenEncoder(ImageEncoder):
             finite &= best.isfinite().flatten(1).all(1)
             tokens.append(codes.flatten(1).int())
         return Stored({"tokens": torch.stack(tokens, dim=1)}, finite)
+
+    def reconstruct(self, pixels: Tensor) -> Tensor:
+        """See `ImageEncoder.reconstruct`."""
+        tokens = self.store(pixels[:, None]).arrays["tokens"][:, 0].long()
+        return self.decode(tokens.unflatten(1, (pixels.shape[1] // self.downsample, -1)))
 
 
 def channels_first(pixels: Tensor, crop: int) -> Tensor:

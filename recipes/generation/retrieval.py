@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
+from data.image_grid import to_uint8
 from data.sources.base import Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
@@ -35,6 +37,12 @@ def read_pairs(source: Source, number: int | None, seed: int, side: int) -> tupl
     drawn = [sample for sample in drawn if hasattr(sample, "image")]
     images = np.stack([resize_and_crop(sample.image, side)[0] for sample in drawn])
     return [sample.caption for sample in drawn], images, [sample.caption.strip() for sample in found]
+
+
+def reconstruct(encoder: Any, images: np.ndarray, batch: int) -> np.ndarray:
+    """What is left of images (N, H, W, 3) uint8 when they have been encoded and decoded, `batch` at once."""
+    parts = (torch.from_numpy(images[i : i + batch]).to(encoder.device) for i in range(0, len(images), batch))
+    return np.concatenate([to_uint8(encoder.reconstruct(pixels)) for pixels in parts])
 
 
 def ranks(images: np.ndarray, captions: np.ndarray, own: np.ndarray) -> np.ndarray:

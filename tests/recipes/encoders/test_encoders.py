@@ -72,6 +72,8 @@ def test_vae_with_scale_and_shift(vae_folder):
     torch.testing.assert_close(mean, (posterior.mean - 0.25) * 0.5)
     torch.testing.assert_close(std, posterior.std * 0.5)
     torch.testing.assert_close(encoder.decode(mean), (decoded / 2 + 0.5).clamp(0, 1))
+    stored = encoder.encode(images[..., :16])[0].half().float()
+    assert torch.equal(encoder.reconstruct(images[..., :16].permute(0, 2, 3, 1)), encoder.decode(stored))
 
 
 def test_vae_options_change_no_value(vae_folder):

@@ -70,9 +70,10 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     command = [str(export), "--retrieval", str(clip_folder), *sets, "--number", "3", "--steps", "2", "--device", "cpu"]
     main([*command, "--out", str(out)])
     shown = capsys.readouterr().out
-    assert shown.count("\n") == 6 and "| other | generated | 3 |" in shown
+    assert shown.count("\n") == 8 and "| other | generated | 3 |" in shown
     first = json.loads(out.read_text())
-    assert set(first["sets"]) == {"seen", "other"} and set(first["sets"]["seen"]) == {"generated", "real"}
+    assert set(first["sets"]) == {"seen", "other"}
+    assert set(first["sets"]["seen"]) == {"generated", "reconstructed", "real"}
     assert len(first["judge"]["weights_hash"]) == 64 and first["options"] == {"steps": 2}
     assert first["candidates"] == {"per caption": 1, "chosen by": None}
     main([*command, "--out", str(out), "--batch", "2"])

@@ -55,6 +55,15 @@ def test_an_encoder_alone_makes_the_same_tokens(tmp_path, whole, encoder_tensors
     assert torch.equal(network.logits(pictures()), whole.logits(pictures()))
 
 
+def test_a_reconstruction_is_what_the_network_makes_of_its_most_likely_codes(tmp_path, whole):
+    pixels = torch.randint(0, 256, (2, 16, 16, 3), dtype=torch.uint8)
+    with torch.no_grad():
+        codes = whole.logits(pixels.permute(0, 3, 1, 2).float() / 255).argmax(1)
+        made = whole.decode(codes)
+    assert made.shape == (2, 3, 16, 16) and len(codes.unique()) > 1
+    torch.testing.assert_close(dvae(path=str(tmp_path)).reconstruct(pixels), made)
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_codebook_of_flava_makes_the_tokens_that_it_makes_itself(tmp_path, safe):
     torch.manual_seed(2)
