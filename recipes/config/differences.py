@@ -42,7 +42,8 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
     """What a value of a config consists of; None for plain values."""
     if isinstance(value, Component):
         parameters = read_signature(value.target).parameters.values()
-        return {p.name: yaml.safe_load(p.default) for p in parameters if not p.required} | value.args
+        defaults = {p.name: yaml.safe_load(p.default) for p in parameters if not p.required}
+        return {"name": value.name} | defaults | value.args
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return value if isinstance(value, Mapping) else None

@@ -123,7 +123,9 @@ def test_pictures_of_a_prompt_through_training(page, folders):
 def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
     out = tmp_path / "one.html"
     compare.main([str(folders[0]), "--out", str(out)])
-    assert Page(out.read_text()).texts("h1") == ["Run first"]
+    one = Page(out.read_text())
+    assert one.texts("h1") == ["Run first"]
+    assert {"Modellatent_diffusion", "Enginecomposer"} <= set(one.texts("tr"))
     older = made_run(tmp_path / "older", "older", checkpoints__a_key_of_another_version=1)
     compare.main([str(folders[0]), str(older), "--out", str(out)])
     assert "checkpoints" in Page(out.read_text()).texts("code")
