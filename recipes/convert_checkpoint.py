@@ -3,6 +3,10 @@
 python recipes/convert_checkpoint.py runs/sd2_base/checkpoints/latest-rank0.pt --to lightning
 python recipes/convert_checkpoint.py runs/sd2_base/checkpoints/latest --to composer
 
+A sharded checkpoint is also made a full one of the same engine, for instance because an earlier version wrote it:
+
+python recipes/convert_checkpoint.py runs/dalle_12b/checkpoints/ep0-ba5000 --to composer
+
 The converted checkpoint lies beside the other one, and is the newest for checkpoints.autoresume.
 """
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one engine as the other one's. It imports neither engine.
+"""Checkpoints of one engine as the other one's, and sharded ones as full ones. It imports neither engine.
 
 Both hold the same things under other names; `recipes.engines.lightning.checkpoint_format` lists them. Composer's hold
 NumPy's arrays and Python's durations besides tensors. They are read with the few types that such a file needs, and
@@ -27,31 +27,40 @@ OF_COMPOSER = ("CheckpointSaver", "WholeCheckpoints", "EndIfAsked", "Generators"
 
 
 def convert(path: Path, engine: str) -> Path:
-    """Write a checkpoint as a full one of the other engine, beside it; the newest checkpoint is now this one.
+    """Write a checkpoint as a full one of an engine, beside it; the newest checkpoint is now this one.
+
+    Parameters that had other names in an earlier version get those of this one.
 
     Args:
         path: of a full checkpoint, of a sharded one (a folder), or a link to one.
-        engine: "composer" or "lightning", the engine that is to read it.
+        engine: "composer" or "lightning", the engine that is to read it: the other one, or for a sharded checkpoint
+            also the one that wrote it.
 
     Returns:
         The path of the converted checkpoint.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: not a checkpoint of the other engine.
+        ValueError: not a sharded checkpoint, and not a full one of the other engine.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such checkpoint")
     path = path.resolve()
     if path.name.endswith(".distcp"):  # Composer's `latest-rank0.pt` points to the first rank's part
         path = path.parent
-    if engine == "lightning":
-        converted = upgraded(from_composer(read_composer(path)))
-        name, latest = name_of(converted["counts"]["epoch"], converted["counts"]["batch"], sharded=False), LATEST
+    of_lightning = (path / REST).is_file() if path.is_dir() else engine == "composer"
+    if not of_lightning:
+        state = from_composer(read_composer(path))
+    elif path.is_dir():
+        state = read_file(path / REST) | read_parts(path)
     else:
-        checkpoint = read_file(path / REST) | read_parts(path) if path.is_dir() else read_file(path)
-        converted = upgraded(to_composer(checkpoint))
-        name, latest = "ep{epoch}-ba{batch}-rank0.pt".format(**checkpoint["counts"]), "latest-rank0.pt"
+        state = read_file(path)
+    state = upgraded(state)
+    epoch, batch = state["counts"]["epoch"], state["counts"]["batch"]
+    if engine == "lightning":
+        converted, name, latest = state, name_of(epoch, batch, sharded=False), LATEST
+    else:
+        converted, name, latest = to_composer(state), f"ep{epoch}-ba{batch}-rank0.pt", "latest-rank0.pt"
     new = path.parent / name
     with atomic_write(new) as partial:
         torch.save(converted, partial)

@@ -1,14 +1,20 @@
 """Checkpoints of earlier versions, whose names of parameters have changed since.
 
+Full ones are converted when they are loaded. Of a sharded one each rank reads its own part by the names of this
+version, so it is refused, and `recipes/convert_checkpoint.py` makes a full one of it.
+
 Queries, keys and values of `autoregressive` were rows of one matrix, `qkv`, and are three matrices, `q`, `k` and `v`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from recipes.engines.lightning.checkpoint_format import REST
 from recipes.models.autoregressive.earlier import separate_names, third
 
 
@@ -32,6 +38,24 @@ def upgraded(value: Any) -> Any:
     if isinstance(value, list):
         return [new for part in value for new in (separate_names(part) or [upgraded(part)])]
     return value
+
+
+def check_names(folder: Path, names: Iterable[str]) -> None:
+    """
+    Args:
+        folder: of a sharded checkpoint.
+        names: of the values in it.
+
+    Raises:
+        ValueError: there are parameters of an earlier version among them.
+    """
+    if any(separate_names(name) for name in names):
+        engine = "lightning" if (folder / REST).is_file() else "composer"
+        full = "" if engine == "lightning" else ", and go on from that with training.fsdp.checkpoints=full"
+        raise ValueError(
+            f"{folder}: a sharded checkpoint of an earlier version, in which parameters have other names; make a full "
+            f"one of it by `python recipes/convert_checkpoint.py {folder} --to {engine}`{full}"
+        )
 
 
 def _third_of(value: Any, number: int) -> Any:

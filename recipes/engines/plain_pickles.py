@@ -23,6 +23,8 @@ from torch.distributed.checkpoint import metadata as metadata_format
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
+from recipes.engines.earlier import check_names
+
 ALLOWED = [
     np.ndarray,
     np.dtype,
@@ -95,7 +97,8 @@ def check_metadata(path: Path) -> None:
 
 @contextmanager
 def plain_pickles() -> Iterator[None]:
-    """Inside, sharded checkpoints and full ones of Composer are refused if they hold anything but plain values.
+    """Inside, sharded checkpoints and full ones of Composer are refused if they hold anything but plain values, and
+    sharded ones also if they hold parameters by the names of an earlier version.
 
     Raises:
         ValueError: from whatever loads such a checkpoint.
@@ -104,7 +107,9 @@ def plain_pickles() -> Iterator[None]:
 
     def read_metadata(self: FileSystemReader) -> Any:
         check_metadata(Path(self.path, ".metadata"))
-        return theirs[0](self)
+        metadata = theirs[0](self)
+        check_names(Path(self.path), metadata.state_dict_metadata)
+        return metadata
 
     def load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
         load_plain(value, f"{read_item.dest_index.fqn} of a sharded checkpoint")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from recipes.engines.conversion import PREFIX
+from recipes.engines.earlier import upgraded
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import METADATA, Sharded
@@ -103,5 +104,6 @@ def _checkpoint(path: Path, weights: dict[str, Tensor], levers: dict[str, Any], 
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous ones, as safetensors wants them, by the task's names: without Composer's name of the task."""
-    return {name.removeprefix(PREFIX): tensor.contiguous() for name, tensor in tensors.items()}
+    """Contiguous ones, as safetensors wants them, by the task's names: without Composer's name of the task, and with
+    this version's names."""
+    return {name.removeprefix(PREFIX): tensor.contiguous() for name, tensor in upgraded(tensors).items()}

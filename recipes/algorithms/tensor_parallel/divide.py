@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
-from recipes.algorithms.tensor_parallel.modules import LOCAL, Divided, Entrance, classes_of
+from recipes.algorithms.tensor_parallel.modules import LOCAL, Divided, classes_of
 from recipes.models.tensor_plan import TensorPlan
 
 
@@ -60,13 +60,11 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, device: torch.d
 
 
 def _open_entrances(model: nn.Module, plan: TensorPlan) -> None:
-    """Let each branch and its column layers know the same `Entrance`."""
+    """Tell each branch its column layers, and whether they keep all positions."""
     again = {inner for module in recomputed_modules(model) for inner in module.modules()}
     for branch in plan.branches:
-        # What is computed again for the backward pass is gathered for it, and needs no second time.
-        entrance = Entrance(len(branch.columns), keeps=branch.rows in again)
-        for module in (branch.module, *branch.columns):
-            module.entrance = entrance
+        branch.module.columns = tuple(branch.columns)
+        branch.module.keeps = branch.rows in again  # what is computed again is gathered for that
 
 
 def _local_class(module: nn.Module, label: str) -> type:

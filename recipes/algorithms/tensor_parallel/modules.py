@@ -7,6 +7,7 @@ stream is then whole, as without sequence parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from recipes.algorithms.tensor_parallel.collectives import enter, leave
 from recipes.algorithms.tensor_parallel.generators import own_generators
 from recipes.algorithms.tensor_parallel.sequence import (
-    Gathered,
-    column_product,
+    column_products,
     divide_positions,
     gather_positions,
     scatter_positions,
@@ -129,53 +129,56 @@ class DividedVocabulary(Divided, nn.Linear):
 # --- with sequence parallelism -------------------------------------------------------------------------------------
 
 
-class Entrance:
-    """What the layers of a branch know of its input in a pass.
+class EntersSequence(Divided):
+    """A branch: the positions of all devices enter the divided region.
 
     Attributes:
-        layers: number of the branch's column layers.
-        keeps: whether they keep the gathered input for the backward pass, which is right where it is computed again.
-        now: the input of this pass.
+        columns: the layers that take them.
+        keeps: whether the layers keep all positions for the backward pass, which is right where a branch is computed
+            again for it. Otherwise they keep those of this device.
     """
 
-    def __init__(self, layers: int, keeps: bool) -> None:
-        self.layers = layers
-        self.keeps = keeps
-        self.now: Gathered | None = None
-
-
-class EntersSequence(Divided):
-    """A branch: the positions of all devices enter the divided region."""
-
-    entrance: Entrance
+    columns: Sequence[TakesGathered]
+    keeps: bool
 
     def enter(self, x: Tensor, *context: Any) -> Tensor:
         """The branch's own `enter` of all positions: (B, S/N, d) -> (B, S, d)."""
         if not torch.is_grad_enabled():
             return super().enter(x, *context)
-        x = for_products(x)
-        if not self.entrance.keeps:
-            order = super().enter
+        own, order = for_products(x), super().enter
+        found = order(gather_positions(own, self.tensor_group), *context)
+        if not self.keeps:
 
             def whole(own: Tensor) -> Tensor:
                 return order(whole_sequence(own, self.tensor_group), *context)
 
-            self.entrance.now = Gathered(x.detach(), whole, self.entrance.layers)
-        return super().enter(gather_positions(x, self.tensor_group), *context)
+            # All layers at once, so that the backward pass gathers once.
+            products = column_products(found, own, whole, [layer.factors() for layer in self.columns])
+            for layer, product in zip(self.columns, products, strict=True):
+                layer.product = product
+        return found
 
 
 class TakesGathered(Divided, nn.Linear):
-    """A column layer, which keeps its device's own positions of the input only."""
+    """A column layer, whose product its branch may have computed where it was entered.
 
-    entrance: Entrance
+    Attributes:
+        product: of this pass, until it is taken; None: the layer computes it.
+    """
+
+    product: Tensor | None = None
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """This device's weight and bias, in the dtype of products."""
+        bias = None if self.bias is None else for_products(local(self.bias))
+        return for_products(local(self.weight)), bias
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, d) -> (B, S, this device's outputs)."""
-        if self.entrance.keeps or not torch.is_grad_enabled():
+        if self.product is None:
             return super().forward(x)
-        weight = for_products(local(self.weight))
-        bias = None if self.bias is None else for_products(local(self.bias))
-        return column_product(x, weight, bias, self.entrance.now)
+        product, self.product = self.product, None
+        return product
 
 
 class ScattersRows(SumsRows):

@@ -7,7 +7,7 @@ backward pass it is the other way round. What a branch gathers is not kept for t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,65 +87,40 @@ def shared(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     return _Shared.apply(group, *tensors)
 
 
-class Gathered:
-    """The input of a branch's column layers in one pass: own positions are kept, the others are gathered again.
-
-    Args:
-        own: (B, S/N, d), without a gradient.
-        whole: from own positions to the input of the column layers, (B, S, d).
-        layers: number of the column layers.
-    """
-
-    def __init__(self, own: Tensor, whole: Callable[[Tensor], Tensor], layers: int) -> None:
-        self.own: Tensor | None = own
-        self.whole = whole
-        self.layers = layers
-        self.taken = self.left = 0
-        self.again: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """Own positions, for each layer once; the last one leaves none here."""
-        own = self.own
-        self.taken, self.left = self.taken + 1, self.left + 1
-        if self.taken == self.layers:
-            self.own = None
-        return own
-
-    def gather(self, own: Tensor) -> Tensor:
-        """The layers' input in the backward pass: one message for all of them."""
-        if self.again is None:
-            self.again = self.whole(own)
-        found = self.again
-        self.left -= 1
-        if not self.left:
-            self.again = None
-        return found
-
-
 class _Columns(Function):
-    """A linear layer that keeps own positions of its input only."""
+    """Linear layers of one input, which keep own positions of it only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, kept: Gathered) -> Tensor:
-        ctx.save_for_backward(own, weight)
-        ctx.kept, ctx.biased = kept, bias is not None
-        return nn.functional.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, own: Tensor, whole: Callable[[Tensor], Tensor], *layers: Tensor | None) -> Any:
+        weights, biases = layers[::2], layers[1::2]
+        ctx.save_for_backward(own, *weights)
+        ctx.whole, ctx.biased = whole, [bias is not None for bias in biases]
+        return tuple(nn.functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own, weight = ctx.saved_tensors
-        rows = ctx.kept.gather(own).flatten(0, 1)  # (B S, d)
-        flat = grad.flatten(0, 1)
-        return grad @ weight, None, flat.T @ rows, flat.sum(0) if ctx.biased else None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, *weights = ctx.saved_tensors
+        rows = ctx.whole(own).flatten(0, 1)  # (B S, d), one message for all layers
+        grad_x, found = None, []
+        for grad, weight, biased in zip(grads, weights, ctx.biased, strict=True):
+            flat = grad.flatten(0, 1)
+            found += [flat.T @ rows, flat.sum(0) if biased else None]
+            grad_x = grad @ weight if grad_x is None else grad_x + grad @ weight
+        return grad_x, None, None, *found
 
 
-def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Gathered) -> Tensor:
-    """(B, S, d) -> (B, S, outputs), as torch.nn.functional.linear.
+def column_products(
+    x: Tensor, own: Tensor, whole: Callable[[Tensor], Tensor], layers: Sequence[tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, ...]:
+    """Linear layers of one input, of which own positions are kept; the others are gathered again in the backward pass.
 
     Args:
-        x: what `kept` gathers.
-        weight: (outputs, d), in the dtype of x.
-        bias: (outputs,), in the dtype of x.
-        kept: of this pass.
+        x: (B, S, d), the input.
+        own: (B, S/N, d), from which `whole` makes it.
+        whole: from own positions to the input, without a gradient.
+        layers: weight (outputs, d) and bias (outputs,) of each, in the dtype of x.
+
+    Returns:
+        (B, S, outputs) of each layer.
     """
-    return _Columns.apply(x, kept.take(), weight, bias, kept)
+    return _Columns.apply(x, own.detach(), whole, *(parameter for layer in layers for parameter in layer))

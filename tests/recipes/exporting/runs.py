@@ -11,9 +11,9 @@ from recipes.engines.conversion import to_composer
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST
 
 
-def a_run(recipe, engine="lightning", sharded=False, average=True):
+def a_run(recipe, engine="lightning", sharded=False, average=True, change=lambda state: state):
     """A run's folder with a checkpoint of new weights, as an engine writes it, and without training. The averaged
-    weights are half of the others."""
+    weights are half of the others. `change` makes of the state what is written."""
     torch.manual_seed(3)
     task = build(recipe.model)
     weights = {name: tensor.clone() for name, tensor in task.state_dict().items()}
@@ -33,6 +33,7 @@ def a_run(recipe, engine="lightning", sharded=False, average=True):
         "callbacks": {},
         "generators": [generators],
     }
+    state = change(state)
     folder = Path(recipe.output, "checkpoints")
     folder.mkdir(parents=True)
     Path(recipe.output, "config.yaml").write_text(to_yaml(recipe))

@@ -53,6 +53,7 @@ WEIGHTS = "algorithms={powersgd: null, resblock_grad_scaling: {weights: fp16}}"
             "training.sequence_parallel: 8 devices do not divide 1023 positions; give",
         ),
         ("sd2_base", [TWO], 2, "latent_diffusion does not say how its matrices can be divided; give 1"),
+        ("openmoji_diffusion", [TWO], 2, "latent_diffusion does not say how its matrices can be divided; give 1"),
         ("dalle_12b", [TWO, "model={width: 60, heads: 2}"], 8, "times 4 shards do not divide a matrix of 60 rows"),
         ("dalle_12b", [TWO, "training.fsdp.replicas=3"], 8, "3 does not divide 8 devices in groups of 2"),
     ],

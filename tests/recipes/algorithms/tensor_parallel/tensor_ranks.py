@@ -293,15 +293,20 @@ def check_updates(recipes: dict[str, str], folder: Path) -> None:
 
 
 def check_compiled(recipes: dict[str, str], folder: Path) -> None:
-    """A compiled block is one graph, messages included, and its gradients are the same."""
+    """A compiled block is one graph, messages included, and its gradients are the same. With sequence parallelism, too,
+    where blocks gather their inputs again in the backward pass, or are computed again as a whole."""
     batch, task = make_batch(), make_task()
     task(batch)["total"].backward()
-    part, _ = divided(Layout(2, 1, 2))
-    for block in part.blocks()[:2]:  # an attention block and an MLP
-        block.compile(backend="eager", fullgraph=True)  # an error if it were several graphs
-    part(batch)["total"].backward()
-    for (name, parameter), plain in zip(part.named_parameters(), task.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter.grad), plain.grad, rtol=1e-8, atol=1e-12, msg=name)
+    # Attention and MLP, then one of them each, since compiling takes seconds.
+    compiled = {Layout(2, 1, 2): [0, 1], Layout(2, 1, 2, True): [0], Layout(2, 1, 2, True, True): [1]}
+    for layout, numbers in compiled.items():
+        part, _ = divided(layout)
+        for number in numbers:
+            part.blocks()[number].compile(backend="eager", fullgraph=True)  # an error if it were several graphs
+        part(batch)["total"].backward()
+        for (name, parameter), plain in zip(part.named_parameters(), task.parameters(), strict=True):
+            where = f"{name}, {layout}"
+            torch.testing.assert_close(whole(parameter.grad), plain.grad, rtol=1e-8, atol=1e-12, msg=where)
 
 
 def check_runs(recipes: dict[str, str], folder: Path) -> None:
@@ -327,6 +332,7 @@ def check_runs(recipes: dict[str, str], folder: Path) -> None:
         "lightning": run("lightning", "lightning", 4, SEQUENCE, TWO),
         "composer again": run("composer_again", "composer", 4, sharded, middle("composer"), NO_EXPORT, TWO),
         "two machines": run("two_machines", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT),
+        "machines, sequence": run("sequence", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT, SEQUENCE, KEPT),
     }
     for name, other in runs.items():
         compare(plain, other, name)
@@ -385,6 +391,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 SEQUENCE = "training.sequence_parallel=true"
 NO_EXPORT = "callbacks.export=null"
+KEPT = "algorithms.activation_checkpointing=null"
 TWO = "training.microbatch=4"  # two microbatches of all 8 samples, which the only group has
 # One machine per group, between which PowerSGD of full rank averages and clips.
 MACHINES = [

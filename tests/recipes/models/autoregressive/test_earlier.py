@@ -5,18 +5,9 @@ from safetensors.torch import load_file, save_file
 
 from recipes.engines.earlier import upgraded
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
+from tests.recipes.engines.stacked import stacked
 
 SIZES = {"layers": 2, "width": 16, "heads": 2, "text_positions": 3, "text_vocabulary": 9, "side": 2, "codes": 7}
-
-
-def stacked(tensors):
-    """The tensors as an earlier version wrote them."""
-    found = {name: tensor for name, tensor in tensors.items() if ".q." not in name}
-    for name in list(found):
-        if ".k." in name:
-            parts = [tensors[name.replace(".k.", f".{letter}.")] for letter in "qkv"]
-            found[name.replace(".k.", ".qkv.")] = torch.cat(parts)
-    return {name: tensor for name, tensor in found.items() if ".k." not in name and ".v." not in name}
 
 
 def test_an_export_of_an_earlier_version_opens(tmp_path):
