@@ -2,7 +2,7 @@
 
     python benchmarks/published.py
 
-Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table and on two figures of
+Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table and on three figures of
 Megatron-LM, and predicts the others, those of FAIR's vision transformers, and sizes of DALL-E.
 """
 
@@ -20,7 +20,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
-from benchmarks.published_scaling import fitted_v100, megatron_rows
+from benchmarks.published_scaling import REST, fitted_v100, megatron_rows
 from benchmarks.published_vits import vit_rows
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
@@ -101,11 +101,13 @@ def dalle_rows() -> Iterator[tuple[str, ...]]:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     planners = [Planner(load_config(ROOT / yaml, [], Recipe, [])) for yaml in YAMLS]
-    for gpu, found, used in (("A100", fitted(planners), SHARES), ("V100", fitted_v100(SHARES), V100_SHARES)):
+    v100, rest = fitted_v100(SHARES)
+    for gpu, found, used in (("A100", fitted(planners), SHARES), ("V100", v100, V100_SHARES)):
         for name, shares in (("fitted", found), ("used", used)):
             print(
                 f"{gpu}, {name}: compute {shares.compute:.3f}, gap {1e6 * shares.gap:.1f} us, links {shares.links:.3f}"
             )
+    print(f"Megatron-LM's rest of a step: fitted {rest:.3f} s, used {REST:.3f} s")
     print()
     print(table("Stable Diffusion 2, images/s", diffusion_rows(planners)), end="\n\n")
     print(table("Megatron-LM on V100s", megatron_rows(V100_SHARES)), end="\n\n")

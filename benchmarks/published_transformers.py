@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout, gelu, layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, dropout, gelu, layer_norm, linear
 
-from recipes.models.autoregressive.transformer import Unembedding
 from recipes.models.task import Task
 from recipes.models.tensor_plan import DividedBranch, TensorPlan
-from recipes.planning.trace import Trace
+from recipes.planning.trace import PASSES, Operation, Trace
 
 Mixed = Literal["O1", "O2"]
 FEW = (1, 2)  # layers, from which the pass of any number of equal layers follows
@@ -24,13 +24,17 @@ FEW = (1, 2)  # layers, from which the pass of any number of equal layers follow
 
 def deepened(one: Trace, two: Trace, layers: int) -> Trace:
     """The pass of a model of equal layers, from those of one layer and of two."""
-    # Where they begin to differ, the second model has a layer more: up to the order, all of its operations.
-    pairs = zip(one.operations, two.operations, strict=False)
-    place = next((n for n, (a, b) in enumerate(pairs) if a != b), len(one.operations))
-    layer = two.operations[place : place + len(two.operations) - len(one.operations)]
     names = ("kept", "inputs", "outside")
     more = {name: getattr(two, name) + (layers - 2) * (getattr(two, name) - getattr(one, name)) for name in names}
-    return dataclasses.replace(two, operations=two.operations + (layers - 2) * layer, **more)
+    passes = {way: _deepened(getattr(one, way), getattr(two, way), layers) for way in PASSES}
+    return dataclasses.replace(two, **passes, **more)
+
+
+def _deepened(one: tuple[Operation, ...], two: tuple[Operation, ...], layers: int) -> tuple[Operation, ...]:
+    # Where they begin to differ, the second model has a layer more: up to the order, all of its operations.
+    pairs = zip(one, two, strict=False)
+    place = next((n for n, (a, b) in enumerate(pairs) if a != b), len(one))
+    return two + (layers - 2) * two[place : place + len(two) - len(one)]
 
 
 class Linear(nn.Linear):
@@ -55,46 +59,44 @@ class Norm(nn.LayerNorm):
 class Layer(nn.Module):
     """Attention and MLP, each with its norm and its sum with the residual stream: the unit of recomputation."""
 
-    def __init__(self, width: int, heads: int, causal: bool, fused: bool, rate: float) -> None:
+    def __init__(self, width: int, heads: int, causal: bool, dropped: Collection[str]) -> None:
         """
         Args:
             width: d.
             heads: H.
             causal: whether a position sees only earlier ones.
-            fused: whether attention is one kernel.
-            rate: of dropout; 0: there is none.
+            dropped: where dropout is an operation of its own: "attention", "inner" of the MLP, and the results of the
+                "branches".
         """
         super().__init__()
-        self.head_width, self.causal, self.fused, self.rate = width // heads, causal, fused, rate
+        self.head_width, self.causal, self.dropped = width // heads, causal, dropped
         self.norm, self.mlp_norm = Norm(width), Norm(width)
-        self.q, self.k, self.v, self.out = (Linear(width, width) for _ in range(4))
+        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, d) -> (B, S, d)."""
-        x = x + self._dropped(self.out(self._attend(self.norm(x))))
-        return x + self._dropped(self.down(gelu(self.up(self.mlp_norm(x)))))
+        x = x + self._drop("branches", self.out(self._attend(self.norm(x))))
+        inner = self._drop("inner", gelu(self.up(self.mlp_norm(x))))  # (B, S, 4 d)
+        return x + self._drop("branches", self.down(inner))
 
     def _attend(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        if self.fused:
-            y = scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # (B, H, S, D)
-        else:
-            scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_width)  # (B, H, S, S)
-            if self.causal:
-                seen = torch.ones(scores.shape[-2:], dtype=scores.dtype, device=x.device).tril()
-                scores = scores * seen - 1e4 * (1 - seen)
-            # Autocast computes softmax in 32 bits where the norms are in 32 bits.
-            y = self._dropped(scores.to(self.norm.weight.dtype).softmax(-1)).to(v.dtype) @ v
+        q, k, v = (y.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_width)  # (B, H, S, S)
+        if self.causal:
+            seen = torch.ones(scores.shape[-2:], dtype=scores.dtype, device=x.device).tril()
+            scores = scores * seen - 1e4 * (1 - seen)
+        # Autocast computes softmax in 32 bits where the norms are in 32 bits.
+        y = self._drop("attention", scores.to(self.norm.weight.dtype).softmax(-1)).to(v.dtype) @ v  # (B, H, S, D)
         return y.transpose(1, 2).flatten(2)
 
-    def _dropped(self, x: Tensor) -> Tensor:
-        return dropout(x, self.rate) if self.rate else x
+    def _drop(self, where: str, x: Tensor) -> Tensor:
+        return dropout(x, 0.1) if where in self.dropped else x
 
     def branches(self) -> list[DividedBranch]:
         """How Shoeybi et al. divide it."""
         return [
-            DividedBranch(self, self.norm, (self.q, self.k, self.v), self.out),
+            DividedBranch(self, self.norm, (self.qkv,), self.out),
             DividedBranch(self, self.mlp_norm, (self.up,), self.down),
         ]
 
@@ -116,9 +118,9 @@ class Gpt2(Task):
         self.sizes = {"heads": heads, "tokens": tokens}
         self.table = nn.Embedding(tokens, width)
         self.places = nn.Embedding(self.positions, width)
-        self.layers = nn.ModuleList(Layer(width, heads, True, False, 0.1) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, heads, True, ("attention", "branches")) for _ in range(layers))
         self.norm = Norm(width)
-        self.unembedding = Unembedding(width, tokens)
+        self.unembedding = nn.Linear(width, tokens, bias=False)
         self.unembedding.weight = self.table.weight
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,8 +128,8 @@ class Gpt2(Task):
         x = dropout(self.table(batch["tokens"]) + self.places.weight, 0.1)  # (B, S, d)
         for layer in self.layers:
             x = layer(x)
-        hidden = self.norm(x).flatten(0, 1)
-        return {"total": self.unembedding.losses(hidden, batch["tokens"].flatten()).mean()}
+        logits = self.unembedding(self.norm(x))  # (B, S, C)
+        return {"total": cross_entropy(logits.flatten(0, 1).float(), batch["tokens"].flatten())}
 
     def recomputed_blocks(self) -> list[nn.Module]:
         """Each layer."""
@@ -154,7 +156,11 @@ class Gpt2(Task):
 
 
 class Vit(Task):
-    """A vision transformer that classifies images of 224 x 224 pixels in patches of 14 x 14."""
+    """A vision transformer that classifies images of 224 x 224 pixels in patches of 14 x 14.
+
+    Dropout is where Dosovitskiy et al. 2021 have it: after each linear layer but those of queries, keys and values, and
+    after the embeddings of positions.
+    """
 
     def __init__(self, *, layers: int, width: int, heads: int, mixed: Mixed, fused: bool) -> None:
         """
@@ -163,13 +169,15 @@ class Vit(Task):
             width: d.
             heads: H.
             mixed: level of mixed precision.
-            fused: whether attention is one kernel.
+            fused: whether dropout is part of the operation before it, and keeps no mask.
         """
         super().__init__()
+        self.fused = fused
         self.patches = nn.Conv2d(3, width, 14, 14)
         self.token = nn.Parameter(torch.empty(1, 1, width))
         self.places = nn.Parameter(torch.empty(1, 257, width))
-        self.layers = nn.ModuleList(Layer(width, heads, False, fused, 0.0) for _ in range(layers))
+        dropped = () if fused else ("inner", "branches")
+        self.layers = nn.ModuleList(Layer(width, heads, False, dropped) for _ in range(layers))
         self.norm = Norm(width)
         self.head = Linear(width, 1000)
         if mixed == "O2":
@@ -179,6 +187,7 @@ class Vit(Task):
         """`image` (B, 3, 224, 224) and `label` (B,) -> `total`."""
         x = self.patches(batch["image"].to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)  # (B, 256, d)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.places
+        x = x if self.fused else dropout(x, 0.1)
         for layer in self.layers:
             x = layer(x)
         return {"total": cross_entropy(self.head(self.norm(x)[:, 0]).float(), batch["label"])}

@@ -147,6 +147,13 @@ failed() {{
     fi
 }}
 
+# Says what is wrong with the recipe. The first rank prints it as well, unless srun has ended its machine before that,
+# because another one was quicker.
+mistaken() {{
+    echo "job: the recipe cannot run:"
+    grep -hs "^error: " "$logs"/rank-*.log | sort -u | head -n 20
+}}
+
 # Sets $healthy to the machines that pass the checks.
 check_machines() {{
     local nodes node pid reason pids=()
@@ -186,7 +193,7 @@ while true; do
     statuses=$(cat "$logs/status"/[0-9]* 2>/dev/null | sort | uniq -c | awk '{{print $2 "x" $1}}' | tr '\\n' ' ')
     case " $statuses" in
         " 0x$machines ") exit 0 ;;
-        *" {MISTAKE}x"*) echo "job: the recipe cannot run; see above"; exit {MISTAKE} ;;
+        *" {MISTAKE}x"*) mistaken; exit {MISTAKE} ;;
         " {AGAIN}x$machines ") rm -f "$logs/failures"; again "asked to stop" ;;
         *) failed "the run failed (status x machines: ${{statuses:-none}})" ;;
     esac

@@ -16,7 +16,7 @@ from recipes.planning.costs import Costs, costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import gathered_sizes, gradient_traffic
 from recipes.planning.gpus import Device, Shares
-from recipes.planning.step_time import BACKWARD_PASSES, LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
+from recipes.planning.step_time import LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.tensor_parallel import check_tensor_parallel, divided_share, held, messages, sent_bytes
 from recipes.planning.trace import BYTES, Traces
 
@@ -282,7 +282,7 @@ class Run:
         update /= place.shares.memory * place.device.bandwidth
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
-        host = LAUNCH * len(trace.operations) * (BACKWARD_PASSES + 1 + recompute) * passes
+        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
         return StepTime(*parts, exposed=self.exposed(passes))
 

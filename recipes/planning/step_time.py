@@ -11,7 +11,6 @@ from recipes.planning.gpus import Device, Shares
 from recipes.planning.trace import Trace
 
 LAUNCH = 5e-6  # seconds of the host per operation, in eager PyTorch; not fitted
-BACKWARD_PASSES = 2  # operations of the backward pass per operation of the forward pass, of the same size
 # Bytes per trained value that an update moves: weight, gradient and two moments are read, and all but the gradient
 # written.
 UPDATE_BYTES = 28
@@ -73,18 +72,18 @@ def pass_times(
         device: that runs it.
         peak: FLOP/s of the device by its data sheet.
         shares: reached.
-        recompute: the forward pass runs twice.
+        recompute: the forward passes of blocks run twice.
     """
-    compute = traffic = 0.0
-    for operation in trace.operations:
+    compute = traffic = gaps = 0.0
+    for operation in trace.executed(recompute):
         arithmetic = operation.flops / (shares.compute * peak)
         memory = operation.bytes / (shares.memory * device.bandwidth)
         if arithmetic > memory:
             compute += arithmetic
         else:
             traffic += memory
-    passes = 1 + BACKWARD_PASSES + recompute
-    return passes * compute, passes * traffic, passes * shares.gap * len(trace.operations)
+        gaps += shares.gap
+    return compute, traffic, gaps
 
 
 def message_seconds(

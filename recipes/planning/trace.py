@@ -1,4 +1,4 @@
-"""The operations of a model's forward pass, and what it keeps for the backward pass, read off on the meta device.
+"""The operations of a model's forward and backward pass, and what is kept in between, read off on the meta device.
 
 Weights, inputs and results are counted in bf16. Attention is counted as a fused kernel, which keeps queries, keys,
 values and results, and every other operation as PyTorch runs it, one by one; levers that fuse operations make a run
@@ -8,18 +8,18 @@ faster and smaller than that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from recipes.models.task import Task
+from recipes.planning.gpu_kernels import GpuKernels
 
 Kind = Literal["convolution", "product", "attention", "other"]
 BYTES = 2  # of a bf16 number
@@ -28,6 +28,7 @@ NO_KERNEL = {
     "alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
     "_reshape_alias", "lift_fresh", "arange",
 }  # fmt: skip
+PASSES = ("operations", "backward")  # of a trace
 NUMBERS = (2, 3)  # of samples, from which any other number follows: work and memory are linear in it
 
 
@@ -39,19 +40,22 @@ class Operation:
         kind: what sort of work it is.
         flops: of it; a multiply-add counts as 2. 0 for `other`.
         bytes: that it reads and writes.
+        recomputed: whether it is in a block that recomputation covers.
     """
 
     kind: Kind
     flops: float
     bytes: float
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A forward pass.
+    """A forward and backward pass.
 
     Attributes:
-        operations: in their order.
+        operations: of the forward pass, in their order.
+        backward: those of the backward pass.
         kept: bytes that autograd keeps, weights excluded.
         inputs: bytes of the inputs of the blocks that recomputation covers.
         largest: bytes that the largest of those blocks keeps inside.
@@ -60,6 +64,7 @@ class Trace:
     """
 
     operations: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
     kept: float
     inputs: float
     largest: float
@@ -68,8 +73,15 @@ class Trace:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all operations."""
+        """FLOPs of the forward pass."""
         return sum(operation.flops for operation in self.operations)
+
+    def executed(self, recompute: bool) -> Iterator[Operation]:
+        """The operations of both passes, those twice that are recomputed."""
+        yield from self.operations
+        if recompute:
+            yield from (operation for operation in self.operations if operation.recomputed)
+        yield from self.backward
 
 
 class Traces:
@@ -80,7 +92,7 @@ class Traces:
         Args:
             low: with `NUMBERS[0]` samples; high: with `NUMBERS[1]`.
         """
-        if [o.kind for o in low.operations] != [o.kind for o in high.operations]:
+        if any([o.kind for o in getattr(low, way)] != [o.kind for o in getattr(high, way)] for way in PASSES):
             raise ValueError("the model's operations depend on the number of samples: its time cannot be planned")
         self.low, self.high = low, high
         self._known: dict[int, Trace] = {}
@@ -96,13 +108,16 @@ class Traces:
             slope = (high - low) / (NUMBERS[1] - NUMBERS[0])
             return low + slope * (samples - NUMBERS[0])
 
-        operations = tuple(
-            Operation(low.kind, line(low.flops, high.flops), line(low.bytes, high.bytes))
-            for low, high in zip(self.low.operations, self.high.operations, strict=True)
+        passes = (
+            tuple(
+                dataclasses.replace(low, flops=line(low.flops, high.flops), bytes=line(low.bytes, high.bytes))
+                for low, high in zip(getattr(self.low, way), getattr(self.high, way), strict=True)
+            )
+            for way in PASSES
         )
         names = ("kept", "inputs", "largest", "outside")
         kept = {name: line(getattr(self.low, name), getattr(self.high, name)) for name in names}
-        return Trace(operations, **kept, visible=self.low.visible)
+        return Trace(*passes, **kept, visible=self.low.visible)
 
 
 def traces_of(task: Task, batches: tuple[dict[str, Tensor], dict[str, Tensor]], visible: float | None = None) -> Traces:
@@ -120,7 +135,7 @@ def traces_of(task: Task, batches: tuple[dict[str, Tensor], dict[str, Tensor]], 
 
 
 def trace(task: Task, batch: dict[str, Tensor], visible: float | None = None) -> Trace:
-    """The forward pass of a batch.
+    """The forward and backward pass of a batch.
 
     Args:
         task: on the meta device.
@@ -137,18 +152,22 @@ def trace(task: Task, batch: dict[str, Tensor], visible: float | None = None) ->
             kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
-    blocks = _Blocks(kept)
     recorder = _Recorder()
+    blocks = _Blocks(kept, recorder)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.random.fork_rng(devices=[]), _no_autocast(), blocks.watch(task):  # noqa: SIM117 - modes come last
-        with hooks, recorder, _FusedAttention(recorder):
-            task(batch)
+        with recorder, GpuKernels(recorder.attention):
+            with hooks:
+                loss = task(batch)["total"]
+            forward = recorder.taken()
+            trained = [p for p in task.parameters() if p.requires_grad]
+            if trained:
+                torch.autograd.grad(loss, trained, allow_unused=True)
     total = _bytes(kept.values())
-    visible = _visible(recorder.operations, task, batch) if visible is None else visible
+    visible = _visible(forward, task, batch) if visible is None else visible
     return Trace(
-        operations=tuple(
-            dataclasses.replace(o, flops=visible * o.flops) if o.kind == "attention" else o for o in recorder.operations
-        ),
+        operations=_shown(forward, visible),
+        backward=_shown(recorder.taken(), visible),
         kept=total,
         inputs=blocks.inputs,
         largest=max(blocks.inside, default=0),
@@ -179,11 +198,17 @@ def _visible(operations: list[Operation], task: Task, batch: dict[str, Tensor]) 
     return (counted * samples - sum(o.flops for o in operations if o.kind != "attention")) / attention
 
 
-class _Blocks:
-    """What is kept inside of each block that recomputation covers."""
+def _shown(operations: list[Operation], visible: float) -> tuple[Operation, ...]:
+    """Operations, with a share of attention's work."""
+    return tuple(dataclasses.replace(o, flops=visible * o.flops) if o.kind == "attention" else o for o in operations)
 
-    def __init__(self, kept: dict[int, Tensor]) -> None:
+
+class _Blocks:
+    """What is kept inside of each block that recomputation covers, and which operations are there."""
+
+    def __init__(self, kept: dict[int, Tensor], recorder: _Recorder) -> None:
         self.kept = kept
+        self.recorder = recorder
         self.inside: list[float] = []
         self.inputs = 0.0
         self.before = 0.0
@@ -201,9 +226,11 @@ class _Blocks:
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.before = _bytes(self.kept.values())
+        self.recorder.recomputed = True
         self.inputs += _bytes(x for x in inputs[:1] if isinstance(x, Tensor))
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self.recorder.recomputed = False
         self.inside.append(_bytes(self.kept.values()) - self.before)
 
 
@@ -213,6 +240,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
+        self.recomputed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,37 +251,17 @@ class _Recorder(TorchDispatchMode):
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0.0
         kind: Kind = "other" if not flops else "convolution" if "convolution" in packet.__name__ else "product"
         moved = _bytes(_tensors((args, kwargs))) + _bytes(_tensors(result))
-        self.operations.append(Operation(kind, float(flops), moved))
+        self.operations.append(Operation(kind, float(flops), moved, self.recomputed))
         return result
 
+    def attention(self, flops: float, tensors: Iterable[Tensor]) -> None:
+        """Add a fused attention."""
+        self.operations.append(Operation("attention", flops, _bytes(tensors), self.recomputed))
 
-class _FusedAttention(TorchFunctionMode):
-    """Takes the place of scaled_dot_product_attention, which has no fused kernel on the meta device."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        q, k, v = args[:3]
-        result = _Attention.apply(q, k, v)
-        flops = 2.0 * q.numel() * k.shape[-2] + 2.0 * q.numel() // q.shape[-1] * k.shape[-2] * v.shape[-1]
-        self.recorder.operations.append(Operation("attention", flops, _bytes((q, k, v, result))))
-        return result
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        ctx.save_for_backward(q, k, v, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        """Nothing: only the forward pass is traced."""
+    def taken(self) -> list[Operation]:
+        """The operations since the last call."""
+        found, self.operations = self.operations, []
+        return found
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -82,6 +82,7 @@ def run_with_stand_ins(script, tmp_path, statuses, job="1"):
         'case "$*" in *check.py*) echo "n: cannot be used: sick"; echo "srun: error" >&2\n'
         '[ "$(cat sick 2>/dev/null)" != "$(sed "s/.*nodelist=\\(.\\).*/\\1/" <<<"$*")" ];;\n'
         '*) while [ "$1" != --status ]; do shift; done; mkdir -p "$2"; n=$(cat starts 2>/dev/null || echo 0)\n'
+        'for rank in 1 2; do echo "error: seed: wrong" >"$(dirname "$2")/rank-0000$rank.log"; done\n'
         'echo $((n + 1)) >starts; i=0; for s in $(sed -n "$((n + 1))p" statuses); do echo "$s" >"$2/$i"; i=$((i+1)); '
         "done;; esac",
     }
@@ -112,6 +113,8 @@ def test_what_a_script_does_after_each_way_to_end(outcome, tmp_path):
     assert returned == code, text
     assert sum("launch.py" in call for call in calls) == starts
     assert any("requeue 1" in call for call in calls) == requeued
+    # Also where the first rank was ended before it could print.
+    assert text.count("job: the recipe cannot run:\nerror: seed: wrong\n") == text.count("error: ") == (code == 2)
 
 
 def test_a_machine_that_fails_its_check_is_replaced_by_the_spare(tmp_path):

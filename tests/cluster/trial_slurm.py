@@ -55,8 +55,7 @@ def train(cluster, latent_sets, output, name, *options):
         f"output={output}",
         f"training.duration={LENGTH}ba",
         "evals.val=null",
-        "model.denoiser.channels=[32,32,32,32]",
-        "model.denoiser.heads=[1,1,1,1]",
+        "model.denoiser={channels: [32,32,32,32], heads: [1,1,1,1], text_width: 16}",
         f"checkpoints={{every: {EVERY}ba, keep: 2, autoresume: true}}",
         "callbacks.export={name: export}",
         "callbacks.progress.seconds=0",
@@ -88,8 +87,7 @@ def ended(cluster, job):
 
 
 def weights(output):
-    (file,) = (output / "export").rglob("diffusion_pytorch_model.safetensors")
-    return load_file(file)
+    return load_file(output / "export" / "unet" / "diffusion_pytorch_model.safetensors")
 
 
 def test_a_run_that_is_killed_and_preempted_ends_as_one_that_is_left_alone(cluster, latent_sets, tmp_path):

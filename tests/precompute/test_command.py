@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS
+from streaming.base.storage.upload import UPLOADERS
 
 from precompute.columns import LatentColumns
-from precompute.config import EncodeConfig
+from precompute.config import UPLOADED, EncodeConfig
 from precompute.dry_run import image_shape, text_shape
 from recipes.config.recipe import load_config
 
@@ -69,6 +71,10 @@ def test_dry_run_counts_shards_and_bytes(encoded, recipe, tmp_path):
     assert done.returncode == 0 and "cannot be read yet" in done.stdout
 
 
+def test_there_is_an_uploader_and_a_downloader_for_each_scheme():
+    assert set(UPLOADED) <= set(UPLOADERS) and set(UPLOADED) <= set(DOWNLOADER_MAPPINGS)
+
+
 def test_a_complete_set_is_skipped_without_torch(encoded, tmp_path):
     done = run(str(encoded.parents[1] / "encode.yaml"), cwd=tmp_path)
     assert done.returncode == 0 and "already complete" in done.stdout
@@ -93,6 +99,8 @@ def test_shipped_recipes():
     ("key", "value", "message"),
     [
         ("out", "s3://bucket/set", "out: s3://bucket/set is remote"),
+        ("upload", "bucket/set", "upload: bucket/set; give an address"),
+        ("upload", "ftp://host/set", "upload: ftp://host/set: nothing uploads to ftp://; give s3://, gs://, oci://"),
         ("sources", {}, "sources: empty"),
         ("sources", {"a/b": {"name": "tars", "urls": "x"}}, "sources.a/b: a label is the name of a folder"),
         ("resolutions", [], "resolutions: []"),

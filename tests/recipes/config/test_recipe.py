@@ -222,6 +222,7 @@ def test_another_name_drops_the_old_arguments(small):
         (["training.microbatch=0"], ["training.microbatch: 0; give 1 or more"]),
         (["training.grad_clip=0"], ["training.grad_clip: 0.0; give a norm above 0, or null"]),
         (["training.eval_every=0ba"], ["training.eval_every: `0ba`; give an interval above 0"]),
+        (["checkpoints.bucket=gs://bucket/run"], ["checkpoints.bucket: gs://bucket/run; give s3://bucket/folder"]),
         (["checkpoints.every=0.0dur"], ["checkpoints.every: `0.0dur`; give an interval above 0"]),
         (["checkpoints.keep=0"], ["checkpoints.keep: 0; give 1 or more, or -1 for all; save: false for none"]),
         (

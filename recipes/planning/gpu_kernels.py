@@ -1,0 +1,66 @@
+"""What is one kernel on a GPU, but several operations or none on the meta device: attention and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# Fused kernels keep no scores: the backward pass computes them again, then four products of their size, where the
+# forward pass has two.
+ATTENTION_BACKWARD = 2.5
+
+Record = Callable[[float, Iterable[Tensor]], None]
+
+
+class GpuKernels(TorchFunctionMode):
+    """Inside, attention is one operation that has to be recorded, and dropout is the one that a GPU has for it."""
+
+    def __init__(self, record: Record) -> None:
+        """
+        Args:
+            record: called for each attention, in the forward and in the backward pass, with its FLOPs and the tensors
+                that it reads and writes.
+        """
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            return _Attention.apply(*args[:3], self.record)
+        if func is nn.functional.dropout:
+            return _dropped(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout as CUDA has it, which keeps a byte per value. Other devices multiply by numbers that they draw."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(q k^T) v without the scores: q (..., S, D), k (..., T, D), v (..., T, E) -> (..., S, E)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, record: Record) -> Tensor:
+        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, result)
+        ctx.record = record
+        record(_flops(q, k, v), (q, k, v, result))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, result = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        ctx.record(ATTENTION_BACKWARD * _flops(q, k, v), (q, k, v, result, gradient, *gradients))
+        return *gradients, None
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor) -> float:
+    rows = q.numel() // q.shape[-1]
+    return 2.0 * rows * k.shape[-2] * (q.shape[-1] + v.shape[-1])
