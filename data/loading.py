@@ -138,6 +138,19 @@ def leave_signals(worker: int) -> None:
     give_stacks()
 
 
+def end_idle_workers(loader: DataLoader) -> None:
+    """End the worker processes that a loader keeps from one epoch to the next. Another iteration starts new ones.
+
+    Do not call it while an iterator of the loader is in use.
+    """
+    iterator, loader._iterator = loader._iterator, None
+    if iterator is None:
+        return
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        worker.kill()  # PyTorch asks those that wait for a store by SIGTERM, which they ignore
+
+
 @atexit.register
 def end_workers() -> None:
     """End the data workers of this process, when it ends with an error or a signal while an iterator is in use.

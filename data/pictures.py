@@ -127,23 +127,26 @@ class ImageLoader(DataLoader):
             ValueError: workers go on to die (see `PictureDeaths.add`).
         """
         deaths, batches = self.dataset.deaths, None
-        while True:
-            try:
-                with worker_deaths(deaths.places, self.num_workers):
-                    if batches is None:
-                        batches = super().__iter__()
-                        keep_alarms()
-                    batch = next(batches, None)
-            except DecoderDied as death:
-                batches = None
-                deaths.places.end_all()
-                deaths.add(death, self.dataset.batches)
-                continue
-            if batch is None:
-                return
-            self.dataset.note(batch.pop("place"))
-            self._positions.append(self.dataset.position())
-            yield batch
+        try:
+            while True:
+                try:
+                    with worker_deaths(deaths.places, self.num_workers):
+                        if batches is None:
+                            batches = super().__iter__()
+                            keep_alarms()
+                        batch = next(batches, None)
+                except DecoderDied as death:
+                    batches = None
+                    deaths.places.end_all()
+                    deaths.add(death, self.dataset.batches)
+                    continue
+                if batch is None:
+                    return
+                self.dataset.note(batch.pop("place"))
+                self._positions.append(self.dataset.position())
+                yield batch
+        finally:
+            batches = None  # ends the workers, also while the traceback of a death keeps this frame
 
     def state_dict(self, ahead: int = 0) -> dict[str, Any]:
         """See `ResumableLoader`; ranks gather their positions."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from data.column_reader import StoredSample, column_readers
 from data.encoded_sets import CREDENTIAL, EncodedSet
 from data.fetching import FetchingDataset, NotFetched
-from data.loading import REMEMBERED_POSITIONS, Batch, Placement, leave_signals, position
+from data.loading import REMEMBERED_POSITIONS, Batch, Placement, end_idle_workers, leave_signals, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of
 from data.shared_names import lock_cache, own_names
 
@@ -126,7 +126,10 @@ class EncodedLoader(StreamingDataLoader):
             yield from self._epoch()
             if self._skip_empty_epoch and not self.num_samples_yielded:
                 yield from self._epoch()
-        except NotFetched as error:
+        except Exception as error:
+            end_idle_workers(self)  # they would wait for as long as somebody holds the error, and with it this loader
+            if not isinstance(error, NotFetched):
+                raise
             raise ValueError(f"data: {error.line}; start again when the store answers, and see {CREDENTIAL}") from None
         self._skip_empty_epoch = False
 

@@ -23,7 +23,7 @@ from recipes.engines.sharded_files import Sharded
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
 COUNTS = ("batch", "sample", "epoch", "batch_in_epoch", "sample_in_epoch")
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-OF_COMPOSER = ("CheckpointSaver", "WholeCheckpoints", "EndIfAsked", "Generators")  # not of the recipe
+OF_COMPOSER = ("CheckpointSaver", "WholeCheckpoints", "EndIfAsked", "EndWorkers", "Generators")  # not of the recipe
 
 
 def convert(path: Path, engine: str) -> Path:

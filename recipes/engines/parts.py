@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from data.cycles import rare_searches
-from data.loading import Loading, Placement
+from data.loading import Loading, Placement, end_idle_workers
 from data.log import log
 from data.reading import EncodedDataset, keys_of
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -97,6 +97,11 @@ class Parts:
     copies: int
     loggers: dict[str, Any]
     microbatch: int | None
+
+    def end_workers(self) -> None:
+        """End the data workers, which would wait for another epoch as long as this process runs."""
+        for loading in (self.data, *self.evals.values()):
+            end_idle_workers(loading.loader)
 
 
 @rare_searches()  # components are imported when they are built
@@ -193,11 +198,14 @@ def fetch_checkpoint(recipe: Recipe) -> None:
 
 
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
-    """The recipe's levers in its order, then those of its `training` section; each has the others it works with."""
+    """The recipe's levers in its order, then those of its `training` section; each has the others it works with.
+
+    `batch` is the number of samples in the batch of a rank.
+    """
     components = recipe.algorithms
     clips = recipe.training.grad_clip is not None
     low_rank = any(component.name == "powersgd" for component in components.values())
-    context = {**context, "low_rank": low_rank, "clips": clips, "scaling": None}
+    context = {**context, "low_rank": low_rank, "clips": clips, "scaling": None, "samples": batch}
     built: dict[str, Lever] = {}
     for label in sorted(components, key=lambda label: components[label].name != "resblock_grad_scaling"):
         built[label] = build(components[label], **context)

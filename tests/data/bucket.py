@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -21,14 +22,15 @@ class Bucket:
         expired: whether the credential is refused, as S3 refuses one that has expired.
         refused: end of the names of objects that may not be written; None: all may.
         seconds: that each answer takes longer.
-        second_part: called when the second part of a large file arrives, which is then lost; None: parts are kept.
+        lost: called with the name of each object that arrives, and the number of the part that it is of a large one, or
+            None. Whether it is lost on the way; None: all are kept.
         asked: number of requests.
     """
 
     def __init__(self, app):
         self.app = app
         self.failing, self.expired, self.seconds, self.asked = 0, False, 0.0, 0
-        self.refused = self.second_part = None
+        self.refused = self.lost = None
         self.lock = threading.Lock()
 
     def __call__(self, environ, start_response):
@@ -40,10 +42,11 @@ class Bucket:
         if fails:
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
-        if self.second_part is not None and "partNumber=2" in environ["QUERY_STRING"]:
-            self.second_part()
-            start_response("500 Internal Server Error", [("Content-Length", "0")])
-            return [b""]
+        if self.lost is not None and environ["REQUEST_METHOD"] == "PUT":
+            (part,) = parse_qs(environ["QUERY_STRING"]).get("partNumber", [None])
+            if self.lost(environ["PATH_INFO"].removeprefix("/sets/"), part and int(part)):
+                start_response("500 Internal Server Error", [("Content-Length", "0")])
+                return [b""]
         writes = environ["REQUEST_METHOD"] in ("PUT", "POST")
         if self.refused is not None and writes and environ["PATH_INFO"].endswith(self.refused):
             start_response("403 Forbidden", [("Content-Length", "0")])

@@ -52,9 +52,11 @@ def take(loader, batches=8, pause=0.0):
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_a_picture_that_kills_workers_twice_is_left_out(tmp_path, capfd, number):
     """The batches are those of a source in which it is broken, also when it kills while the trainer is at work."""
+    before = set(active_children())
     expected = take(load(Numbered(3, 8, reject=[5]), workers=2))
     found = take(load(Numbered(3, 8), tmp_path, workers=2, filter=Killing("5", by(number))), pause=0.1)
     assert found == expected and 5 not in sum(found, [])
+    assert set(active_children()) <= before
     printed = capfd.readouterr().out.splitlines()
     lines = [line for line in printed if " at sample 5 (5) of shard0: " in line]
     assert [line.split(": ")[-1] for line in lines] == ["trying again", "rejected as kills_decoder"]

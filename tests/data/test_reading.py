@@ -303,8 +303,10 @@ def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
     _, fast = copies(tmp_path, plain)
     loader = make_loader(True, fast, workers)
     os.truncate(Path(fast[0]["local"], "shard.00002.mds"), 100)
+    before = set(multiprocessing.active_children())
     with pytest.raises(ValueError, match=r"shard.00002.mds: sample \d+ is damaged"):
         list(loader)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_damaged_sample_is_an_error(tmp_path, plain):
@@ -325,9 +327,11 @@ def test_a_shard_that_cannot_be_fetched_is_an_error(tmp_path, plain, workers):
     stream = {"local": str(tmp_path / "local"), "remote": str(remote), "download_retry": 1}
     loader = make_loader(True, [stream], workers, predownload=4)
     next(remote.glob("*3.mds")).unlink()
+    before = set(multiprocessing.active_children())
     with pytest.raises(ValueError, match="data: a shard could not be fetched .*shard.00003.mds") as error:
         list(loader)
     assert "\n" not in str(error.value)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_flipped_byte_is_found_at_the_first_read(latent_sets, tmp_path):

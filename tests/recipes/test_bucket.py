@@ -240,13 +240,18 @@ def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, m
         (tmp_path / "pid").write_text(str(os.getpid()))
         push(4)
 
+    def lost(name, part):
+        if part == 2:
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        return part == 2
+
     push(2)
-    bucket.second_part = lambda: os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    bucket.lost = lost
     try:
         child = fork(copy, tmp_path / "log.txt", {})
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (tmp_path / "log.txt").read_text()
     finally:
-        bucket.second_part = None
+        bucket.lost = None
     assert bucket.unfinished("killed") == ["killed/ep0-ba4.ckpt"] and "ep0-ba4.ckpt" not in bucket.names("killed")
     Bucket("s3://sets/killed").pull(tmp_path / "again")
     assert newest_checkpoint(tmp_path / "again").read_bytes() == bytes([2]) * 100

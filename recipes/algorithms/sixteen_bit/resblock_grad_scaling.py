@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -30,13 +31,15 @@ class ResblockGradScaling(Lever):
         self,
         task: nn.Module,
         low_rank: bool = False,
+        samples: int = 1,
         *,
         start: float = 13.0,
         least: float = 7.0,
         most: float = 24.0,
         weights: Literal["fp32", "fp16"] = "fp32",
     ) -> None:
-        """`low_rank` is whether powersgd averages the gradients, which then skips updates itself.
+        """`low_rank` is whether powersgd averages the gradients, which then skips updates itself. `samples` is the
+        number of samples in the batch of a rank.
 
         Args:
             task: a model with residual blocks: each has a module `branch`, and returns x + branch(x).
@@ -78,6 +81,7 @@ class ResblockGradScaling(Lever):
         self.counted: list[Tensor | None] = [None] * len(blocks)
         self.nonfinite = torch.zeros(len(blocks), dtype=torch.int64)  # in the last update, see `_count`
         self.low_rank = low_rank
+        self.samples = samples
 
     def change_modules(self, run: Run) -> None:
         if run.precision != "fp32":
@@ -181,11 +185,19 @@ class ResblockGradScaling(Lever):
         return counts.cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scales, which are equal on all ranks."""
-        return {"exponents": self.scales.exponents, "since": self.scales.since, "skipped": self.skipped}
+        """The scales, which are equal on all ranks, and the number of samples of a rank that they are for."""
+        return {
+            "exponents": self.scales.exponents,
+            "since": self.scales.since,
+            "skipped": self.skipped,
+            "samples": self.samples,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scales.
+        """Restore the scales. They move with the number of samples in the batch of a rank.
+
+        The loss of a rank is the mean over its own samples, so a sample's gradient is twice as large on twice as many
+        ranks. Scales are close below those that overflow: unchanged, they would overflow there, batch after batch.
 
         Raises:
             ValueError: the checkpoint has scales for another number of blocks.
@@ -197,7 +209,8 @@ class ResblockGradScaling(Lever):
                 f"resblock_grad_scaling: the checkpoint has {len(state['exponents'])} scales, the model "
                 f"{len(self.branches)} blocks"
             )
-        self.scales.exponents = state["exponents"].cpu()
+        moved = math.log2(self.samples / state.get("samples", self.samples))  # earlier checkpoints do not say it
+        self.scales.exponents = (state["exponents"].cpu() + moved).clamp(self.scales.least, self.scales.most)
         self.scales.since = state["since"].cpu()
         self.skipped = state["skipped"]
 

@@ -23,6 +23,7 @@ from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
+from recipes.engines.composer.workers import EndWorkers
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
 from recipes.engines.parts import Parts, Place, build_parts
@@ -153,6 +154,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
             Generators(),
             *([] if saver is None else [saver]),
             EndIfAsked(run, saver),
+            EndWorkers(parts),
         ],
         loggers=[composer_logger(logger) for logger in parts.loggers.values()],
         run_name=recipe.run_name,

@@ -72,8 +72,9 @@ class LightningTraining:
             raise
 
     def close(self) -> None:
-        """Close the loggers, and wait for the other ranks."""
+        """Close the loggers, end the data workers, and wait for the other ranks."""
         self.loggers.close()
+        self.parts.end_workers()
         if world_size() > 1:
             torch.distributed.barrier()
 

@@ -53,7 +53,8 @@ def test_a_lever_that_finds_nothing_to_change_raises(name):
     if name != "compile":  # which asks for a compiler first
         run.device = torch.device("cuda")  # by which levers decide; tensors stay on the CPU
     with pytest.raises(ValueError, match=f"^{name}: ") as error:
-        levers = Levers([build(component_of(name), task=run.task, low_rank=False, clips=False, scaling=None)])
+        given = {"task": run.task, "low_rank": False, "clips": False, "scaling": None, "samples": 8}
+        levers = Levers([build(component_of(name), **given)])
         levers.prepare(run)
         levers.compile(run)
         levers.at("begin", run)

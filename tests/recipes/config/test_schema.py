@@ -284,7 +284,7 @@ LOGGED = {"task", "run_name", "output", "loading", "blank", "encoders"}
 GIVEN = {
     "data": {"placement", "requirements"},
     "optimizer": {"parameters", "task"},
-    "algorithm": LOGGED | {"clips", "low_rank", "scaling"},
+    "algorithm": LOGGED | {"clips", "low_rank", "samples", "scaling"},
     "callback": LOGGED | {"average", "scaling"},
     "logger": LOGGED,
 }

@@ -1,5 +1,6 @@
 """Recipes with many levers, callbacks and loggers run alike under both engines, and resume under Lightning."""
 
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,11 @@ def written(output):
 
 @pytest.mark.slow
 def test_both_engines_do_the_same(recipe_of, tmp_path):
-    found = {}
+    found, before = {}, set(active_children())
     for engine in ("composer", "lightning"):
         found[engine] = record(engine, recipe_of(tmp_path / engine, f"training.engine={engine}"))
     assert_bit_equal(found["composer"], found["lightning"])
+    assert set(active_children()) <= before
 
     files, scalars, images = written(tmp_path / "composer")
     lightning_files, lightning_scalars, lightning_images = written(tmp_path / "lightning")

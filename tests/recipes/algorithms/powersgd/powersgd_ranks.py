@@ -157,8 +157,19 @@ def check_runs(folder: Path) -> None:
     with mock.patch.object(PowerSGD, "load_state_dict"):  # without the errors, the run is another one
         _, forgot = run(powersgd=low_rank, load_path=saved)
     assert (forgot.weights[-1] - whole.weights[-1]).abs().max() > 1e-2 * moved
-    if dist.get_rank() == 0:  # four ranks go on from this checkpoint in powersgd_shards_ranks.py
-        torch.save({"saved": saved, "weights": torch.stack(whole.weights)}, folder / "two.pt")
+    # Four ranks go on from these checkpoints in powersgd_shards_ranks.py.
+    rounded = folder / "rounded"
+    trainer, low = run(powersgd={"rank": 2}, save_folder=str(rounded), save_interval=f"{HALF}ba")
+    two = {
+        "exact": {"saved": saved, "weights": torch.stack(whole.weights)},
+        "rounded": {
+            "saved": str(next(rounded.glob(f"*-ba{HALF}-rank0.pt"))),
+            "weights": torch.stack(low.weights),
+            "projections": [q for state in trainer.levers[0].states for q in state.projections],
+        },
+    }
+    if dist.get_rank() == 0:
+        torch.save(two, folder / "two.pt")
     for change, message in (({"rank": 3}, "written with rank 2"), ({"seed": 1}, "written with seed 0")):
         try:
             run(powersgd={**low_rank, **change}, load_path=saved)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import Shard
 
 from recipes.algorithms.powersgd.block_gradients import blocks_of, placements
+from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.shard import shard
 from recipes.models.autoregressive.task import Autoregressive
 from tests.recipes.algorithms.powersgd.low_rank_ranks import check_compressor
@@ -162,13 +163,43 @@ def check_resumption(plain, folder: Path):
 def check_more_ranks(folder: Path):
     """Four ranks go on from a checkpoint of two. What is sent is linear in the sum of gradients and errors over ranks,
     and batches are the same, so nothing but the order of additions differs."""
-    two = torch.load(folder / "two.pt", weights_only=True)
-    moved = (two["weights"][-1] - two["weights"][0]).abs().max()
+    two = torch.load(folder / "two.pt", weights_only=True)["exact"]
     _, four = run(powersgd={**EXACT, "rank": 2}, load_path=two["saved"])
+    assert apart(two, four) < 1e-4
+
+
+def check_more_ranks_in_16_bits(folder: Path):
+    """On the 1-6-9 wire each rank's part is rounded, so that the number of ranks matters, by no more than the rounding.
+
+    Each number on the wire is rounded twice, by up to 2^-10 of it, and what is sent changes the weights.
+    """
+    two = torch.load(folder / "two.pt", weights_only=True)["rounded"]
+    saved = {}
+    load = PowerSGD.load_state_dict
+
+    def keep(self, state):
+        saved.update(state["errors"])
+        load(self, state)
+
+    with mock.patch.object(PowerSGD, "load_state_dict", keep):
+        trainer, four = run(powersgd={"rank": 2}, load_path=two["saved"])
+    projections = [q for state in trainer.levers[0].states for q in state.projections]
+    assert all(torch.equal(q, other) for q, other in zip(projections, two["projections"], strict=True))
+    for name, total in four.errors.items():  # on the first rank; each rank's share of the sum is rounded once
+        assert total.abs().max() > 1e-2
+        assert ((total - saved[name]).abs() <= 2**-10 * saved[name].abs() + 4 * 2**-69).all()
+    assert apart(two, four) < 2**-9
+    with mock.patch.object(PowerSGD, "load_state_dict"):
+        _, forgot = run(powersgd={"rank": 2}, load_path=two["saved"])
+    assert apart(two, forgot) > 10 * 2**-9
+
+
+def apart(two, four):
+    """Largest difference of weights after the batches of `four`, as a part of the largest change since the first."""
     batches = len(four.weights)
     assert 0 < batches < len(two["weights"])
-    difference = (torch.stack(four.weights) - two["weights"][-batches:]).abs().max()
-    assert difference < 1e-4 * moved, (difference, moved)
+    moved = (two["weights"][-1] - two["weights"][0]).abs().max()
+    return (torch.stack(four.weights) - two["weights"][-batches:]).abs().max() / moved
 
 
 def refused(message, **arguments):
@@ -200,6 +231,7 @@ def main() -> None:
     check_once_per_batch(plain)
     check_resumption(plain, Path(sys.argv[1]))
     check_more_ranks(Path(sys.argv[2]))
+    check_more_ranks_in_16_bits(Path(sys.argv[2]))
     print("all as it should be", flush=True)
     dist.barrier()
     os._exit(0)  # Composer's threads

@@ -166,6 +166,18 @@ def test_resuming_changes_nothing(tmp_path):
     assert a.skipped == b.skipped == 2
 
 
+@pytest.mark.parametrize(("samples", "exponents"), [(2, [10.0, 7.0]), (8, [12.0, 8.0]), (32, [14.0, 10.0])])
+def test_scales_move_with_the_samples_of_a_rank(samples, exponents):
+    """Of a run that goes on with another number of ranks; but not below the smallest."""
+    saved = ResblockGradScaling(WordTask(), samples=8)
+    saved.scales.exponents = torch.tensor([12.0, 8.0], dtype=torch.float64)
+    lever = ResblockGradScaling(WordTask(), samples=samples)
+    lever.load_state_dict(saved.state_dict())
+    assert lever.scales.exponents.tolist() == exponents
+    lever.load_state_dict({name: value for name, value in saved.state_dict().items() if name != "samples"})
+    assert lever.scales.exponents.tolist() == [12.0, 8.0]  # of a version that did not write it
+
+
 def test_weights_and_gradients_in_16_bits_follow_those_in_32():
     plain = run(None, ClipByNorm(0.5), optimizer=low_adam, duration="16ba")
     scaled = run({"weights": "fp16"}, ClipByNorm(0.5), optimizer=low_adam, duration="16ba")

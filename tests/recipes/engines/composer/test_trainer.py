@@ -2,6 +2,7 @@
 
 import json
 import sys
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -181,10 +182,12 @@ def whole(quick_recipe, fit, tmp_path_factory):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_path, workers):
     changes = ["checkpoints.autoresume=true", f"data.workers={workers}", f"evals.val.workers={workers}"]
+    before = set(active_children())
     first = fit(quick_recipe(tmp_path, "training.duration=7ba", *changes))
     assert first.state.timestamp.batch == 7 and difference(first, whole[1]) > 0
     second = fit(quick_recipe(tmp_path, *changes))
     assert second.state.timestamp.batch == 12
+    assert set(active_children()) <= before  # while both trainers are there
     assert difference(second, whole[1]) == 0
     for name, value in whole[1].state.eval_metric_values.items():
         assert second.state.eval_metric_values[name] == value

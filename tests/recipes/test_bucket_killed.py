@@ -1,0 +1,102 @@
+"""Runs that are killed while a checkpoint is on its way to a bucket, and started again where there is no folder."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from recipes.config.recipe import to_yaml
+from recipes.engines.conversion import from_composer, read_composer
+from tests.data.bucket import serve
+from tests.ranks import launch
+from tests.recipes.engines.lightning.test_checkpoints import same
+
+WIDE = "model.denoiser={name: dit, width: 128, layers: 2, heads: 2, text_width: 16}"  # checkpoints of two parts
+RECORD = {"config.yaml", "encoded.json", "latest.json"}
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    with serve(monkeypatch) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def start(bucket, quick_recipe, tmp_path):
+    """(name, where, changes) -> the exit status of a run in the folder of this name.
+
+    It is killed when an object arrives for which `where` says so, and that object is lost.
+    """
+    recipe = quick_recipe(
+        tmp_path / "none",
+        WIDE,
+        "evals.val=null",
+        "training.duration=8ba",
+        "checkpoints={every: 2ba, keep: 2, autoresume: true, bucket: 's3://sets/run'}",
+        "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
+    )
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+
+    def run(name, where, *changes):
+        def lost(arriving, part):
+            found = where(arriving.removeprefix("run/"), part)
+            if found:
+                os.kill(int((tmp_path / "process").read_text()), signal.SIGKILL)
+            return found
+
+        bucket.lost = lost
+        script = Path(__file__).with_name("uploading.py")
+        arguments = (tmp_path / "process", tmp_path / "recipe.yaml", f"output={tmp_path / name}", *changes)
+        done = launch(1, script, *arguments)
+        bucket.lost = None
+        print(done.stdout[-2000:], done.stderr[-4000:])
+        return done.returncode
+
+    return run
+
+
+def newest(bucket, run):
+    """The checkpoint that the bucket names, all of which is there."""
+    latest = json.loads(bucket.client.get_object(Bucket="sets", Key="run/latest.json")["Body"].read())
+    name = latest["checkpoint"]
+    body = bucket.client.get_object(Bucket="sets", Key=f"run/{name}")["Body"].read()
+    assert body == (run / "checkpoints" / name).read_bytes()
+    return name
+
+
+def final(run):
+    state = from_composer(read_composer(run / "checkpoints" / "latest-rank0.pt"))
+    assert state["counts"]["batch"] == 8 and state["levers"]["ScheduledEMA"]["average"]
+    return state
+
+
+def test_a_run_that_is_killed_while_it_copies_goes_on_elsewhere(bucket, start, tmp_path):
+    """Between two parts of a checkpoint, and between a checkpoint and its name. It ends with the same bits as one that
+    was left alone, and nothing stays in the bucket that is not whole."""
+    assert start("alone", lambda *_: False, "checkpoints.bucket=null") == 0
+    assert not bucket.names("run")
+
+    assert start("first", lambda name, part: (name, part) == ("ep0-ba4-rank0.pt", 2)) == -signal.SIGKILL
+    assert newest(bucket, tmp_path / "first") == "ep0-ba2-rank0.pt"
+    assert bucket.unfinished("run") == ["run/ep0-ba4-rank0.pt"]
+    assert set(bucket.names("run")) == RECORD | {"ep0-ba2-rank0.pt"}
+
+    def name_of_batch_6(name, part):
+        return name == "latest.json" and "ep1-ba6-rank0.pt" in bucket.names("run")
+
+    assert start("second", name_of_batch_6) == -signal.SIGKILL
+    assert sorted(file.name for file in (tmp_path / "second" / "checkpoints").glob("ep*")) == [
+        "ep0-ba2-rank0.pt",
+        "ep0-ba4-rank0.pt",
+        "ep1-ba6-rank0.pt",
+    ]  # it went on from the first run's
+    assert newest(bucket, tmp_path / "second") == "ep0-ba4-rank0.pt"
+    assert not bucket.unfinished("run")
+
+    assert start("third", lambda *_: False) == 0
+    assert same(final(tmp_path / "alone"), final(tmp_path / "third"))
+    assert newest(bucket, tmp_path / "third") == "ep1-ba8-rank0.pt"
+    assert set(bucket.names("run")) == RECORD | {"ep1-ba6-rank0.pt", "ep1-ba8-rank0.pt"}
+    assert not bucket.unfinished("run")
