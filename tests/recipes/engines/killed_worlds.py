@@ -3,8 +3,7 @@
 STARTS = ["half 4", "unlinked 4", "{signal} 4", "export 7", "none 0"]
 DIFFUSION = ["algorithms.noise={name: noise_of_samples}", "callbacks.export=null"]
 ADAM16 = ["optimizer={name: adam16, lr: 2e-3, compiled: false}"]
-# Close below the scales that overflow in these runs. Four ranks, whose samples have gradients of four times the size,
-# would overflow with them.
+# Close below the scales that overflow in these runs on one rank, which begin between 19.5 and 20.
 SCALED = [*ADAM16, "algorithms.scaling={name: resblock_grad_scaling, start: 19}"]
 OVERFLOWS = (1, 5)  # batches done when gradients of the second block overflow: before the first kill, after the last
 # Runs that are killed in batches 3 and 5 and go on from 2 and 4, each time with another number of ranks: what they
