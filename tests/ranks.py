@@ -108,6 +108,8 @@ def _serve(listener: socket.socket) -> None:
     import composer.algorithms  # noqa: F401 - which Composer imports in its first run
     import torch._inductor.debug
     import torch._inductor.pattern_matcher  # noqa: F401 - which any compilation imports
+    import torch.utils.tensorboard  # noqa: F401 - which the loggers of both engines import
+    from composer.utils.collect_env import get_cpu_model
 
     import recipes.engines.composer.trainer
     import recipes.engines.lightning.trainer  # noqa: F401
@@ -116,6 +118,7 @@ def _serve(listener: socket.socket) -> None:
     builders = [builder for group, names in COMPONENTS.items() if group != "logger" for builder in names.values()]
     for builder in builders:
         importlib.import_module(builder.split(":")[0])
+    get_cpu_model()  # Composer's Trainer starts a process to ask for it, once per process
     gc.freeze()  # no search of a forked process copies the memory of what has been imported
 
     listener.settimeout(0.2)

@@ -175,9 +175,9 @@ class TakesGathered(Divided, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, d) -> (B, S, this device's outputs)."""
-        product, self.product = self.product, None
-        if product is None or not torch.is_grad_enabled():  # one is left over if a pass for training failed halfway
+        if self.product is None or not torch.is_grad_enabled():  # a pass that failed halfway may have left one
             return super().forward(x)
+        product, self.product = self.product, None
         return product
 
 
