@@ -149,6 +149,7 @@ def end_idle_workers(loader: DataLoader) -> None:
     iterator._shutdown_workers()
     for worker in iterator._workers:
         worker.kill()  # PyTorch asks those that wait for a store by SIGTERM, which they ignore
+        worker.join()
 
 
 @atexit.register
