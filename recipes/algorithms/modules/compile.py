@@ -117,7 +117,7 @@ class Compile(Lever):
         mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
         whole: bool = False,
         fullgraph: bool = False,
-        backend: Literal["inductor", "aot_eager"] = "inductor",
+        backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
     ) -> None:
         """
         Args:
@@ -128,7 +128,8 @@ class Compile(Lever):
             whole: compile each network of the task as a whole instead of its blocks: more to fuse, longer to compile.
             fullgraph: raise an error where a block or network cannot be compiled as one graph, instead of running a
                 part of it uncompiled.
-            backend: inductor generates kernels; aot_eager only traces, to see whether inductor causes an error.
+            backend: inductor generates kernels. To see which part of the compiler causes an error: aot_eager traces the
+                forward and the backward pass and runs PyTorch's own kernels, eager traces the forward pass alone.
         """
         self.task = task
         self.mode = mode

@@ -1,8 +1,4 @@
-"""The Triton kernel on the CPU, against the plain update.
-
-`test_adam16.py` runs this file in a process that has TRITON_INTERPRET=1 from its start: the variable changes what
-`import triton` gives.
-"""
+"""Adam16's Triton kernel on the CPU, against the plain update. Run by tests/recipes/test_kernels.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The formats' Triton kernels on the CPU, against the plain arithmetic. Run by test_adam16.py."""
+"""The formats' Triton kernels on the CPU, against the plain arithmetic. Run by tests/recipes/test_kernels.py."""
 
 import pytest
 import torch

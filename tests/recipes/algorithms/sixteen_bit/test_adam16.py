@@ -5,10 +5,6 @@ Shards of FSDP2 are tested on the ranks that powersgd/test_lever.py starts.
 
 import io
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -266,17 +262,6 @@ def test_a_decay_that_a_moment_can_show_lets_it_fall():
     variance = fmt.decode(torch.arange(2**15, dtype=torch.int32).to(torch.int16))[4096:]
     assert (fmt.decode(fmt.encode(variance * 0.99951)) < variance).float().mean() > 0.999
     assert (fmt.decode(fmt.encode(variance * 0.9998)) < variance).float().mean() < 0.6
-
-
-def test_the_kernels_in_the_interpreter():
-    """Adam16's and the formats', in a process of its own: the variable has to be set before triton is imported. They
-    take no fixtures, whose modules would be imported anew."""
-    files = [str(Path(__file__).with_name(name)) for name in ("adam16_interpreted.py", "formats_interpreted.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", *files]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[4]
-    result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("bits", [16, 32])

@@ -1,4 +1,4 @@
-"""GEGLU by Triton: by its compiler for Hopper and on a GPU. `interpreted.py` runs the kernels on the CPU."""
+"""GEGLU by Triton: by its compiler for Hopper and on a GPU. `norms_interpreted.py` runs the kernels on the CPU."""
 
 import pytest
 import torch

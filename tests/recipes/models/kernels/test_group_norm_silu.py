@@ -1,9 +1,5 @@
-"""GroupNorm and SiLU by Triton: on the CPU through its interpreter, by its compiler for Hopper, and on a GPU."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""GroupNorm and SiLU by Triton: by its compiler for Hopper and on a GPU. `norms_interpreted.py` runs the kernels on the
+CPU."""
 
 import pytest
 import torch
@@ -16,22 +12,10 @@ from recipes.models.kernels.fused_norm import Case
 from recipes.models.kernels.group_norm_kernels import SPLITS, make_plan
 from recipes.models.kernels.group_norm_silu import group_norm_silu, reference
 
-ROOT = Path(__file__).resolve().parents[4]
 # (N, C, rows, G): SD2's at 256 and 512 pixels, and odd ones.
 SHAPES = [(256, 320, 1024, 32), (16, 960, 1024, 32), (4, 1280, 64, 32), (96, 2560, 64, 32), (8, 320, 4096, 32)]
 SHAPES += [(1, 5, 1, 1), (2, 34, 70, 2), (3, 7, 1000, 7), (1, 4096, 300, 2)]
 without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.slow
-def test_the_kernels_in_the_interpreter():
-    """In a process of its own: the variable has to be set before triton is imported. They take no fixtures, whose
-    modules would be imported anew."""
-    file = Path(__file__).with_name("interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", str(file)]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("processors", [1, 132])

@@ -1,8 +1,4 @@
-"""Checks of the Triton kernels on the CPU.
-
-`test_group_norm_silu.py` runs this file by its path in a process that has TRITON_INTERPRET=1 from its start: the
-variable changes what `import triton` gives, so the other tests' process may not have it.
-"""
+"""The Triton kernels of GroupNorm and GEGLU on the CPU. Run by tests/recipes/test_kernels.py."""
 
 import copy
 import os
