@@ -176,12 +176,15 @@ def _raise_indivisible(recipe: Recipe, place: Place) -> None:
 
 
 def best_of(settings: list[Setting], device: Device) -> Setting | None:
-    """The fastest setting that fits; among those within 1%, the one that takes the least memory."""
+    """The fastest setting that fits; among those within 1%, the one that sends the least, as not all messages may
+    overlap with the work, and of these the one that takes the least memory."""
     fitting = [setting for setting in settings if setting.memory.fits(device)]
     if not fitting:
         return None
     fastest = min(setting.time.total for setting in fitting)
-    return min((s for s in fitting if s.time.total <= 1.01 * fastest), key=lambda s: s.memory.total)
+    near = [setting for setting in fitting if setting.time.total <= 1.01 * fastest]
+    least = min(setting.time.messages for setting in near)
+    return min((s for s in near if s.time.messages <= least + 0.01 * fastest), key=lambda s: s.memory.total)
 
 
 def plan_of(task: Task, devices: Devices, output: str) -> Plan:

@@ -182,6 +182,21 @@ def test_the_best_setting_is_the_fastest_that_fits(planner):
     assert best_of(settings, dataclasses.replace(DEVICE, memory=1.0)) is None
 
 
+def test_of_settings_that_are_as_fast_the_best_sends_the_least(planner):
+    place = Place(DEVICE, 1e14, SHARES, 8, 8)
+    found = {(s.division, s.microbatch): s for s in planner.settings(place) if not s.recompute}
+    gathered, sharded = found["SHARD_GRAD_OP", 128], found["FULL_SHARD", 128]
+    assert gathered.time.messages < sharded.time.messages and sharded.memory.total < gathered.memory.total
+
+    def best(messages):
+        time = dataclasses.replace(sharded.time, messages=messages)
+        assert time.total == sharded.time.total <= 1.01 * gathered.time.total
+        return best_of([gathered, dataclasses.replace(sharded, time=time)], DEVICE).division
+
+    assert best(gathered.time.messages) == "FULL_SHARD"
+    assert best(gathered.time.messages + 0.02 * gathered.time.total) == "SHARD_GRAD_OP"
+
+
 def test_a_stored_sample_has_the_published_size(recipe):
     full = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     batch = {"latents": torch.empty(2, 4, 32, 32, device="meta"), "text": torch.empty(2, 77, 1024, device="meta")}
