@@ -1,12 +1,14 @@
-"""Train a recipe for a set time, and fail if the memory of its processes goes on growing.
+"""Train a recipe for a set time, and fail if the memory of its processes or the number of their files goes on growing.
 
     python benchmarks/soak.py yamls/openmoji_diffusion.yaml --minutes 60
     composer -n 8 benchmarks/soak.py yamls/sd2_base.yaml training.global_batch=256 --minutes 60 --limit 64
 
 Each rank adds up the memory of its own process and of its data workers, shared pages divided among those that share
 them, and that of its GPU where there is one. The first third of the time is warm-up; the median of the last third may
-be at most `--limit` MiB above that of the second. Each line is one rank's and one kind of memory. Exits with status 1
-if one has grown. Checkpoints, exports and loggers are off, and what is written goes into a temporary folder.
+be at most `--limit` MiB above that of the second, and the number of open files of the rank's process at most
+`--files`. Each line is one rank's and one kind of memory, or its files. Exits with status 1 if one has grown.
+Validation is as in the recipe. Checkpoints, exports and loggers are off, and what is written goes into a temporary
+folder.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from recipes.training.ranks import all_reduce, rank
 
 MIB = 1 << 20
 clock = time.monotonic
-OVERRIDES = ("checkpoints.save=false", "training.duration=1000000000ba", "training.eval_every=null", "loggers={}")
+OVERRIDES = ("checkpoints.save=false", "training.duration=1000000000ba", "loggers={}")
+FILES = "open files"
 
 
 class TimeIsUp(Exception):
@@ -39,10 +42,11 @@ class TimeIsUp(Exception):
 
 
 class MemoryOverTime(Callback):
-    """Notes the memory of this rank's processes at the ends of batches, and ends the run when its time is up.
+    """Notes the memory of this rank's processes and its open files at the ends of batches, and ends the run when its
+    time is up.
 
     Attributes:
-        notes: name of a kind of memory -> (seconds since the first batch, bytes) of each note.
+        notes: name of a kind of memory -> (seconds since the first batch, bytes) of each note; of FILES, their number.
         batches: that were trained.
     """
 
@@ -71,7 +75,8 @@ class MemoryOverTime(Callback):
         self.batches += 1
         if passed - self._noted >= self.pause:
             self._noted = passed
-            for name, size in memory(run).items():
+            files = len(os.listdir("/proc/self/fd"))
+            for name, size in (memory(run) | {FILES: files}).items():
                 self.notes.setdefault(name, []).append((passed, size))
         up = torch.tensor([int(passed >= self.seconds)], device=run.device)
         all_reduce(up, "MAX")
@@ -96,7 +101,7 @@ def proportional(process: int) -> int:
 
 
 def growth(notes: list[tuple[float, int]]) -> float:
-    """By how many bytes the median of the last third of the time is above that of the second third.
+    """By how many bytes, or files, the median of the last third of the time is above that of the second third.
 
     Raises:
         ValueError: too few notes, because the time is too short or the batches are too long.
@@ -125,6 +130,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--limit", type=float, default=64.0)
+    parser.add_argument("--files", type=float, default=8.0)
     options, rest = parser.parse_known_args(arguments)
     grown = False
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, user_errors():
@@ -133,11 +139,12 @@ def main(arguments: list[str]) -> int:
         recipe.callbacks.pop("export", None)
         found = soak(recipe, 60 * options.minutes)
         for name, notes in found.notes.items():
-            change = growth(notes) / MIB
-            grown |= change > options.limit
+            unit, limit, word = (1, options.files, "") if name == FILES else (MIB, options.limit, " MiB")
+            change = growth(notes) / unit
+            grown |= change > limit
             print(
-                f"rank {rank()}: {name}: {notes[-1][1] / MIB:,.0f} MiB after {found.batches:,} batches in "
-                f"{notes[-1][0] / 60:.1f} min, {change:+.1f} MiB from the second third to the last",
+                f"rank {rank()}: {name}: {notes[-1][1] / unit:,.0f}{word} after {found.batches:,} batches in "
+                f"{notes[-1][0] / 60:.1f} min, {change:+.1f}{word} from the second third to the last",
                 flush=True,
             )
     return int(grown)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.soak import MIB, OVERRIDES, growth, proportional, soak
+from benchmarks.soak import FILES, MIB, OVERRIDES, growth, proportional, soak
 
 
 def test_growth_is_that_of_the_last_third_over_the_second():
@@ -29,6 +29,8 @@ def test_a_short_soak(small_recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.soak.clock", lambda: float(next(seconds)))
     own = ["callbacks.progress=null", "data.workers=1", "evals.val=null"]
     found = soak(small_recipe(tmp_path / "run", *OVERRIDES, *own), seconds=30.0)
-    assert found.batches == 31 and found.notes.keys() == {"trainer", "workers"}
+    assert found.batches == 31 and found.notes.keys() == {"trainer", "workers", FILES}
+    files = found.notes.pop(FILES)
     assert all(size > MIB for notes in found.notes.values() for _, size in notes)
+    assert files[0][1] > 3 and growth(files) < 8
     assert growth(found.notes["trainer"]) < 64 * MIB and growth(found.notes["workers"]) < 64 * MIB
