@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 from data.files import write_text
-from data.stores import open_store, require_account, scheme_of
+from data.stores import Store, open_store, require_account, scheme_of
 
 RETRIES = 4
 # streaming's uploader takes the container from another part of an address than its downloader, so no address of Azure
@@ -30,6 +31,10 @@ class Copy:
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address.rstrip("/")
         require_account(self.address)
+
+    @cached_property
+    def _store(self) -> Store:
+        return open_store(self.address)  # once, since each asks for a token
 
     def has(self, folder: Path) -> bool:
         """Whether a folder of this set is in the copy."""
@@ -58,9 +63,10 @@ class Copy:
         with tempfile.TemporaryDirectory() as empty:
             try:
                 if scheme_of(address) in OWN:
-                    store = open_store(address)
-                    for name in names:
-                        store.upload(folder / name, name)
+                    objects = {f"{place}/{name}".lstrip("/"): folder / name for name in names}
+                    for name, path in objects.items():
+                        self._store.upload(path, name)
+                    self._store.abort_uploads(objects)
                 else:
                     uploader = CloudUploader.get((empty, address), keep_local=True, retry=RETRIES)
                     uploader.local = str(folder)

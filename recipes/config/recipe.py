@@ -213,6 +213,10 @@ class Checkpoints:
                 scheme in ("", "oci") or (scheme in STORES and not malformed(self.load_path)),
                 f"load_path: {self.load_path}; give a path, or an address: {', '.join(FORMS.values())}",
             ),
+            (
+                not scheme_of(self.load_weights or ""),
+                f"load_weights: {self.load_weights} is remote; copy the folder to a disk first",
+            ),
             (not both, "load_weights: load_path loads the weights too; give one of them"),
         )
 
@@ -269,7 +273,13 @@ class Recipe:
     """Where metrics and images are logged, by label."""
 
     def __post_init__(self) -> None:
-        _require((self.run_name.strip(), "run_name: empty; it names the run's folder"))
+        _require(
+            (self.run_name.strip(), "run_name: empty; it names the run's folder"),
+            (
+                not scheme_of(self.output or ""),
+                f"output: {self.output} is remote; give a local folder, and the address as checkpoints.bucket",
+            ),
+        )
         self.output = self.output or f"runs/{self.run_name}"
 
 

@@ -8,6 +8,7 @@ never taken for a checkpoint. The run's record lies beside it, since a run that 
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,14 +41,19 @@ class Bucket:
 
     @contextmanager
     def _answers(self, what: str) -> Iterator[None]:
-        """
+        """Inside, the store is asked. Python's generator of random numbers stays as it is, which clients draw from for
+        pauses and, Google's, in each upload: a run must not depend on where its checkpoints go.
+
         Raises:
             ValueError: the store refuses what is done inside, or does not answer, also when asked again.
         """
+        generator = random.getstate()
         try:
             yield
         except (*self._store.errors, OSError) as error:
             raise ValueError(f"{self.address}/{what} ({one_line(error)}); see {CREDENTIAL}") from error
+        finally:
+            random.setstate(generator)
 
     def _latest(self) -> dict[str, Any] | None:
         if LATEST not in self._store.names(LATEST):
