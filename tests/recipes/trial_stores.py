@@ -178,6 +178,11 @@ def test_a_checkpoint_is_loaded_from_its_address(resumed, encoded, whole, quick_
     done = launch(1, STORING, "none", 0, "recipes/train.py", tmp_path / "recipe.yaml")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert not differing(final(tmp_path / "run"), whole)
+    for _ in range(2):  # two ranks; the second start goes on from the run's own checkpoint, and is at its end
+        words = ("recipes/train.py", tmp_path / "recipe.yaml", f"output={tmp_path}/two", "checkpoints.autoresume=true")
+        done = launch(2, STORING, "none", 0, *words)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "already trained to 8ba" in done.stdout
 
 
 def test_lightning_goes_on_from_the_bucket(store, encoded, quick_recipe, tmp_path):

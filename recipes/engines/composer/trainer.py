@@ -37,6 +37,7 @@ from recipes.training import stop
 from recipes.training.callback import is_complete
 from recipes.training.microbatches import samples_of, split
 from recipes.training.newest import has_checkpoints
+from recipes.training.ranks import from_first_rank
 from recipes.training.schedules import Schedule
 
 
@@ -175,14 +176,16 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
 
 
 def load_path_of(recipe: Recipe) -> str | None:
-    """The checkpoint that Composer is to load. It fetches those of S3 and of Oracle itself.
+    """The checkpoint that Composer is to load. It fetches those of S3 and of Oracle itself. Every rank must call this.
 
     It has no client for Azure that works, and its client for Google asks for the bucket itself, which credentials for
     objects do not allow.
     """
     path, output = recipe.checkpoints.load_path, Path(recipe.output)
-    if scheme_of(path or "") not in ("gs", "azure") or (recipe.checkpoints.resumes and has_checkpoints(output)):
+    if scheme_of(path or "") not in ("gs", "azure"):
         return path
+    if from_first_rank(recipe.checkpoints.resumes and has_checkpoints(output)):
+        return path  # Composer then takes the newest of the run's own
     path = str(fetched(path, output))
     dist.barrier()
     return path
