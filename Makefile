@@ -5,7 +5,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Without bytecode files, every process that imports composer compiles it again, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install test test-cluster lint quickstart quickstart-tokens openmoji-vae openmoji-dvae openmoji-text gpu docs lock clean distclean
+.PHONY: help install test test-cluster test-stores lint quickstart quickstart-tokens openmoji-vae openmoji-dvae openmoji-text gpu docs lock clean distclean
 
 TORCH ?= 2.7
 ifeq ($(TORCH),2.7)
@@ -78,6 +78,10 @@ test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
 
 test-cluster: install  ## submit jobs to a Slurm that is started here, which needs root; check manifests of Kubernetes
 	$(BIN)/python -m pytest -q -ra -p no:xdist tests/cluster/trial_kubernetes.py tests/cluster/trial_slurm.py
+
+# The servers are installed by uv and npm, apart from the environment, when they are started first.
+test-stores: install  ## encode, train and resume with servers of Google Cloud Storage and Azure here; needs Node.js
+	$(BIN)/python -m pytest -q -ra -p no:xdist tests/recipes/trial_stores.py
 
 lint: install  ## run ruff and hadolint
 	$(BIN)/ruff check .

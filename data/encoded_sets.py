@@ -18,7 +18,9 @@ from data.aliases import InputPath
 from data.fetching import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
+from data.stores import STORES, malformed, require_account, scheme_of
 
+READ = ("s3", "gs", "oci", "azure", "azure-dl", "hf", "dbfs")  # of mosaicml-streaming's downloaders
 ATTEMPTS = 4  # to fetch a file, with pauses of 1, 2 and 4 s between them
 CREDENTIAL = "whether the address is right and the credential has expired"
 
@@ -62,6 +64,8 @@ class EncodedSet:
         for attempt in range(ATTEMPTS):
             try:
                 CloudDownloader.get(address).download(address, str(copy), timeout=120.0)
+                if not copy.is_file():  # Google's, with the keys of S3's protocol, passes over some errors
+                    raise ConnectionError("no answer that says why")
                 return copy
             except Exception as error:  # each store's client has its own errors, without a common base class
                 copy.unlink(missing_ok=True)
@@ -96,8 +100,12 @@ class EncodedSet:
 def _is_refused(error: Exception) -> bool:
     """Whether asking again gives the same answer: a missing file, or a status of HTTP from 400 to 499."""
     answer = getattr(error, "response", None)
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) if isinstance(answer, dict) else 0
-    return isinstance(error, FileNotFoundError) or 400 <= status < 500
+    if isinstance(answer, dict):  # of boto3
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    else:  # of Azure's, of Google's and of Oracle's client
+        found = (getattr(error, name, None) for name in ("status_code", "code", "status"))
+        status = next((int(value) for value in found if isinstance(value, int)), 0)
+    return isinstance(error, FileNotFoundError) or (400 <= status < 500 and status not in (408, 429))
 
 
 def local_set(
@@ -133,7 +141,8 @@ def remote_set(
     """An encoded set in an object store, whose shards are fetched when training needs them.
 
     Args:
-        url: address of a copy of the folder that precompute/encode.py wrote: s3://, gs://, oci://, azure://, ...
+        url: address of a copy of the folder that precompute/encode.py wrote: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER,
+            azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER, azure-dl://CONTAINER/FOLDER, oci://, hf://, dbfs:/.
         cache: local folder for the fetched shards.
         proportion: share of the samples that come from this set.
         repeat: how often the set is read per epoch; may be below 1.
@@ -141,7 +150,17 @@ def remote_set(
         validate_hash: hash that shards are checked with, such as sha1, if they were written with it.
         download_retry: number of further attempts after a failed download.
         download_timeout: maximum time to wait for a shard, in seconds.
+
+    Raises:
+        ValueError: nothing reads from an address of this scheme, or its form is wrong.
     """
+    scheme = scheme_of(url)
+    if scheme and scheme not in READ:
+        known = ", ".join(f"{name}://" for name in READ)
+        raise ValueError(f"url: {url}: nothing reads from {scheme}://; give {known}, or a path")
+    if scheme in STORES and (problem := malformed(url)):
+        raise ValueError(f"url: {url}; {problem}")
+    require_account(url)
     options = {
         "proportion": proportion,
         "repeat": repeat,

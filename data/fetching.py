@@ -9,14 +9,17 @@ nothing left to evict, the lock of the cache stays taken.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from time import sleep
 from typing import Any
 
-from streaming import StreamingDataset
+from streaming import Stream, StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
+from streaming.base.util import retry
 
 
 class NotFetched(RuntimeError):
@@ -26,6 +29,28 @@ class NotFetched(RuntimeError):
     def line(self) -> str:
         """The last line, without what PyTorch adds to errors of worker processes."""
         return str(self).strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: ")
+
+
+class WholeStream(Stream):
+    """streaming's Stream; a file appears in the cache whole or not at all.
+
+    Google's client writes to the file that it is given. If the connection breaks, the next attempt takes the part that
+    came for the file, and after a process was killed the next one does. Its client for the keys of S3's protocol
+    passes over some errors.
+    """
+
+    def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
+        path = Path(self.local, self.split, to_basename or from_basename)
+        partial = path.with_name(f"{path.name}.part")
+        remote = None if self.remote is None else os.path.join(self.remote, self.split, from_basename)
+
+        def attempt() -> None:
+            partial.unlink(missing_ok=True)
+            self._downloader.download(remote, str(partial), self.download_timeout)
+            partial.replace(path)
+
+        retry(clean_up_fn=self._downloader.clean_up, num_attempts=self.download_retry)(attempt)()
+        return str(path)
 
 
 class FetchingDataset(StreamingDataset):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
 from data.encoded_sets import CREDENTIAL, EncodedSet
-from data.fetching import FetchingDataset, NotFetched
+from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.loading import REMEMBERED_POSITIONS, Batch, Placement, end_idle_workers, leave_signals, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of
 from data.shared_names import lock_cache, own_names
@@ -232,7 +232,7 @@ def streams_of(sets: Mapping[str, EncodedSet]) -> list[Stream]:
     for encoded in sets.values():
         if encoded.remote:
             lock_cache(encoded.local)
-    return [Stream(local=s.local, remote=s.remote, **s.options) for s in sets.values()]
+    return [WholeStream(local=s.local, remote=s.remote, **s.options) for s in sets.values()]
 
 
 def key_seed(key: str) -> int:

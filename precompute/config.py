@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from data.stores import malformed
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import plain_values
 from recipes.config.schema import Component, ConfigError
@@ -17,8 +18,9 @@ TOKEN_ENCODERS = ("dvae",)
 # Suffixes of encoders' configs, weights and tokenizers, whose digests a set depends on.
 ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 
-# Of mosaicml-streaming's uploaders, those whose clients are in the lock and whose addresses begin so.
-UPLOADED = ("s3", "gs", "oci", "azure", "azure-dl", "hf", "dbfs")
+# The client of gs:// and azure:// is in data/stores.py, the others are mosaicml-streaming's. Of these, hf:// and dbfs://
+# are left out: the one fails when it is begun, and the other cannot make folders or replace files.
+UPLOADED = ("s3", "gs", "oci", "azure", "azure-dl")
 
 
 @dataclass(kw_only=True)
@@ -29,7 +31,7 @@ class EncodeConfig:
     """Local folder of the result; each source gets a folder inside it, which has the source's label as its name."""
     upload: str | None = None
     """Address in an object store for a copy of the result, from which training can stream: s3://, gs://, oci://,
-    azure://, azure-dl://, hf:// or dbfs://. Each shard is uploaded when it is finished, the manifest when all are.
+    azure:// or azure-dl://. Each shard is uploaded when it is finished, the manifest when all are.
     null: none."""
     sources: dict[str, Annotated[Any, "source"]]
     """Sources of images with captions, by label (train, val, ...)."""
@@ -82,12 +84,14 @@ class EncodeConfig:
 
         sizes = self.resolutions
         require("://" not in self.out, f"out: {self.out} is remote; give a local folder, and the address as `upload`")
-        remote = self.upload is None or re.fullmatch(r"[a-z0-9]+://[^/].*", self.upload)
+        remote = self.upload is None or re.fullmatch(r"[a-z0-9-]+://[^/].*", self.upload)
         require(bool(remote), f"upload: {self.upload}; give an address such as s3://bucket/folder, or null")
         if remote and self.upload is not None:
             scheme = self.upload.partition("://")[0]
             known = ", ".join(f"{name}://" for name in UPLOADED)
             require(scheme in UPLOADED, f"upload: {self.upload}: nothing uploads to {scheme}://; give {known}, or null")
+            form = malformed(self.upload) if scheme in UPLOADED else None
+            require(form is None, f"upload: {self.upload}; {form}")
         require(bool(self.sources), "sources: empty; name at least one, such as train: {name: tars, urls: ...}")
         for label in self.sources:
             safe = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 from data.files import write_text
+from data.stores import Store, open_store, require_account, scheme_of
 
 RETRIES = 4
+# streaming's uploader takes the container from another part of an address than its downloader, so no address of Azure
+# works for both; that of Google asks for the bucket itself, which credentials for objects do not allow.
+OWN = ("gs", "azure")
 MARKER = "uploaded.txt"  # in the folder of a shard, and of the whole set: the address of the copy
 
 
@@ -18,10 +23,18 @@ class Copy:
     Args:
         folder: the output folder.
         address: of the copy, such as s3://bucket/latents/train.
+
+    Raises:
+        ValueError: the account of an address azure-dl:// is not known.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address.rstrip("/")
+        require_account(self.address)
+
+    @cached_property
+    def _store(self) -> Store:
+        return open_store(self.address)  # once, since each asks for a token
 
     def has(self, folder: Path) -> bool:
         """Whether a folder of this set is in the copy."""
@@ -45,15 +58,20 @@ class Copy:
         from data.fetching import one_line
         from data.multipart import abort_uploads
 
-        address = f"{self.address}/{place}".rstrip("/")
+        address, names = f"{self.address}/{place}".rstrip("/"), list(names)
         # streaming's uploaders warn of a folder that is not empty, and take files from one folder only.
         with tempfile.TemporaryDirectory() as empty:
-            names = list(names)
             try:
-                uploader = CloudUploader.get((empty, address), keep_local=True, retry=RETRIES)
-                uploader.local = str(folder)
-                for name in names:
-                    uploader.upload_file(name)
+                if scheme_of(address) in OWN:
+                    objects = {f"{place}/{name}".lstrip("/"): folder / name for name in names}
+                    for name, path in objects.items():
+                        self._store.upload(path, name)
+                    self._store.abort_uploads(objects)
+                else:
+                    uploader = CloudUploader.get((empty, address), keep_local=True, retry=RETRIES)
+                    uploader.local = str(folder)
+                    for name in names:
+                        uploader.upload_file(name)
             except Exception as error:  # each store's client has its own errors, without a common base class
                 raise ValueError(
                     f"upload: {address} cannot be written ({one_line(error)}); see whether the address is right and "

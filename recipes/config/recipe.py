@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
+from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import ROOT, Checker
 from recipes.config.values import Component, ConfigError, Dumper, plain_values
@@ -180,8 +181,9 @@ class Checkpoints:
     keep: int = 2
     """How many of the newest checkpoints are kept on disk; -1 keeps all."""
     bucket: str | None = None
-    """Address in an S3 bucket, s3://bucket/folder, to which each checkpoint is copied too, and from which a run goes on
-    whose output folder has none, or an older one; null: no copies."""
+    """Address in a bucket, to which each checkpoint is copied too, and from which a run goes on whose output folder has
+    none, or an older one: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or
+    azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER; null: no copies."""
     load_path: InputPath | None = None
     """Checkpoint to resume from, a file or a remote address. Weights, optimizer, step and schedule are restored."""
     load_weights: InputPath | None = None
@@ -196,7 +198,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         both = self.load_path is not None and self.load_weights is not None
-        bucket = self.bucket
+        bucket, scheme = self.bucket, scheme_of(self.load_path or "")
         _require(
             (_positive(self.every), f"every: `{self.every}`; give an interval above 0"),
             (
@@ -204,8 +206,16 @@ class Checkpoints:
                 f"keep: {self.keep}; give 1 or more, or -1 for all; save: false for none",
             ),
             (
-                bucket is None or (re.fullmatch(r"s3://[^/]+(/.*)?", bucket) and self.save),
-                f"bucket: {bucket}; give s3://bucket/folder, and leave save: true",
+                bucket is None or (scheme_of(bucket) in STORES and not malformed(bucket) and self.save),
+                f"bucket: {bucket}; give {FORMS['s3']}, {FORMS['gs']} or {FORMS['azure']}, and leave save: true",
+            ),
+            (
+                scheme in ("", "oci") or (scheme in STORES and not malformed(self.load_path)),
+                f"load_path: {self.load_path}; give a path, or an address: {', '.join(FORMS.values())}",
+            ),
+            (
+                not scheme_of(self.load_weights or ""),
+                f"load_weights: {self.load_weights} is remote; copy the folder to a disk first",
             ),
             (not both, "load_weights: load_path loads the weights too; give one of them"),
         )
@@ -263,7 +273,13 @@ class Recipe:
     """Where metrics and images are logged, by label."""
 
     def __post_init__(self) -> None:
-        _require((self.run_name.strip(), "run_name: empty; it names the run's folder"))
+        _require(
+            (self.run_name.strip(), "run_name: empty; it names the run's folder"),
+            (
+                not scheme_of(self.output or ""),
+                f"output: {self.output} is remote; give a local folder, and the address as checkpoints.bucket",
+            ),
+        )
         self.output = self.output or f"runs/{self.run_name}"
 
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints in an S3 bucket, from which the run goes on where its folder is older or lost.
+"""A run's checkpoints in a bucket of an object store, from which the run goes on where its folder is older or lost.
 
 Checkpoints are written to the run's folder, and then copied by the first rank. Only when all of a checkpoint is in the
 bucket, the object `latest.json` names it. An object appears whole or not at all, so what a killed process leaves is
@@ -8,11 +8,10 @@ never taken for a checkpoint. The run's record lies beside it, since a run that 
 from __future__ import annotations
 
 import json
-import os
+import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from data.encoded_sets import CREDENTIAL
 from data.fetching import one_line
 from data.files import atomic_folder, atomic_write, point_to
 from data.log import log
-from data.multipart import abort_uploads
+from data.stores import open_store
 from recipes.engines.record import RECORD
 from recipes.training.newest import newest_checkpoint
+from recipes.training.ranks import is_first_rank
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
 BATCH = re.compile(r"ep\d+-ba(\d+)")
@@ -32,47 +32,33 @@ class Bucket:
     """A folder of a bucket.
 
     Args:
-        address: s3://BUCKET/FOLDER.
+        address: s3://, gs:// or azure://; see `data.stores.FORMS`.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        self._bucket, _, folder = self.address.removeprefix("s3://").partition("/")
-        self._prefix = folder and f"{folder}/"
-
-    @cached_property
-    def _client(self) -> Any:
-        import boto3  # only where a bucket is used
-        from botocore.config import Config
-
-        again = Config(retries={"mode": "standard", "max_attempts": 5})
-        return boto3.client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL"), config=again)
+        self._store = open_store(self.address)
 
     @contextmanager
     def _answers(self, what: str) -> Iterator[None]:
-        """
+        """Inside, the store is asked. Python's generator of random numbers stays as it is, which clients draw from for
+        pauses and, Google's, in each upload: a run must not depend on where its checkpoints go.
+
         Raises:
             ValueError: the store refuses what is done inside, or does not answer, also when asked again.
         """
-        from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError
-
+        generator = random.getstate()
         try:
             yield
-        except (Boto3Error, BotoCoreError, ClientError, OSError) as error:
+        except (*self._store.errors, OSError) as error:
             raise ValueError(f"{self.address}/{what} ({one_line(error)}); see {CREDENTIAL}") from error
-
-    def _names(self, prefix: str = "") -> list[str]:
-        """The names of all objects whose names begin so."""
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=self._prefix + prefix
-        )
-        return [item["Key"].removeprefix(self._prefix) for page in pages for item in page.get("Contents", [])]
+        finally:
+            random.setstate(generator)
 
     def _latest(self) -> dict[str, Any] | None:
-        if LATEST not in self._names(LATEST):
+        if LATEST not in self._store.names(LATEST):
             return None
-        return json.loads(self._client.get_object(Bucket=self._bucket, Key=self._prefix + LATEST)["Body"].read())
+        return json.loads(self._store.read(LATEST))
 
     # --- from the run's folder -----------------------------------------------------------------
 
@@ -94,16 +80,16 @@ class Bucket:
         with self._answers(f"{path.name}: cannot be written"):
             before = self._latest() or {"kept": []}
             for name, file in names.items():
-                self._client.upload_file(str(file), self._bucket, self._prefix + name)
+                self._store.upload(file, name)
             kept = [name for name in before["kept"] if name != path.name] + [path.name]
             kept = kept if keep == -1 else kept[-keep:]
             latest = json.dumps({"checkpoint": path.name, "link": link, "kept": kept}, indent=1)
-            self._client.put_object(Bucket=self._bucket, Key=self._prefix + LATEST, Body=latest.encode())
-            for name in self._names("ep"):
+            self._store.write(LATEST, latest.encode())
+            for name in self._store.names("ep"):
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
-                    self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)
-        abort_uploads(self._client, self._bucket, self._prefix, names, lambda name: batch_of(name) is not None)
+                    self._store.delete(name)
+        self._store.abort_uploads(names, lambda name: batch_of(name) is not None)
 
     # --- into the run's folder -----------------------------------------------------------------
 
@@ -126,7 +112,7 @@ class Bucket:
         folder = output / "checkpoints"
         self.fetch(name, folder / name)
         with self._answers("the record of the run: cannot be read"):
-            for record in set(RECORD) & set(self._names()):
+            for record in set(RECORD) & set(self._store.names()):
                 self._download(record, output / record)
         point_to(folder / Path(latest["link"]).name, folder / name)
 
@@ -137,7 +123,7 @@ class Bucket:
             ValueError: there is no such object, the store refuses it, or it does not answer.
         """
         with self._answers(f"{name}: cannot be fetched"):
-            names = self._names(name)
+            names = self._store.names(name)
             if name in names:
                 self._download(name, path)
                 return
@@ -151,7 +137,21 @@ class Bucket:
 
     def _download(self, name: str, path: Path) -> None:
         with atomic_write(path) as partial:
-            self._client.download_file(self._bucket, self._prefix + name, str(partial))
+            self._store.download(name, partial)
+
+
+def fetched(address: str, output: Path) -> Path:
+    """The path of a checkpoint of a bucket in the run's folder, into which the first rank fetches it. Every rank must
+    call it, and wait before it reads the file.
+
+    Raises:
+        ValueError: there is no such checkpoint, the store refuses it, or it does not answer.
+    """
+    folder, _, name = address.rstrip("/").rpartition("/")
+    path = output / "fetched" / name
+    if is_first_rank():
+        Bucket(folder).fetch(name, path)
+    return path.resolve()
 
 
 def batch_of(checkpoint: str) -> int | None:

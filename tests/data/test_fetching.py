@@ -1,12 +1,13 @@
 """Shards that are evicted while a worker waits for them, and shards that cannot be fetched: nobody waits for ever."""
 
+import os
 import threading
 
 import pytest
 from streaming import MDSWriter
 from streaming.base.dataset import _ShardState
 
-from data.fetching import FetchingDataset, NotFetched
+from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.shared_names import own_names
 
 SAMPLES = 12
@@ -29,7 +30,8 @@ def open_set(tmp_path, remote, monkeypatch):
 
     def open_set(**arguments):
         with own_names():
-            return FetchingDataset(local=str(tmp_path / "cache"), remote=str(remote), batch_size=4, **arguments)
+            places = {"local": str(tmp_path / "cache"), "remote": str(remote)}
+            return FetchingDataset(streams=[WholeStream(**places)], batch_size=4, **arguments)
 
     return open_set
 
@@ -62,6 +64,27 @@ def test_a_shard_that_cannot_be_fetched_is_an_error_each_time(open_set, remote):
     (remote / dataset.shards[1].raw_data.basename).unlink()
     with pytest.raises(NotFetched, match="a shard could not be fetched or decompressed: shard.00001.mds"):
         list(dataset)
+
+
+def test_a_file_is_in_the_cache_whole_or_not_at_all(open_set, tmp_path, monkeypatch):
+    """Also where a client writes to the file that it is given, as Google's does, and the connection breaks."""
+    dataset = open_set()
+    stream, name = dataset.streams[0], dataset.shards[0].raw_data.basename
+    fetch, attempts = stream._downloader.download, []
+
+    def break_off(remote, local, timeout):
+        attempts.append(local)
+        if not os.path.exists(local):  # streaming's downloaders take a file that is there for whole
+            fetch(remote, local, timeout)
+            if len(attempts) == 1:
+                os.truncate(local, 100)
+                raise ConnectionError("broken off")
+
+    monkeypatch.setattr(stream._downloader, "download", break_off)
+    (tmp_path / "cache" / f"{name}.part").write_bytes(bytes(100))  # of a process that was killed
+    dataset.prepare_shard(0)
+    assert len(attempts) == 2 and dataset[0]["number"] == 0
+    assert not list((tmp_path / "cache").glob("*.part"))
 
 
 def test_a_shard_with_another_hash_is_not_kept(open_set, remote, tmp_path):

@@ -101,6 +101,8 @@ def test_shipped_recipes():
         ("out", "s3://bucket/set", "out: s3://bucket/set is remote"),
         ("upload", "bucket/set", "upload: bucket/set; give an address"),
         ("upload", "ftp://host/set", "upload: ftp://host/set: nothing uploads to ftp://; give s3://, gs://, oci://"),
+        ("upload", "hf://datasets/a/b", "upload: hf://datasets/a/b: nothing uploads to hf://; give s3://, gs://"),
+        ("upload", "azure://sets", "upload: azure://sets; give azure://ACCOUNT.blob.core.windows.net/CONTAINER/"),
         ("sources", {}, "sources: empty"),
         ("sources", {"a/b": {"name": "tars", "urls": "x"}}, "sources.a/b: a label is the name of a folder"),
         ("resolutions", [], "resolutions: []"),

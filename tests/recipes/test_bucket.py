@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import random
 import shutil
 import signal
 import time
@@ -17,6 +18,7 @@ from data.encoded_sets import remote_set
 from data.files import point_to
 from data.loading import Placement
 from data.sources.tars import TarSource
+from data.stores import S3Store
 from precompute.upload import MARKER
 from recipes.config.components import COMPONENTS
 from recipes.config.values import Component
@@ -224,6 +226,21 @@ def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
     (newest / ".metadata").write_text("newer")
     copies.pull(tmp_path / "run")
     assert (newest / ".metadata").read_text() == "newer"
+
+
+def test_a_copy_leaves_the_generator_of_random_numbers_as_it_is(bucket, tmp_path, monkeypatch):
+    """Google's client draws from it in each upload, and all do when they wait before they ask again."""
+    upload = S3Store.upload
+
+    def drawing(store, path, name):
+        random.random()
+        upload(store, path, name)
+
+    monkeypatch.setattr(S3Store, "upload", drawing)
+    (tmp_path / "ep0-ba2.ckpt").write_text("a checkpoint")
+    before = random.getstate()
+    Bucket("s3://sets/drawing").push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1)
+    assert random.getstate() == before and "ep0-ba2.ckpt" in bucket.names("drawing")
 
 
 def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from composer import DataSpec, Evaluator, Event, Trainer
@@ -15,7 +16,9 @@ from composer.utils import checkpoint as composer_checkpoint
 
 from data.loading import Loading
 from data.log import log
+from data.stores import scheme_of
 from recipes.config.recipe import Recipe
+from recipes.engines.bucket import fetched
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
 from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints, checkpoint_files
 from recipes.engines.composer.generators import Generators, of_fewer_ranks
@@ -33,6 +36,8 @@ from recipes.planning.opening import opening
 from recipes.training import stop
 from recipes.training.callback import is_complete
 from recipes.training.microbatches import samples_of, split
+from recipes.training.newest import has_checkpoints
+from recipes.training.ranks import from_first_rank
 from recipes.training.schedules import Schedule
 
 
@@ -159,7 +164,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         loggers=[composer_logger(logger) for logger in parts.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
-        load_path=checkpoints.load_path,
+        load_path=load_path_of(recipe),
         save_folder=str(files.folder) if checkpoints.save else None,
         autoresume=resumes,
         device="gpu" if place.use_gpu else "cpu",
@@ -168,6 +173,22 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         seed=recipe.seed,
         dist_timeout=600.0,
     )
+
+
+def load_path_of(recipe: Recipe) -> str | None:
+    """The checkpoint that Composer is to load. It fetches those of S3 and of Oracle itself. Every rank must call this.
+
+    It has no client for Azure that works, and its client for Google asks for the bucket itself, which credentials for
+    objects do not allow.
+    """
+    path, output = recipe.checkpoints.load_path, Path(recipe.output)
+    if scheme_of(path or "") not in ("gs", "azure"):
+        return path
+    if from_first_rank(recipe.checkpoints.resumes and has_checkpoints(output)):
+        return path  # Composer then takes the newest of the run's own
+    path = str(fetched(path, output))
+    dist.barrier()
+    return path
 
 
 def composer_schedule(schedule: Schedule):

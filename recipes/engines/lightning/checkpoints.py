@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from data.log import log
+from data.stores import STORES, scheme_of
 from recipes.config.recipe import Recipe
-from recipes.engines.bucket import Bucket
+from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles, whole
 from recipes.engines.earlier import upgraded
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
@@ -97,16 +98,13 @@ class Checkpoints:
 
     def _fetch(self, address: str) -> Path:
         """A checkpoint of a bucket as a file or folder in the run's folder."""
-        if not address.startswith("s3://"):
+        if scheme_of(address) not in STORES:
+            known = ", ".join(f"{name}://" for name in STORES)
             raise ValueError(
-                f"checkpoints.load_path: {address}: the engine lightning loads checkpoints from disks and from s3://; "
+                f"checkpoints.load_path: {address}: the engine lightning loads checkpoints from disks, {known}; "
                 "copy the checkpoint to one first"
             )
-        folder, _, name = address.rstrip("/").rpartition("/")
-        path = self._folder.parent / "fetched" / name
-        if is_first_rank():
-            Bucket(folder).fetch(name, path)
-        return path.resolve()
+        return fetched(address, self._folder.parent)
 
     @staticmethod
     def _rest_of(path: Path) -> Path:

@@ -222,7 +222,12 @@ def test_another_name_drops_the_old_arguments(small):
         (["training.microbatch=0"], ["training.microbatch: 0; give 1 or more"]),
         (["training.grad_clip=0"], ["training.grad_clip: 0.0; give a norm above 0, or null"]),
         (["training.eval_every=0ba"], ["training.eval_every: `0ba`; give an interval above 0"]),
-        (["checkpoints.bucket=gs://bucket/run"], ["checkpoints.bucket: gs://bucket/run; give s3://bucket/folder"]),
+        (["checkpoints.bucket=oci://bucket/run"], ["checkpoints.bucket: oci://bucket/run; give s3://BUCKET/FOLDER, gs://"]),
+        (["checkpoints.bucket=azure://sets"], ["checkpoints.bucket: azure://sets; give s3://BUCKET/FOLDER, gs://"]),
+        (["checkpoints.load_path=ftp://a/b"], ["checkpoints.load_path: ftp://a/b; give a path, or an address: s3:"]),
+        (["checkpoints.load_path=azure://a"], ["checkpoints.load_path: azure://a; give a path, or an address: s3:"]),
+        (["checkpoints.load_weights=s3://a/b"], ["checkpoints.load_weights: s3://a/b is remote; copy the folder to"]),
+        (["output=s3://bucket/run"], ["output: s3://bucket/run is remote; give a local folder"]),
         (["checkpoints.every=0.0dur"], ["checkpoints.every: `0.0dur`; give an interval above 0"]),
         (["checkpoints.keep=0"], ["checkpoints.keep: 0; give 1 or more, or -1 for all; save: false for none"]),
         (

@@ -14,6 +14,7 @@ from PIL import Image
 from recipes.comparison.runs import read_runs
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
+from recipes.engines.composer import trainer as composer_trainer
 from recipes.engines.composer.run import clock_of
 from recipes.engines.composer.trainer import build_trainer
 from tests.ranks import launch
@@ -196,6 +197,21 @@ def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_p
 def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_too(whole, quick_recipe, fit, tmp_path):
     resumed = fit(quick_recipe(tmp_path, f"checkpoints.load_path={whole[0]}/checkpoints/ep1-ba10-rank0.pt"))
     assert resumed.state.timestamp.batch == 12 and difference(resumed, whole[1]) == 0
+
+
+def test_a_checkpoint_in_a_store_is_fetched_unless_the_run_has_its_own(quick_recipe, tmp_path, monkeypatch):
+    """Where Composer's own client would not do: that of S3 does."""
+    asked = []
+    monkeypatch.setattr(composer_trainer, "fetched", lambda address, output: asked.append(address) or output / "it")
+    for address in ("gs://sets/run/ep0-ba2-rank0.pt", "azure://pictures.blob.core.windows.net/sets/ep0-ba2-rank0.pt"):
+        recipe = quick_recipe(tmp_path, f"checkpoints.load_path={address}")
+        assert composer_trainer.load_path_of(recipe) == str(tmp_path / "it") and asked.pop() == address
+    (tmp_path / "checkpoints" / "ep0-ba4-rank0.pt").mkdir(parents=True)
+    recipe.checkpoints.autoresume = True
+    assert composer_trainer.load_path_of(recipe) == address and not asked
+    for path in (None, "s3://sets/ep0-ba2-rank0.pt"):
+        recipe.checkpoints.load_path = path
+        assert composer_trainer.load_path_of(recipe) == path and not asked
 
 
 def test_a_finished_run_is_seen(whole, quick_recipe, tmp_path):

@@ -126,7 +126,7 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
         new_checkpoints(tmp_path, load_path=str(tmp_path / "none.ckpt"), autoresume=False)
     with pytest.raises(ValueError, match="copy the checkpoint to one first"):
-        new_checkpoints(tmp_path, load_path="gs://bucket/none.ckpt", autoresume=False)
+        new_checkpoints(tmp_path, load_path="oci://bucket/none.ckpt", autoresume=False)
     with pytest.raises(ValueError, match="not a checkpoint of Composer"):
         convert(of_composer, "lightning")
 

@@ -1,0 +1,106 @@
+"""Addresses of stores, and which answers are final. tests/recipes/trial_stores.py runs the clients against servers."""
+
+import pytest
+
+from data import encoded_sets
+from data.encoded_sets import EncodedSet, remote_set
+from data.stores import AzureStore, GoogleKeysStore, GoogleStore, S3Store, malformed, open_store
+from precompute.upload import Copy
+
+AZURE = "azure://pictures.blob.core.windows.net/sets"
+
+
+@pytest.fixture(autouse=True)
+def without_credentials(monkeypatch):
+    for name in ("GCS_KEY", "GCS_SECRET", "AZURE_ACCOUNT_NAME", "AZURE_ACCOUNT_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "kind", "bucket", "prefix"),
+    [
+        ("s3://sets", S3Store, "sets", ""),
+        ("s3://sets/a/b/", S3Store, "sets", "a/b/"),
+        ("gs://sets/a/b", GoogleStore, "sets", "a/b/"),
+        (AZURE, AzureStore, "sets", ""),
+        (f"{AZURE}/a/b", AzureStore, "sets", "a/b/"),
+    ],
+)
+def test_an_address_names_a_folder_of_a_store(address, kind, bucket, prefix):
+    store = open_store(address)
+    assert (type(store), store.bucket, store.prefix) == (kind, bucket, prefix)
+    assert malformed(address) is None and all(issubclass(error, Exception) for error in store.errors)
+
+
+def test_variables_of_the_environment_choose_what_streaming_chooses(monkeypatch):
+    assert open_store(AZURE).account == "pictures"
+    monkeypatch.setenv("AZURE_ACCOUNT_NAME", "other")
+    assert open_store(AZURE).account == "other"
+    monkeypatch.setenv("GCS_KEY", "key")
+    assert type(open_store("gs://sets/a")) is GoogleStore
+    monkeypatch.setenv("GCS_SECRET", "secret")
+    store = open_store("gs://sets/a")
+    assert type(store) is GoogleKeysStore and store.client.meta.endpoint_url == "https://storage.googleapis.com"
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("azure://sets", "give azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER"),
+        ("s3:///sets", "give s3://BUCKET/FOLDER"),
+        ("gs://", "give gs://BUCKET/FOLDER"),
+    ],
+)
+def test_an_address_of_another_form_is_refused(address, problem):
+    assert malformed(address) == problem
+    with pytest.raises(ValueError, match=f"url: {address}; {problem}"):
+        remote_set(url=address, cache="cache")
+
+
+def test_a_set_is_read_from_stores_that_have_a_client():
+    with pytest.raises(ValueError, match="url: ftp://host/set: nothing reads from ftp://; give s3://, gs://, oci://"):
+        remote_set(url="ftp://host/set", cache="cache")
+    for url in ("/sets/train", "oci://sets/train", f"{AZURE}/train", "hf://datasets/a/b/train"):
+        assert remote_set(url=url, cache="cache").remote == url
+
+
+def test_a_data_lake_needs_the_name_of_the_account(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="azure-dl://sets/train: set AZURE_ACCOUNT_NAME"):
+        remote_set(url="azure-dl://sets/train", cache="cache")
+    with pytest.raises(ValueError, match="azure-dl://sets/train: set AZURE_ACCOUNT_NAME"):
+        Copy(tmp_path, "azure-dl://sets/train")
+    monkeypatch.setenv("AZURE_ACCOUNT_NAME", "pictures")
+    assert remote_set(url="azure-dl://sets/train", cache="cache").remote
+    assert Copy(tmp_path, "azure-dl://sets/train").address
+
+
+def answer_of_azure(status):
+    from azure.core.exceptions import HttpResponseError
+
+    error = HttpResponseError("no")
+    error.status_code = status
+    return error
+
+
+def answer_of_google(status):
+    from google.api_core.exceptions import from_http_status
+
+    return from_http_status(status, "no")
+
+
+@pytest.mark.parametrize("answer", [answer_of_azure, answer_of_google])
+@pytest.mark.parametrize(("status", "asked"), [(404, 1), (403, 1), (429, 2), (503, 2)])
+def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, tmp_path):
+    calls = []
+
+    class Client:
+        def download(self, remote, local, timeout):
+            calls.append(remote)
+            raise answer(status)
+
+    monkeypatch.setattr(encoded_sets, "ATTEMPTS", 2)
+    monkeypatch.setattr(encoded_sets.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(encoded_sets.CloudDownloader, "get", lambda address: Client())
+    with pytest.raises(ValueError, match="gs://sets/train/manifest.json: cannot be fetched"):
+        EncodedSet(str(tmp_path), "gs://sets/train", {}).manifest()
+    assert len(calls) == asked
