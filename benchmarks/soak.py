@@ -92,12 +92,16 @@ def memory(run) -> dict[str, int]:
 
 
 def proportional(process: int) -> int:
-    """Bytes of memory of a process; of pages that n processes share, an n-th. 0 if it has ended."""
+    """Bytes of memory of a process; of pages that n processes share, an n-th. 0 if it has ended.
+
+    Pages of files, which are mostly code, are left out: a process's part of them changes whenever another one that has
+    the same libraries starts or ends.
+    """
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def growth(notes: list[tuple[float, int]]) -> float:

@@ -131,6 +131,10 @@ class FetchingDataset(StreamingDataset):
             raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}") from error
         if self._failure is not None:
             raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}")
+        # streaming registers each epoch's iterator with Python's exit, so it stays until the process ends. Its two
+        # threads have ended.
+        if hasattr(self, "_iterator"):
+            self._iterator.sample_ids = self._iterator.sample_ids[:0].copy()
 
 
 def one_line(error: BaseException) -> str:

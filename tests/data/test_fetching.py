@@ -50,6 +50,18 @@ def test_a_shard_that_was_evicted_before_it_was_seen_is_fetched_again(open_set):
     assert found == list(range(SAMPLES))
 
 
+def test_nothing_of_an_epochs_size_is_kept_until_the_process_ends(open_set):
+    dataset = open_set()
+    before = set(map(id, threading._threading_atexits))
+    for _ in range(3):
+        assert len(list(dataset)) == SAMPLES
+    # functools.partial of a method of the iterator of an epoch
+    kept = [call.func.__self__ for call in threading._threading_atexits if id(call) not in before]
+    kept = [iterator for iterator in kept if hasattr(iterator, "sample_ids")]
+    assert len(kept) == 3 and all(iterator.sample_ids.base is None for iterator in kept)
+    assert sum(iterator.sample_ids.nbytes for iterator in kept) == 0
+
+
 def test_a_shard_that_cannot_be_fetched_is_an_error_each_time(open_set, remote):
     dataset = open_set()
     shard = remote / dataset.shards[0].raw_data.basename
