@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.resilience.guard import block_norms
 from recipes.algorithms.sharding.shard import shard, whole_weights
 from recipes.algorithms.tensor_parallel.divide import divide
@@ -90,10 +92,20 @@ def divided(layout: Layout, dropout: float | None = None) -> tuple[Task, DeviceM
     return task, mesh
 
 
-def own_samples(batch: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """The samples of this rank's group; replicas compute the same ones here."""
-    each = BATCH // mesh["shard"].size()
-    return {name: tensor[each * mesh.get_local_rank("shard") :][:each] for name, tensor in batch.items()}
+def own_samples(batch: dict[str, torch.Tensor], mesh: DeviceMesh, over: str = "shard") -> dict[str, torch.Tensor]:
+    """The samples of this rank's group. Replicas compute the same ones, unless the batch is divided over them."""
+    each = BATCH // mesh[over].size()
+    return {name: tensor[each * mesh.get_local_rank(over) :][:each] for name, tensor in batch.items()}
+
+
+def averaging(part: Task, mesh: DeviceMesh, clip: float | None = None) -> Callable[[], None]:
+    """What averages a divided model's gradients between replicas by PowerSGD of full rank."""
+    powersgd = PowerSGD(part, rank=128, clip=clip, wire="32-bit", buffer="32-bit")
+    placements = powersgd.divide(mesh)
+    shard(part, mesh["shard"], placement=lambda p: placements.get(id(p)))
+    run = mock.Mock(precision="fp32")
+    powersgd.begin(run)
+    return lambda: powersgd.average_gradients(run)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,10 +144,12 @@ class Messages:
 
 LAYOUTS = [Layout(*sizes, again=again) for sizes in ((2, 1, 2), (1, 1, 4), (1, 2, 2)) for again in (False, True)]
 LAYOUTS += [Layout(2, 1, 2, True), Layout(1, 1, 4, True, True), Layout(1, 2, 2, True)]
+MACHINES_64 = Layout(2, 1, 2)
 
 
 def check_gradients(recipes: dict[str, str], folder: Path) -> None:
-    """Losses, gradients, messages and sampling of tensor 2, tensor 4, and tensor 2 times shards 2."""
+    """Losses, gradients, messages and sampling of tensor 2, tensor 4, and tensor 2 times shards 2. Losses and gradients
+    of tensor 2 on two machines, between which PowerSGD averages."""
     batch, task = make_batch(), make_task()
     uniform, choice = uniforms(list(range(2 * BATCH)), 16).unflatten(0, (BATCH, 2)), Choice(guidance=2.0)
     loss = task(batch)["total"]
@@ -156,10 +170,19 @@ def check_gradients(recipes: dict[str, str], folder: Path) -> None:
         torch.testing.assert_close(clip_by_norm(part.parameters(), 0.1), norm, rtol=1e-8, atol=0)
         held = sum(p.to_local().numel() for p in part.parameters())
         assert held < 1.3 * sum(p.numel() for p in part.parameters()) / (layout.shards * layout.devices)
+    part, mesh = divided(MACHINES_64)
+    average = averaging(part, mesh)
+    check_pass(part, own_samples(batch, mesh, "replicate"), loss, task, mesh, MACHINES_64, average)
 
 
 def check_pass(
-    part: Task, own: dict[str, torch.Tensor], loss: torch.Tensor, task: Task, mesh: DeviceMesh, layout: Layout
+    part: Task,
+    own: dict[str, torch.Tensor],
+    loss: torch.Tensor,
+    task: Task,
+    mesh: DeviceMesh,
+    layout: Layout,
+    average: Callable[[], None] | None = None,
 ) -> None:
     """A forward and backward pass of the divided model, against the whole one's loss and gradients, and its messages
     against the formulas of the dry run."""
@@ -167,6 +190,8 @@ def check_pass(
         found = part(own)["total"]
         in_forward = sent.counts.copy()
         found.backward()
+    if average is not None:
+        average()
     plan, samples = task.tensor_plan(), len(own["tokens"])
     wanted = messages(plan, samples, layout.devices, layout.sequence)
     counts = Counter()
@@ -270,12 +295,17 @@ def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
 
 def check_updates(recipes: dict[str, str], folder: Path) -> None:
     """50 updates with clipping end in the same weights. Biases of keys are left out: their gradients are rounding
-    noise, which Adam magnifies."""
+    noise, which Adam magnifies. PowerSGD between two machines clips by the norm that it finds without decompressing."""
     batch, task = make_batch(), make_task()
     part, mesh = divided(Layout(1, 2, 2))
-    own = own_samples(batch, mesh)
+    replica, machines = divided(MACHINES_64)
+    runs = [
+        (part, own_samples(batch, mesh), lambda: clip_by_norm([p for p in part.parameters() if p.requires_grad], 0.5)),
+        (replica, own_samples(batch, machines, "replicate"), averaging(replica, machines, 0.5)),
+        (task, batch, lambda: clip_by_norm([p for p in task.parameters() if p.requires_grad], 0.5)),
+    ]
     ends = []
-    for model, samples in ((part, own), (task, batch)):
+    for model, samples, clip in runs:
         if model is task and dist.get_rank():  # one rank is enough to compare
             return
         for name, parameter in model.named_parameters():
@@ -284,12 +314,14 @@ def check_updates(recipes: dict[str, str], folder: Path) -> None:
         for _ in range(50):
             optimizer.zero_grad()
             model(samples)["total"].backward()
-            clip_by_norm([p for p in model.parameters() if p.requires_grad], 0.5)
+            clip()
             optimizer.step()
         ends.append({name: whole(parameter.detach()) for name, parameter in model.named_parameters()})
-    assert (ends[1]["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
-    for name, tensor in ends[1].items():
-        torch.testing.assert_close(ends[0][name], tensor, rtol=0, atol=1e-6, msg=name)
+    *divided_ends, end = ends
+    assert (end["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
+    for name, tensor in end.items():
+        for other in divided_ends:
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 def check_compiled(recipes: dict[str, str], folder: Path) -> None:
