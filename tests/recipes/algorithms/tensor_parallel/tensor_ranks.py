@@ -33,6 +33,9 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.models.autoregressive.sampler import Choice, uniforms
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
 from recipes.models.language.task import Language
+from recipes.models.latent_diffusion.dit import DiT
+from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
+from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
 from recipes.planning.tensor_parallel import messages
 from tests.recipes.engines.recording import Recorder, record
@@ -42,6 +45,7 @@ CPU = torch.device("cpu")
 # 19 tokens: neither 2 nor 4 devices have equally many. The last kind of layer but one permutes positions.
 SIZES = {"layers": 3, "width": 16, "heads": 4, "text_positions": 8, "text_vocabulary": 11, "side": 4, "codes": 8}
 TEXT = {"layers": 2, "width": 16, "heads": 4, "positions": 12, "vocabulary": 32}
+PATCHES = {"layers": 2, "width": 16, "heads": 4, "text_width": 12, "latent_channels": 3, "text_layers": 1}
 
 
 def make_task(dropout: float | None = None) -> Task:
@@ -54,6 +58,23 @@ def make_task(dropout: float | None = None) -> Task:
     for parameter in task.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return task
+
+
+def make_dit() -> LatentDiffusion:
+    """A diffusion transformer with a block over the text, and cross-attention to it."""
+    torch.manual_seed(0)
+    task = LatentDiffusion(denoiser=DiT(**PATCHES), objective=RectifiedFlow()).double()
+    for parameter in task.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return task
+
+
+def make_latents() -> dict[str, torch.Tensor]:
+    """Samples with the numbers from which their noise is drawn: 6 patches, and 5 positions of text."""
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(BATCH, 3, 4, 6, generator=generator, dtype=torch.float64)
+    text = torch.randn(BATCH, 5, 12, generator=generator, dtype=torch.float64)
+    return {"latents": latents, "text": text, "draws": torch.arange(BATCH), "seed": torch.arange(BATCH)}
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -79,8 +100,10 @@ class Layout:
     again: bool = False
 
 
-def divided(layout: Layout, dropout: float | None = None) -> tuple[Task, DeviceMesh]:
-    task = make_task(dropout)
+def divided(
+    layout: Layout, dropout: float | None = None, make: Callable[..., Task] = make_task
+) -> tuple[Task, DeviceMesh]:
+    task = make() if dropout is None else make(dropout)
     if layout.again:
         recompute(task.recomputed_blocks())
     names = ("replicate", "shard", "tensor")
@@ -192,16 +215,18 @@ def check_pass(
         found.backward()
     if average is not None:
         average()
-    plan, samples = task.tensor_plan(), len(own["tokens"])
-    wanted = messages(plan, samples, layout.devices, layout.sequence)
+    plan, samples = task.tensor_plan().for_batch(own), len(own["text"])
+    again = {module for block in task.recomputed_blocks() for module in block.modules()} if layout.again else ()
+    wanted = messages(plan, samples, layout.devices, layout.sequence, again)
     counts = Counter()
     for message in wanted:
         counts[message.kind, message.values] += message.count
     assert sent.counts == counts, (layout, sent.counts, counts)
     if not layout.sequence:
         stream = samples * plan.positions * plan.width
-        assert counts["all_reduce", stream] >= 4 * len(plan.branches) // 2
-        assert in_forward["all_reduce", stream] == len(plan.branches) + plan.embeds
+        branches = sum(not branch.of_text for branch in plan.branches)
+        assert counts["all_reduce", stream] >= 4 * branches // 2
+        assert in_forward["all_reduce", stream] == branches + plan.embeds
     mean = found.detach().clone()
     dist.all_reduce(mean)
     torch.testing.assert_close(mean / RANKS, loss.detach(), rtol=1e-8, atol=0)
@@ -209,6 +234,22 @@ def check_pass(
     for name, parameter in part.named_parameters():
         where = f"{name}, {layout}"
         torch.testing.assert_close(whole(parameter.grad), gradients[name], rtol=1e-8, atol=1e-12, msg=where)
+
+
+def check_dit(recipes: dict[str, str], folder: Path) -> None:
+    """A diffusion transformer: losses, gradients and messages, with adaLN norms, text and cross-attention."""
+    batch, task = make_latents(), make_dit()
+    loss = task(batch)["total"]
+    loss.backward()
+    evaluated = task.evaluate(batch)["loss"]
+    for layout in (Layout(2, 1, 2), Layout(1, 1, 4, again=True), Layout(1, 2, 2)):
+        part, mesh = divided(layout, make=make_dit)
+        weights = whole_weights(part) if layout.shards > 1 else {n: whole(t) for n, t in part.state_dict().items()}
+        if dist.get_rank() == 0:
+            assert all(torch.equal(weights[name], tensor) for name, tensor in make_dit().state_dict().items())
+        own = own_samples(batch, mesh)
+        torch.testing.assert_close(part.evaluate(own)["loss"], own_samples({"x": evaluated}, mesh)["x"])
+        check_pass(part, own, loss, task, mesh, layout)
 
 
 def check_dropout(recipes: dict[str, str], folder: Path) -> None:
@@ -404,6 +445,25 @@ def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
         assert figures[0] == figures[1] and set(figures[0]) == {"loss", "perplexity"}
 
 
+def check_resumed_dit(recipes: dict[str, str], folder: Path) -> None:
+    """A diffusion transformer's run that goes on from a sharded checkpoint of tensor 2 x shards 2 on tensor 4, with the
+    same samples' noise. Both sample images, of which each device computes a part."""
+
+    def run(name: str, devices: int, *changes: str) -> Recorder:
+        own = [f"output={folder / name}", f"training.tensor_parallel={devices}"]
+        return record("composer", load_config(recipes["dit"], [*own, *changes], Recipe), Recorder(with_digests=False))
+
+    first = run("dit", 2)
+    middle = next(path for path in (folder / "dit" / "checkpoints").iterdir() if "-ba2" in path.name)
+    again = run("dit_again", 4, f"checkpoints.load_path={middle}", "checkpoints.save=false", NO_EXPORT, TWO)
+    compare(first, again, "dit")
+    if dist.get_rank() == 0:
+        for network, weights in (("transformer", first.weights), ("transformer_ema", first.average)):
+            exported = DiT.open(folder / "dit" / "export" / network).state_dict()
+            assert weights.keys() == {f"denoiser.{name}" for name in exported}
+            assert all(torch.equal(tensor, weights[f"denoiser.{name}"]) for name, tensor in exported.items())
+
+
 def compare(plain: Recorder, run: Recorder, label: str) -> None:
     """The batches that both have, and everything at the end."""
     batches = len(run.losses)
@@ -433,12 +493,14 @@ MACHINES = [
 ]
 CHECKS = {
     "gradients": check_gradients,
+    "dit": check_dit,
     "dropout": check_dropout,
     "kept": check_kept,
     "updates": check_updates,
     "compiled": check_compiled,
     "runs": check_runs,
     "resumed_dropout": check_resumed_dropout,
+    "resumed_dit": check_resumed_dit,
 }
 
 

@@ -1,0 +1,35 @@
+"""Weights of versions in which queries, keys and values, or keys and values, were rows of one matrix.
+
+`autoregressive` had one matrix `qkv` for all three of them. The denoiser `dit` had that for self-attention, as the
+published DiT has, and one matrix `kv_linear` for the keys and values of cross-attention, as PixArt-alpha has.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+STACKED = re.compile(r"(.*\b(?:branch|attn|cross_attn|y_pool)\.)(qkv|kv_linear)\.(weight|bias)")
+PARTS = {"qkv": ("q", "k", "v"), "kv_linear": ("k_linear", "v_linear")}
+
+
+def separate_names(name: Any) -> list[str] | None:
+    """The names of a stacked parameter's two or three parts; None: it is not a stacked one."""
+    match = STACKED.fullmatch(name) if isinstance(name, str) else None
+    return None if match is None else [f"{match[1]}{part}.{match[3]}" for part in PARTS[match[2]]]
+
+
+def part_of(tensor: Tensor, number: int, parts: int) -> Tensor:
+    """The rows of one of a stacked parameter's parts, in memory of their own."""
+    return tensor.chunk(parts)[number].clone()
+
+
+def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A network's tensors with two or three matrices in the place of each stacked one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        names = separate_names(name)
+        found |= {name: tensor} if names is None else {n: part_of(tensor, i, len(names)) for i, n in enumerate(names)}
+    return found
