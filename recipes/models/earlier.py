@@ -11,14 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-STACKED = re.compile(r"(.*\b(?:branch|attn|cross_attn|y_pool)\.)(qkv|kv_linear)\.(weight|bias)")
+# Other models may have an `attn.qkv` of their own, which stays.
+PLACES = r".*\bbranch|.*\bdenoiser\.(?:layers\.\d+\.attn|layers\.\d+\.cross_attn|y_blocks\.\d+\.attn|y_pool)"
+STACKED = re.compile(rf"({PLACES})\.(qkv|kv_linear)\.(weight|bias)")
 PARTS = {"qkv": ("q", "k", "v"), "kv_linear": ("k_linear", "v_linear")}
 
 
 def separate_names(name: Any) -> list[str] | None:
     """The names of a stacked parameter's two or three parts; None: it is not a stacked one."""
     match = STACKED.fullmatch(name) if isinstance(name, str) else None
-    return None if match is None else [f"{match[1]}{part}.{match[3]}" for part in PARTS[match[2]]]
+    return None if match is None else [f"{match[1]}.{part}.{match[3]}" for part in PARTS[match[2]]]
 
 
 def part_of(tensor: Tensor, number: int, parts: int) -> Tensor:
@@ -26,10 +28,18 @@ def part_of(tensor: Tensor, number: int, parts: int) -> Tensor:
     return tensor.chunk(parts)[number].clone()
 
 
-def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A network's tensors with two or three matrices in the place of each stacked one."""
+def separated(tensors: dict[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """A network's tensors with two or three matrices in the place of each stacked one.
+
+    Args:
+        tensors: by their names in the network.
+        prefix: what the names of a task's tensors have before those of the network, such as "denoiser.".
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        names = separate_names(name)
-        found |= {name: tensor} if names is None else {n: part_of(tensor, i, len(names)) for i, n in enumerate(names)}
+        names = separate_names(prefix + name)
+        if names is None:
+            found[name] = tensor
+        else:
+            found |= {n.removeprefix(prefix): part_of(tensor, i, len(names)) for i, n in enumerate(names)}
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -173,7 +174,7 @@ class DiT(Denoiser):
 
     def load(self, folder: Path) -> None:
         """See `Denoiser.load`."""
-        load_safetensors(self, folder / WEIGHTS, separated)
+        load_safetensors(self, folder / WEIGHTS, partial(separated, prefix="denoiser."))
 
     @classmethod
     def open(cls, folder: Path) -> Self:

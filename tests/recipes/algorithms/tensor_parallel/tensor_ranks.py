@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +31,8 @@ from recipes.algorithms.sharding.shard import shard, whole_weights
 from recipes.algorithms.tensor_parallel.divide import divide
 from recipes.algorithms.tensor_parallel.generators import share_generators
 from recipes.config.recipe import Recipe, load_config
+from recipes.engines.conversion import convert, from_composer, read_composer
+from recipes.engines.lightning.checkpoint_format import REST
 from recipes.models.autoregressive.sampler import Choice, uniforms
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
 from recipes.models.language.task import Language
@@ -39,6 +42,7 @@ from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
 from recipes.planning.tensor_parallel import messages
 from tests.recipes.engines.recording import Recorder, record
+from tests.recipes.engines.stacked import stacked
 
 RANKS, BATCH = 4, 4
 CPU = torch.device("cpu")
@@ -385,7 +389,8 @@ def check_compiled(recipes: dict[str, str], folder: Path) -> None:
 def check_runs(recipes: dict[str, str], folder: Path) -> None:
     """Runs under both engines, and resumed on other numbers of devices, against one without division.
 
-    From a sharded checkpoint of tensor 2 x shards 2 to tensor 4, and from a full one of whole models to tensor 2.
+    From a sharded checkpoint of tensor 2 x shards 2 to tensor 4, from a full one of whole models to tensor 2, and from
+    a full one that was made of a sharded one of an earlier version.
     """
 
     def run(name: str, engine: str, devices: int, *changes: str) -> Recorder:
@@ -405,8 +410,10 @@ def check_runs(recipes: dict[str, str], folder: Path) -> None:
         "lightning": run("lightning", "lightning", 4, SEQUENCE, TWO),
         "composer again": run("composer_again", "composer", 4, sharded, middle("composer"), NO_EXPORT, TWO),
         "two machines": run("two_machines", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT),
-        "machines, sequence": run("sequence", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT, SEQUENCE, KEPT),
     }
+    earlier = f"checkpoints.load_path={of_earlier_version(folder / 'composer', folder / 'earlier')}"
+    changes = [*MACHINES, earlier, NO_EXPORT, SEQUENCE, KEPT]
+    runs["machines, sequence"] = run("sequence", "lightning", 2, *changes)
     for name, other in runs.items():
         compare(plain, other, name)
     short = ["training.duration=2ba", "checkpoints.save=false", NO_EXPORT]
@@ -425,6 +432,20 @@ def check_runs(recipes: dict[str, str], folder: Path) -> None:
                 )
                 wrong = [key for key in one if not key.endswith("k.bias") and not close(one[key], other[key])]
                 assert not wrong, (name, network, wrong)
+
+
+def of_earlier_version(run: Path, folder: Path) -> Path:
+    """A sharded checkpoint of batch 2, written as by a version with stacked queries, keys and values, and converted."""
+    if dist.get_rank() == 0:
+        new = next(path for path in (run / "checkpoints").iterdir() if "-ba2" in path.name)
+        state = stacked(from_composer(read_composer(new)))
+        assert any(".branch.qkv." in name for name in state["weights"])
+        parts = {name: state.pop(name) for name in ("weights", "optimizer")}
+        dcp.save(parts, checkpoint_id=folder / new.name, no_dist=True)
+        torch.save(state, folder / new.name / REST)
+        convert(folder / new.name, "lightning")
+    dist.barrier()
+    return next(folder.glob("*.ckpt"))
 
 
 def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
