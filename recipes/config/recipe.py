@@ -98,8 +98,8 @@ class Training:
     """Sharding over devices; null: each device holds the whole model (DDP)."""
     tensor_parallel: int = 1
     """Number of neighbouring devices that divide each layer's matrices and compute a batch together; 1: every device
-    computes its own batch. The model must name a plan, as `autoregressive` and `language` do, and more than one such
-    group needs `fsdp`."""
+    computes its own batch. The model must name a plan, as `autoregressive`, `language` and the denoiser `dit` do, and
+    more than one such group needs `fsdp`."""
     sequence_parallel: bool = False
     """Whether these devices also divide the positions of what lies between the divided matrices: norms, residual stream
     and dropout. Activations of a layer then take 1/N of the memory on each, and a quarter more is sent."""

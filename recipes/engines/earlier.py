@@ -3,7 +3,7 @@
 Full ones are converted when they are loaded. Of a sharded one each rank reads its own part by the names of this
 version, so it is refused, and `recipes/convert_checkpoint.py` makes a full one of it.
 
-Queries, keys and values of `autoregressive` were rows of one matrix, `qkv`, and are three matrices, `q`, `k` and `v`.
+See `recipes.models.earlier` for the parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from recipes.engines.lightning.checkpoint_format import REST
-from recipes.models.autoregressive.earlier import separate_names, third
+from recipes.models.earlier import part_of, separate_names
 
 
 def upgraded(value: Any) -> Any:
@@ -31,7 +31,7 @@ def upgraded(value: Any) -> Any:
             if names is None:
                 found[key] = upgraded(part)
             else:
-                found |= {name: _third_of(part, number) for number, name in enumerate(names)}
+                found |= {name: _part_of(part, number, len(names)) for number, name in enumerate(names)}
         return found
     if type(value) is tuple:
         return tuple(upgraded(part) for part in value)
@@ -58,8 +58,8 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
         )
 
 
-def _third_of(value: Any, number: int) -> Any:
-    """A third of a matrix or bias, and of the moments that an optimizer keeps of it; other values stay."""
+def _part_of(value: Any, number: int, parts: int) -> Any:
+    """A part of a matrix or bias, and of the moments that an optimizer keeps of it; other values stay."""
     if isinstance(value, dict):
-        return {name: _third_of(part, number) for name, part in value.items()}
-    return third(value, number) if isinstance(value, torch.Tensor) and value.ndim else value
+        return {name: _part_of(inner, number, parts) for name, inner in value.items()}
+    return part_of(value, number, parts) if isinstance(value, torch.Tensor) and value.ndim else value

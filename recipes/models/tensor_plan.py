@@ -6,10 +6,10 @@ A plan names modules and sizes. It knows nothing of devices; `recipes.algorithms
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,23 @@ class DividedBranch:
 
     Attributes:
         module: the branch. Its forward calls `norm`, then its method `enter`, whose result is the only input of all of
-            `columns`. `enter` may reorder positions; its first argument is the norm's output, the others are what the
-            branch is called with.
-        norm: normalises the residual stream.
+            `columns`, except for those that take the output of one of `TensorPlan.enters`. `enter` may reorder
+            positions; its first argument is the norm's output, the others are what the branch is called with.
+        norm: normalises the residual stream; None: that is done elsewhere, and sequence parallelism is refused.
         columns: linear layers whose outputs are divided: each device has some of the rows of their weights. A part of
             the outputs must be usable without the others, such as a number of whole heads.
         rows: the linear layer that takes the divided outputs and whose own is the sum over devices.
+        of_text: whether the stream is that of the text beside the other one, see `TensorPlan.text_positions`.
+        needed_again: whether a backward pass of the block around it needs the branch's output, so that activation
+            checkpointing of the block computes it, and sends its message, a second time.
     """
 
     module: nn.Module
-    norm: nn.LayerNorm
+    norm: nn.LayerNorm | None
     columns: Sequence[nn.Linear]
     rows: nn.Linear
+    of_text: bool = False
+    needed_again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +46,23 @@ class TensorPlan:
         vocabulary: the linear layer that predicts tokens, with methods `losses` and `logits` as
             `recipes.models.autoregressive.transformer.Unembedding` has; None: there is none.
         sizes: what the number of devices must divide, by name, such as {"heads": 62, "width": 3968}.
-        positions: number of positions of a sample in the residual stream, S.
+        positions: number of positions of a sample in the residual stream, S; 0: `lengths` tells it.
         predicted: number of those from which a token is predicted.
         width: width of the residual stream, d.
-        begins: module without parameters whose output is the residual stream, (B, S, d).
-        ends: the norm after the last branch, whose output goes to `vocabulary` only.
+        begins: module without parameters whose output is the residual stream, (B, S, d); None: sequence parallelism is
+            refused.
+        ends: the norm after the last branch, whose output goes to `vocabulary` only; None: as for `begins`.
         embeds: whether `vocabulary` also embeds the input tokens, by a method `embed` as
             `recipes.models.language.transformer.TokenTable` has.
         draws: modules that draw random numbers within divided branches: other ones on each device.
         dropouts: modules that draw random numbers in the residual stream, outside of branches: the same on all devices,
             or other ones where sequence parallelism divides it.
+        enters: modules without parameters whose outputs, (B, L, d), are taken by column layers of branches only: the
+            sum of the devices' gradients is sent once for all of these layers.
+        reads: modules that have parameters themselves, whole on each device, and use them as attributes.
+        text_positions: number of positions of a sample in the text beside the residual stream, L; 0: there is none, or
+            `lengths` tells it.
+        lengths: from a batch to `positions` and `text_positions`, where they depend on the data.
     """
 
     branches: Sequence[DividedBranch]
@@ -59,11 +71,22 @@ class TensorPlan:
     positions: int
     predicted: int
     width: int
-    begins: nn.Module
-    ends: nn.LayerNorm
+    begins: nn.Module | None
+    ends: nn.LayerNorm | None
     embeds: bool = False
     draws: Sequence[nn.Module] = ()
     dropouts: Sequence[nn.Module] = ()
+    enters: Sequence[nn.Module] = ()
+    reads: Sequence[nn.Module] = ()
+    text_positions: int = 0
+    lengths: Callable[[Mapping[str, Tensor]], tuple[int, int]] | None = None
+
+    def for_batch(self, batch: Mapping[str, Tensor]) -> TensorPlan:
+        """The plan with the numbers of positions of a batch, if they depend on it."""
+        if self.lengths is None:
+            return self
+        positions, text = self.lengths(batch)
+        return replace(self, positions=positions, text_positions=text)
 
     def dimensions(self) -> dict[int, int]:
         """The dimension along which each divided parameter is divided, by the parameter's id."""
@@ -79,8 +102,13 @@ class TensorPlan:
             sequence: whether they divide the positions of the residual stream, too.
 
         Raises:
-            ValueError: a size that the number of devices does not divide.
+            ValueError: a size that the number of devices does not divide, or a residual stream that cannot be divided.
         """
+        if sequence and self.begins is None:
+            raise ValueError(
+                "training.sequence_parallel: the model does not say how its residual stream can be divided; give "
+                "training.sequence_parallel=false"
+            )
         if sequence and self.positions % devices:
             raise ValueError(
                 f"training.sequence_parallel: {devices} devices do not divide {self.positions} positions; give "

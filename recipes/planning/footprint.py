@@ -10,7 +10,7 @@ from data.cost import FLOAT, Cost, all_reduce_bytes, size_text
 from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs
 from recipes.planning.devices import Devices
-from recipes.planning.tensor_parallel import held, messages, sent_bytes
+from recipes.planning.tensor_parallel import held, messages, recomputed, sent_bytes, sized_plan
 
 NAMES = {"all_reduce": "all-reduces", "all_gather": "all-gathers", "reduce_scatter": "reduce-scatters"}
 
@@ -70,10 +70,11 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
             f"{size_text(gradients)} of gradients per step"
         )
     if devices.tensor > 1:
-        plan, samples = task.tensor_plan(), recipe.training.device_batch(devices.world)
+        plan, samples = sized_plan(recipe, task), recipe.training.device_batch(devices.world)
         low = recipe.training.precision in ("amp_bf16", "amp_fp16")
         value, loss_value = (2 if low or costs.gathered else FLOAT), (2 if low else FLOAT)
         passes, sequence = microbatches_of(recipe, devices), recipe.training.sequence_parallel
+        again = recomputed(recipe, task)
         sent = sent_bytes(
             plan,
             samples,
@@ -82,13 +83,19 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
             loss_value=loss_value,
             table_value=2 if fsdp is not None and gathered_format(recipe, costs) == "bf16" else FLOAT,
             sequence=sequence,
+            again=again,
             passes=passes,
         )
-        inside = [one for one in messages(plan, samples // passes, devices.tensor, sequence) if one.what == "branches"]
-        counts = " and ".join(f"{one.count} {NAMES[one.kind]}" for one in inside)
+        found = messages(plan, samples // passes, devices.tensor, sequence, again)
+        inside = [one for one in found if one.what == "branches"]
+        sizes = {one.values: [other for other in inside if other.values == one.values] for one in inside}
+        counts = ", ".join(
+            " and ".join(f"{one.count} {NAMES[one.kind]}" for one in ones) + f" of {size_text(value * values)}"
+            for values, ones in sizes.items()
+        )
         yield (
-            f"within {devices.tensor} tensor parallel devices: each sends {size_text(sent)} per step; {counts} of "
-            f"{size_text(value * inside[0].values)} per microbatch in {len(plan.branches)} branches"
+            f"within {devices.tensor} tensor parallel devices: each sends {size_text(sent)} per step; {counts} per "
+            f"microbatch in {len(plan.branches)} branches"
         )
     if devices.replicas > 1:
         cost = next((c for c in costs.algorithms.values() if c.sent_bytes is not None), None)

@@ -17,7 +17,14 @@ from recipes.planning.devices import Devices
 from recipes.planning.footprint import gathered_sizes, gradient_traffic
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.step_time import LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
-from recipes.planning.tensor_parallel import check_tensor_parallel, divided_share, held, messages, sent_bytes
+from recipes.planning.tensor_parallel import (
+    check_tensor_parallel,
+    divided_share,
+    held,
+    messages,
+    sent_bytes,
+    sized_plan,
+)
 from recipes.planning.trace import BYTES, Traces
 
 # Of a device's memory: the rest is taken by CUDA, by workspaces of kernels and by fragments. Not measured here.
@@ -287,18 +294,26 @@ class Run:
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
         host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
-        return StepTime(*parts, exposed=self.exposed(passes))
+        return StepTime(*parts, exposed=self.exposed(passes, recompute))
 
-    def exposed(self, passes: float) -> float:
+    def exposed(self, passes: float, recompute: bool) -> float:
         """Seconds of the messages for which the devices that divide matrices wait."""
         if self.devices.tensor == 1:
             return 0.0
-        plan, shares = self.task.tensor_plan(), self.place.shares
+        plan, shares = sized_plan(self.recipe, self.task), self.place.shares
         devices, sequence = self.devices.tensor, self.recipe.training.sequence_parallel
+        again = {module for block in self.task.recomputed_blocks() for module in block.modules()} if recompute else ()
         sent = sent_bytes(
-            plan, self.batch, devices, value=BYTES, loss_value=BYTES, sequence=sequence, passes=math.ceil(passes)
+            plan,
+            self.batch,
+            devices,
+            value=BYTES,
+            loss_value=BYTES,
+            sequence=sequence,
+            again=again,
+            passes=math.ceil(passes),
         )
-        count = sum(message.count for message in messages(plan, self.batch, devices, sequence))
+        count = sum(message.count for message in messages(plan, self.batch, devices, sequence, again))
         return sent / (shares.links * self.place.device.within) + shares.gap * count * passes
 
     def sent(self, passes: int) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +12,9 @@ from torch import nn
 from data.cost import FLOAT
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
+from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
+from recipes.planning.batches import blank_batch
 from recipes.planning.devices import Devices
 
 # What changes how linear layers or norms compute, or keeps its own idea of which rank holds what.
@@ -52,6 +56,12 @@ def check_tensor_parallel(recipe: Recipe, devices: Devices, task: nn.Module | No
         if algorithm.name == "resblock_grad_scaling" and algorithm.args.get("weights") == "fp16":
             raise ValueError(f"{asked} does not work with weights: fp16 of algorithms.{label}; use fp32")
     plan.check(devices.tensor, devices.shards, recipe.training.sequence_parallel)
+
+
+def sized_plan(recipe: Recipe, task: Task) -> TensorPlan:
+    """The plan of a task that has one, with the numbers of positions that the recipe's data has."""
+    plan = task.tensor_plan()
+    return plan if plan.lengths is None else plan.for_batch(blank_batch(recipe, task, 1))
 
 
 def held(module: nn.Module, task: nn.Module, devices: Devices) -> int:
@@ -122,22 +132,36 @@ class Message:
         return self.count * rounds * (devices - 1) / devices * self.values * value_bytes
 
 
-def messages(plan: TensorPlan, samples: int, devices: int, sequence: bool = False) -> list[Message]:
+def recomputed(recipe: Recipe, task: Task) -> set[nn.Module]:
+    """The modules that activation checkpointing computes again in the backward pass, if the recipe has it."""
+    every = [a.args.get("every", 1) for a in recipe.algorithms.values() if a.name == "activation_checkpointing"]
+    return {module for one in every for block in task.recomputed_blocks()[::one] for module in block.modules()}
+
+
+def messages(
+    plan: TensorPlan, samples: int, devices: int, sequence: bool = False, again: Collection[nn.Module] = ()
+) -> list[Message]:
     """The messages of a forward and backward pass.
 
     Each branch has one all-reduce in the forward pass, where it is left, and one in the backward pass, where it is
     entered: four per layer of attention and MLP (Shoeybi et al. 2019, section 3). With sequence parallelism, each of
     them is a reduce-scatter and an all-gather, and the branch's input is gathered a second time for the backward pass
     (Korthikanti et al. 2022, section 4.2.2); gradients of norms and of biases are summed. Activation checkpointing
-    changes none of these numbers.
+    changes these numbers for branches only whose output their block needs again.
+
+    A module whose output enters several branches has one in the backward pass for all of them.
 
     Args:
-        plan: of the model.
+        plan: of the model, with its numbers of positions.
         samples: of the microbatch.
         devices: of the group.
         sequence: whether positions of the residual stream are divided.
+        again: modules that are computed again in the backward pass.
     """
-    branches, stream = len(plan.branches), samples * plan.positions * plan.width
+    of_text = sum(branch.of_text for branch in plan.branches)
+    branches, stream = len(plan.branches) - of_text, samples * plan.positions * plan.width
+    repeated = Counter(branch.of_text for branch in plan.branches if branch.needed_again and branch.module in again)
+    text = samples * plan.text_positions * plan.width
     found = []
     if sequence:
         biased = sum(branch.rows.bias is not None for branch in plan.branches)
@@ -149,7 +173,11 @@ def messages(plan: TensorPlan, samples: int, devices: int, sequence: bool = Fals
             Message("all_reduce", biased, plan.width, "parameters"),
         ]
     else:
-        found.append(Message("all_reduce", 2 * branches, stream, "branches"))
+        found.append(Message("all_reduce", 2 * branches + repeated[False], stream, "branches"))
+    if of_text:
+        found.append(Message("all_reduce", 2 * of_text + repeated[True], text, "branches"))
+    if plan.enters:
+        found.append(Message("all_reduce", len(plan.enters), text, "stream"))
     if plan.embeds:
         found.append(Message("all_reduce", 1, stream, "table"))
     if plan.vocabulary is not None:
@@ -171,6 +199,7 @@ def sent_bytes(
     loss_value: int,
     table_value: int = FLOAT,
     sequence: bool = False,
+    again: Collection[nn.Module] = (),
     passes: int = 1,
 ) -> float:
     """Bytes that each device sends to the others of its tensor parallel group for some samples, by rings.
@@ -183,8 +212,10 @@ def sent_bytes(
         loss_value: bytes of a value of the hidden vectors, from which tokens are predicted.
         table_value: bytes of a value of a divided table that embeds tokens.
         sequence: whether positions of the residual stream are divided.
+        again: modules that are computed again in the backward pass.
         passes: microbatches, each of which sends gradients of parameters.
     """
     sizes = {"branches": value, "table": table_value, "hidden": loss_value}
     sizes |= {"stream": FLOAT, "losses": FLOAT, "parameters": FLOAT * passes}
-    return sum(message.sent(sizes[message.what], devices) for message in messages(plan, samples, devices, sequence))
+    found = messages(plan, samples, devices, sequence, again)
+    return sum(message.sent(sizes[message.what], devices) for message in found)

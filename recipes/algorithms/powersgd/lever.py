@@ -34,7 +34,8 @@ class PowerSGD(Lever):
     Gradients are averaged between `training.fsdp.replicas` machines: each device compresses its own shard of each
     matrix, and averages it with the devices that hold the same shard on other machines. Without sharding, each process
     counts as a machine, and the averaging of DistributedDataParallel is turned off. Gains, biases, embeddings and
-    unembeddings are averaged in 32-bit.
+    unembeddings are averaged in 32-bit. Gradients of 64-bit parameters are computed in 64 bits, and are 64-bit numbers
+    where `wire` and `buffer` say 32-bit.
     """
 
     def __init__(
@@ -142,7 +143,9 @@ class PowerSGD(Lever):
         self.compressor = LowRank(self.rank // devices, seed=self.seed, **self.formats)
         for number, block in enumerate(self.blocks):
             shapes = [matrix.shape for matrix in block]
-            self.states.append(self.compressor.new_state(shapes, block[0].parameter.device, number))
+            p = block[0].parameter
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            self.states.append(self.compressor.new_state(shapes, p.device, number, dtype))
         if self.resumed_errors is not None:
             for block, block_state in zip(self.blocks, self.states, strict=True):
                 parts = [as_matrix(matrix.part_of(self.resumed_errors[matrix.name])) for matrix in block]

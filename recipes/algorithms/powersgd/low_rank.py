@@ -2,7 +2,7 @@
 
 Steps are numbered as in that description. The code here depends only on gradients, a state and process groups. Its
 caller runs `compress` for each block whose gradients are complete, then `repair`, `reduce_others` and `agree` once
-each, and `finish` for each block.
+each, and `finish` for each block. Numbers are computed in 32 bits, and those of 64-bit gradients in 64 bits.
 
     G  gradient of a matrix on this machine, (rows, columns) with rows <= columns
     E  G + the error of earlier steps: the term of this machine in the sum
@@ -30,7 +30,7 @@ class BlockState:
     """The state of a block, kept from step to step.
 
     Attributes:
-        projections: Q of each matrix, (columns, r) float32.
+        projections: Q of each matrix, (columns, r), in the dtype in which the block is computed.
         errors: error of the compression of each matrix, (rows, columns), in the format of the buffer.
     """
 
@@ -115,21 +115,24 @@ class LowRank:
         self.identity = identity
         self.cholesky = cholesky
 
-    def new_state(self, shapes: Sequence[torch.Size], device: torch.device, number: int) -> BlockState:
+    def new_state(
+        self, shapes: Sequence[torch.Size], device: torch.device, number: int, dtype: torch.dtype = torch.float32
+    ) -> BlockState:
         """The state of a block before the first step. Q is drawn on the CPU, and equal on all machines.
 
         Args:
             shapes: shapes of its gradients, with two or more dimensions; all but the first are flattened.
             device: device of its gradients.
             number: number of the block, from which its Q is seeded.
+            dtype: of its gradients, float32 or float64, in which the block is computed.
         """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         state = BlockState([], [])
         for shape in shapes:
             rows, columns = _sides(shape)
             rank = min(self.rank, rows)
-            state.projections.append(torch.randn(columns, rank, generator=generator).to(device))
-            state.errors.append(self.buffer.encode(torch.zeros(rows, columns, device=device)))
+            state.projections.append(torch.randn(columns, rank, generator=generator).to(device, dtype))
+            state.errors.append(self.buffer.encode(torch.zeros(rows, columns, device=device, dtype=dtype)))
         return state
 
     @torch.no_grad()
@@ -137,7 +140,7 @@ class LowRank:
         """Steps 1 to 4. The memory of the gradients is overwritten; `finish` writes the average into it.
 
         Args:
-            gradients: this rank's shards of the gradients of the block, float32.
+            gradients: this rank's shards of the gradients of the block, in the dtype of its state.
             scale: divisor of the gradients: the number of machines, times a gradient scale if there is one.
             state: state of the block, not changed.
             group: the ranks that hold the same shards, one per machine.
@@ -230,7 +233,7 @@ class LowRank:
 
     @torch.no_grad()
     def summed_errors(self, state: BlockState, group: ProcessGroup) -> list[Tensor]:
-        """The sum of the errors of all machines, each (rows, columns) float32 and equal on all ranks, for checkpoints.
+        """The sum of the errors of all machines, each (rows, columns) and equal on all ranks, for checkpoints.
 
         Every rank of the group must call it.
         """
@@ -246,13 +249,14 @@ class LowRank:
         Raises:
             ValueError: the sums do not have the shapes of the block's matrices.
         """
-        for number, (error, total) in enumerate(zip(state.errors, sums, strict=True)):
+        parts = zip(state.errors, state.projections, sums, strict=True)
+        for number, (error, q, total) in enumerate(parts):
             if error.shape != total.shape:
                 raise ValueError(
                     f"powersgd: an error in the checkpoint has shape {tuple(total.shape)}, but the matrix "
                     f"of the model has {tuple(error.shape)}"
                 )
-            state.errors[number] = self.buffer.encode(total.to(error.device, torch.float32) / machines)
+            state.errors[number] = self.buffer.encode(total.to(q) / machines)
 
     # --- cost ----------------------------------------------------------------------------------
 
@@ -267,10 +271,10 @@ class LowRank:
 
 @torch.no_grad()
 def reduce_others(gradients: list[Tensor], scale: float, group: ProcessGroup) -> None:
-    """Step 5: gains, biases, embeddings and unembeddings summed in one 32-bit message, in place.
+    """Step 5: gains, biases, embeddings and unembeddings summed in one message, in place, in their own dtype.
 
     Args:
-        gradients: float32, of any shapes.
+        gradients: float32 or float64, of any shapes.
         scale: divisor of the gradients before they are summed.
         group: the ranks that hold the same shards, one per machine.
     """

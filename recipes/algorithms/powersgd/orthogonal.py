@@ -20,11 +20,11 @@ def cholesky_qr(matrices: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     same shape are decomposed together, and the host waits for nothing.
 
     Args:
-        matrices: (m, r) float32 each, with m >= r and finite values.
+        matrices: (m, r) float32 or float64 each, with m >= r and finite values.
 
     Returns:
-        (m, r) float32 each, and () bool: whether all of them are orthonormal to the precision of 32-bit floats. If not,
-        use `householder`.
+        (m, r) each, in the same dtype, and () bool: whether all of them are orthonormal to its precision. If not, use
+        `householder`.
     """
     flags: list[Tensor] = []
 
@@ -55,15 +55,15 @@ def _pass(stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def householder(matrices: list[Tensor]) -> list[Tensor]:
     """Bases of the column spaces of matrices: the Q of QR decompositions by Householder reflections.
 
-    Columns are orthonormal to the precision of 32-bit floats, even if the columns of the matrix are nearly dependent.
+    Columns are orthonormal to the precision of their dtype, even if the columns of the matrix are nearly dependent.
     Gram-Schmidt loses orthogonality as the condition number grows, which broke PowerSGD for Ramesh et al. (2021).
     `torch.geqrf` calls LAPACK or cuSOLVER, which on a GPU take one matrix and one block of columns after another.
 
     Args:
-        matrices: (m, r) float32 each, with m >= r and finite values.
+        matrices: (m, r) float32 or float64 each, with m >= r and finite values.
 
     Returns:
-        (m, r) float32 each.
+        (m, r) each, in the same dtype.
     """
     return _by_shape(matrices, lambda stack: torch.linalg.householder_product(*torch.geqrf(stack)))
 

@@ -23,13 +23,13 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: flo
     value of the format with their sign, NaN by zero.
 
     Args:
-        values: (N,) float32.
+        values: (N,) float32 or float64.
         group: ranks whose values are added.
-        wire: format in which values are sent; 32-bit: an ordinary all-reduce.
+        wire: format in which values are sent; 32-bit: an ordinary all-reduce, in the dtype of the values.
         scale: factor that brings values into the range of the format when they are sent; the sum is divided by it.
 
     Returns:
-        The sum (N,) float32, and () bool: whether all values of this rank were finite.
+        The sum (N,) in the dtype of the values, and () bool: whether all values of this rank were finite.
     """
     finite = torch.isfinite(magnitude(values))
     ranks = dist.get_world_size(group)
@@ -45,7 +45,7 @@ def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: flo
     dist.all_to_all_single(_bytes(others), _bytes(codes), group=group)
     own = wire.encode(wire.decode(others).view(ranks, part).sum(0))
     dist.all_gather_into_tensor(_bytes(codes), _bytes(own), group=group)
-    return wire.decode(codes[: values.numel()]) / scale, finite
+    return wire.decode(codes[: values.numel()]).to(values.dtype) / scale, finite
 
 
 def magnitude(values: Tensor) -> Tensor:

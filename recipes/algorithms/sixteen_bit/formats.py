@@ -84,11 +84,12 @@ class Format16:
         """Codes of the nearest values.
 
         Args:
-            values: (...) float32.
+            values: (...) float32; of another dtype, they are rounded to it first.
 
         Returns:
             (...) int16. Without a sign bit, codes use all 16 bits, so that the upper half of them is negative as int16.
         """
+        values = values.to(torch.float32)
         if values.is_cuda:
             return kernels().encode(values, self.constants)
         shift = FLOAT_SIGNIFICAND - self.significand
@@ -140,7 +141,10 @@ def kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class Float32:
-    """32-bit floats with the methods of `Format16`: the codes are the values, and nothing is rounded."""
+    """32-bit floats with the methods of `Format16`: the codes are the values, and nothing is rounded.
+
+    Values of 64 bits are left as they are, too.
+    """
 
     name: str = "32-bit"
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
-from recipes.algorithms.tensor_parallel.modules import LOCAL, Divided, classes_of
+from recipes.algorithms.tensor_parallel.modules import LOCAL, Divided, ReadsLocal, classes_of
 from recipes.models.tensor_plan import TensorPlan
 
 
@@ -31,8 +31,8 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, device: torch.d
         sequence: whether they divide the positions of the residual stream in training, too.
 
     Raises:
-        ValueError: see `TensorPlan.check`; or a module with parameters that is none of `LOCAL`, or computes in another
-            way than PyTorch's.
+        ValueError: see `TensorPlan.check`; or a module with parameters that is none of `LOCAL` or `TensorPlan.reads`,
+            or computes in another way than PyTorch's.
     """
     plan.check(mesh.size(), sequence=sequence)
     placements = {key: Shard(dimension) for key, dimension in plan.dimensions().items()}
@@ -42,7 +42,7 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, device: torch.d
         own = dict(module.named_parameters(recurse=False))
         added = mixins.get(module, ())
         if own:
-            added = (*added, _local_class(module, label))
+            added = (*added, ReadsLocal if module in plan.reads else _local_class(module, label))
         if added:
             module.__class__ = _joined(*added, type(module))
         if isinstance(module, Divided):

@@ -59,6 +59,28 @@ class LocalEmbedding(nn.Embedding):
         return nn.functional.embedding(indices, local(self.weight))
 
 
+class ReadsLocal(nn.Module):
+    """A module that uses parameters of its own as attributes. In its forward, they are this device's parts of them.
+
+    Attributes:
+        computes: whether its forward runs. Elsewhere, FSDP2 expects the parameters themselves.
+    """
+
+    computes: bool = False
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """As the module's own."""
+        self.computes = True
+        try:
+            return super().forward(*inputs)
+        finally:
+            self.computes = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return local(found) if self.computes and isinstance(found, nn.Parameter) else found
+
+
 LOCAL: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: LocalLinear,
     nn.LayerNorm: LocalNorm,
@@ -82,6 +104,14 @@ class Enters(Divided):
     def enter(self, x: Tensor, *context: Any) -> Tensor:
         """The branch's own `enter`, with the sum of the devices' gradients, sent in the dtype of the products."""
         return super().enter(enter(for_products(x), self.tensor_group), *context)
+
+
+class EntersOnce(Divided):
+    """A module whose output enters the divided region of several branches, see `TensorPlan.enters`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, d) -> (B, L, d). Gradients of all branches are added in the dtype of x, and then sent."""
+        return enter(super().forward(x), self.tensor_group)
 
 
 class SumsRows(Divided, nn.Linear):
@@ -236,6 +266,7 @@ def classes_of(plan: TensorPlan, sequence: bool) -> dict[nn.Module, tuple[type[D
         sequence: whether positions of the residual stream are divided.
     """
     found: dict[nn.Module, tuple[type[Divided], ...]] = {module: (DrawsOwn,) for module in plan.draws}
+    found |= {module: (EntersOnce,) for module in plan.enters}
     for branch in plan.branches:
         found[branch.module] = (EntersSequence if sequence else Enters,)
         found[branch.rows] = (ScattersRows if sequence else SumsRows,)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from recipes.models.autoregressive.earlier import separated
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops, tensor_plan
+from recipes.models.earlier import separated
 from recipes.models.network_folder import FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 from torch import Tensor, nn
 
 from recipes.models.family import NotInDiffusersError
+from recipes.models.tensor_plan import TensorPlan
 
 
 class Denoiser(nn.Module, ABC):
@@ -48,6 +49,10 @@ class Denoiser(nn.Module, ABC):
     def recomputed_blocks(self) -> list[nn.Module]:
         """See `Task.recomputed_blocks`."""
         return self.blocks()
+
+    def tensor_plan(self) -> TensorPlan | None:
+        """See `Task.tensor_plan`."""
+        return None
 
     @abstractmethod
     def save(self, folder: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.files import write_json
+from recipes.models.earlier import separated
 from recipes.models.latent_diffusion.denoiser import Denoiser
+from recipes.models.tensor_plan import DividedBranch, TensorPlan
 from recipes.models.weights import load_safetensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -45,7 +49,10 @@ class DiT(Denoiser):
         cross_attention: bool = True,
         mlp_ratio: int = 4,
     ) -> None:
-        """Build it with new weights. Names of weights are those of the published DiT and PixArt-alpha.
+        """Build it with new weights.
+
+        Names of weights are those of the published DiT and PixArt-alpha, except for queries, keys and values, which are
+        rows of one matrix there. Weights with the published names are converted when they are loaded.
 
         Args:
             width: width of the patches' vectors; a multiple of 4 and of heads.
@@ -86,15 +93,21 @@ class DiT(Denoiser):
         self.y_pool = CrossAttention(width, heads)
         self.y_query = nn.Parameter(torch.zeros(1, 1, width))
         self.y_pooled = Mlp(width, width, width, nn.SiLU())
+        self.y_attended = nn.Identity()  # the text that the blocks attend to
         self.layers = nn.ModuleList(Block(width, heads, mlp_ratio, cross_attention) for _ in range(layers))
         self.final_layer = FinalLayer(width, latent_channels * patch_size**2)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """DiT's initialisation: each block begins as the identity, and the output as zero."""
+        gains: dict[nn.Module, float] = {}  # the published networks draw these as rows of one larger matrix
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
+            if isinstance(module, SelfAttention):
+                gains |= dict.fromkeys((module.q, module.k, module.v), math.sqrt(1 / 2))
+            elif isinstance(module, CrossAttention):
+                gains |= dict.fromkeys((module.k_linear, module.v_linear), math.sqrt(2 / 3))
+            elif isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight, gains.get(module, 1.0))
                 nn.init.zeros_(module.bias)
         for mlp in (self.t_embedder, self.y_pooled):
             nn.init.normal_(mlp.fc1.weight, std=0.02)
@@ -121,6 +134,7 @@ class DiT(Denoiser):
         pooled = self.y_pool(self.y_query.repeat(len(y), 1, 1), y).squeeze(1)  # BD
         time = self.t_embedder(positions(times, FREQUENCIES).to(self.t_embedder.fc1.weight))  # BD
         c = F.silu(time + self.y_pooled(pooled))  # BD
+        y = self.y_attended(y)
         for block in self.layers:
             x = block(x, y, c)
         x = self.final_layer(x, c)  # BN(Cpp)
@@ -130,6 +144,28 @@ class DiT(Denoiser):
         """See `Task.blocks`."""
         return [*self.y_blocks, *self.layers]
 
+    def tensor_plan(self) -> TensorPlan:
+        """Attention is divided by heads, and the MLPs of blocks by their inner width. Modulations are whole."""
+        attends = any(block.cross_attn is not None for block in self.layers)
+        return TensorPlan(
+            branches=[*_branches(self.y_blocks, of_text=True), *_branches(self.layers)],
+            vocabulary=None,
+            sizes={"heads": self.config["heads"]},
+            positions=0,
+            predicted=0,
+            width=self.width,
+            begins=None,
+            ends=None,
+            enters=[self.y_attended] if attends else [],
+            reads=[self],
+            lengths=self._lengths,
+        )
+
+    def _lengths(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Numbers of patches and of text positions, N and L."""
+        height, width = batch["latents"].shape[2:]
+        return height * width // self.patch_size**2, batch["text"].shape[1]
+
     def save(self, folder: Path) -> None:
         """Write config.json and safetensors."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +174,7 @@ class DiT(Denoiser):
 
     def load(self, folder: Path) -> None:
         """See `Denoiser.load`."""
-        load_safetensors(self, folder / WEIGHTS)
+        load_safetensors(self, folder / WEIGHTS, partial(separated, prefix="denoiser."))
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -205,14 +241,22 @@ class SelfAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
+        self.head_width = width // heads
+        # Not one stacked matrix: a part of the rows of each of these is a number of whole heads.
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, N, D)."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B(heads)Nd each
+        x = self.enter(x)
+        q, k, v = (split(layer(x), self.head_width) for layer in (self.q, self.k, self.v))  # B(heads)Nd each
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `DividedBranch.module`."""
+        return x
 
 
 class CrossAttention(nn.Module):
@@ -220,16 +264,21 @@ class CrossAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.q_linear = nn.Linear(width, width)
-        self.kv_linear = nn.Linear(width, 2 * width)
+        self.k_linear = nn.Linear(width, width)
+        self.v_linear = nn.Linear(width, width)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """x (B, N, D) attends to y (B, L, D)."""
-        q = self.q_linear(x).unflatten(2, (self.heads, -1)).transpose(1, 2)  # B(heads)Nd
-        k, v = self.kv_linear(y).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B(heads)Ld each
+        q = split(self.q_linear(self.enter(x)), self.head_width)  # B(heads)Nd
+        k, v = (split(layer(y), self.head_width) for layer in (self.k_linear, self.v_linear))  # B(heads)Ld each
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `DividedBranch.module`."""
+        return x
 
 
 class Mlp(nn.Module):
@@ -243,7 +292,35 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., out) for x (..., width)."""
-        return self.fc2(self.act(self.fc1(x)))
+        return self.fc2(self.act(self.fc1(self.enter(x))))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """See `DividedBranch.module`."""
+        return x
+
+
+def _branches(blocks: Iterable[nn.Module], of_text: bool = False) -> list[DividedBranch]:
+    """How the attention and the MLP of blocks are divided."""
+    found = []
+    for module in (module for block in blocks for module in block.children()):
+        match module:
+            case SelfAttention():
+                columns, rows = (module.q, module.k, module.v), module.proj
+            case CrossAttention():
+                columns, rows = (module.q_linear, module.k_linear, module.v_linear), module.proj
+            case Mlp():
+                columns, rows = (module.fc1,), module.fc2
+            case _:
+                continue
+        # The gates of a block need what they multiply. Nothing needs the output of a text block's MLP.
+        again = not (of_text and isinstance(module, Mlp))
+        found.append(DividedBranch(module, None, columns, rows, of_text, again))
+    return found
+
+
+def split(x: Tensor, head_width: int) -> Tensor:
+    """(B, N, heads d) -> (B, heads, N, d), for as many heads as there are."""
+    return x.unflatten(2, (-1, head_width)).transpose(1, 2)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from data.log import log
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
 from recipes.models.task import Task
+from recipes.models.tensor_plan import TensorPlan
 
 # The objective's folder in an export, by diffusers' name for it.
 SCHEDULER = "scheduler"
@@ -50,6 +51,10 @@ class LatentDiffusion(Task):
     def recomputed_blocks(self) -> list[nn.Module]:
         """See `Denoiser.recomputed_blocks`."""
         return self.denoiser.recomputed_blocks()
+
+    def tensor_plan(self) -> TensorPlan | None:
+        """See `Denoiser.tensor_plan`."""
+        return self.denoiser.tensor_plan()
 
     def denoise(self, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """The denoiser's prediction (B, C, H, W), also while the model is sharded. See `Denoiser.forward`."""

@@ -53,7 +53,13 @@ WEIGHTS = "algorithms={powersgd: null, resblock_grad_scaling: {weights: fp16}}"
             "training.sequence_parallel: 8 devices do not divide 1023 positions; give",
         ),
         ("sd2_base", [TWO], 2, "latent_diffusion does not say how its matrices can be divided; give 1"),
-        ("openmoji_diffusion", [TWO], 2, "latent_diffusion does not say how its matrices can be divided; give 1"),
+        ("openmoji_diffusion", [EIGHT], 8, "8 does not divide the model's heads, 4; give 2, 4, or 1"),
+        (
+            "openmoji_diffusion",
+            [TWO, "training.sequence_parallel=true"],
+            2,
+            "training.sequence_parallel: the model does not say how its residual stream can be divided; give",
+        ),
         ("dalle_12b", [TWO, "model={width: 60, heads: 2}"], 8, "times 4 shards do not divide a matrix of 60 rows"),
         ("dalle_12b", [TWO, "training.fsdp.replicas=3"], 8, "3 does not divide 8 devices in groups of 2"),
     ],
@@ -123,6 +129,24 @@ def test_the_dry_run_of_a_divided_sequence(monkeypatch):
     values = 2 * stream * (5 * branches + 2 + 2) + 4 * stream + 4 * 8 * 2 * 8 * 1024
     values += 2 * 4 * 3072 * (2 * (branches + 1) + branches)
     assert f"each sends {size_text(7 / 8 * values)} per step" in line
+
+
+def test_the_dry_run_of_a_diffusion_transformer(monkeypatch):
+    """Numbers of patches and of text positions are those of the data; blocks that are computed again send again."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    network = "model.denoiser={cross_attention: true, text_layers: 1}"
+    again = "algorithms.again={name: activation_checkpointing, every: 2}"
+    config = recipe("openmoji_diffusion", TWO, network, again, "training={microbatch: 16, precision: fp32}")
+    lines = describe_run(config, []).splitlines()
+    (line,) = [line for line in lines if line.startswith("within 2 tensor parallel devices")]
+    # 8 layers of three branches, of which every second one is computed again, and the text's block of two branches.
+    patches, text = 2 * 24 + 3 * 4, 2 * 2 + 1
+    sizes = [4 * 16 * positions * 256 for positions in (2 * 2, 77)]
+    assert f"{text} all-reduces of {size_text(sizes[1])}" in line
+    assert f"{patches} all-reduces of {size_text(sizes[0])}" in line and "in 26 branches" in line
+    # In four microbatches; the text's gradient is sent once for all layers.
+    assert f"each sends {size_text(4 * (patches * sizes[0] + (text + 1) * sizes[1]))} per step" in line
 
 
 def test_a_sequence_is_divided_by_tensor_parallel_devices_only():

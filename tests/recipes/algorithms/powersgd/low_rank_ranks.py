@@ -38,9 +38,9 @@ def step(compressor, state, given, group=None, others=(), shards=None, factor=No
     return agreed
 
 
-def new(rank, shapes=SHAPES, **arguments):
+def new(rank, shapes=SHAPES, dtype=torch.float32, **arguments):
     compressor = LowRank(rank, **arguments)
-    return compressor, compressor.new_state(shapes, torch.device("cpu"), 0)
+    return compressor, compressor.new_state(shapes, torch.device("cpu"), 0, dtype)
 
 
 def same_everywhere(tensors):
@@ -103,6 +103,19 @@ def check_full_rank():
             norm = torch.stack([g.square().sum() for g in wanted]).sum().sqrt()
             assert abs(agreed.norm / norm - 1) < tolerance
             same_everywhere(given + others + [agreed.norm])
+    # Gradients in 64 bits are averaged in 64 bits, and sent so, unless the wire has 16.
+    for wire, tolerance in ((FLOAT_32, 1e-13), (MEAN_1_6_9, 2 * 2**-10)):
+        for cholesky in (False, True):
+            compressor, state = new(100, dtype=torch.float64, wire=wire, buffer=wire, cholesky=cholesky)
+            given = [g.double() for g in gradients(0)]
+            block = compressor.compress(given, 4, state, dist.group.WORLD)
+            assert block.orthonormal
+            compressor.finish(block, agree([block], [], dist.group.WORLD).sent[0], state, 4)
+            sums = compressor.summed_errors(state, dist.group.WORLD)
+            compressor.load_errors(state, sums, 4)
+            for found, exact, error in zip(given, mean(0), decoded(compressor, state), strict=True):
+                assert found.dtype == torch.float64 and (found - exact).norm() / exact.norm() < tolerance
+                assert wire is MEAN_1_6_9 or error.dtype == torch.float64
     # The same on the 16-bit wire: two roundings of 2^-10 each for P, of which only the span matters, and for Q'.
     compressor, state = new(100)
     given = gradients(0)

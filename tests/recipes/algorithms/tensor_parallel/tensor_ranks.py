@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,28 +19,37 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.resilience.guard import block_norms
 from recipes.algorithms.sharding.shard import shard, whole_weights
 from recipes.algorithms.tensor_parallel.divide import divide
 from recipes.algorithms.tensor_parallel.generators import share_generators
 from recipes.config.recipe import Recipe, load_config
+from recipes.engines.conversion import convert, from_composer, read_composer
+from recipes.engines.lightning.checkpoint_format import REST
 from recipes.models.autoregressive.sampler import Choice, uniforms
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
 from recipes.models.language.task import Language
+from recipes.models.latent_diffusion.dit import DiT
+from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
+from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
 from recipes.planning.tensor_parallel import messages
 from tests.recipes.engines.recording import Recorder, record
+from tests.recipes.engines.stacked import stacked
 
 RANKS, BATCH = 4, 4
 CPU = torch.device("cpu")
 # 19 tokens: neither 2 nor 4 devices have equally many. The last kind of layer but one permutes positions.
 SIZES = {"layers": 3, "width": 16, "heads": 4, "text_positions": 8, "text_vocabulary": 11, "side": 4, "codes": 8}
 TEXT = {"layers": 2, "width": 16, "heads": 4, "positions": 12, "vocabulary": 32}
+PATCHES = {"layers": 2, "width": 16, "heads": 4, "text_width": 12, "latent_channels": 3, "text_layers": 1}
 
 
 def make_task(dropout: float | None = None) -> Task:
@@ -52,6 +62,23 @@ def make_task(dropout: float | None = None) -> Task:
     for parameter in task.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return task
+
+
+def make_dit() -> LatentDiffusion:
+    """A diffusion transformer with a block over the text, and cross-attention to it."""
+    torch.manual_seed(0)
+    task = LatentDiffusion(denoiser=DiT(**PATCHES), objective=RectifiedFlow()).double()
+    for parameter in task.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return task
+
+
+def make_latents() -> dict[str, torch.Tensor]:
+    """Samples with the numbers from which their noise is drawn: 6 patches, and 5 positions of text."""
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(BATCH, 3, 4, 6, generator=generator, dtype=torch.float64)
+    text = torch.randn(BATCH, 5, 12, generator=generator, dtype=torch.float64)
+    return {"latents": latents, "text": text, "draws": torch.arange(BATCH), "seed": torch.arange(BATCH)}
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -77,8 +104,10 @@ class Layout:
     again: bool = False
 
 
-def divided(layout: Layout, dropout: float | None = None) -> tuple[Task, DeviceMesh]:
-    task = make_task(dropout)
+def divided(
+    layout: Layout, dropout: float | None = None, make: Callable[..., Task] = make_task
+) -> tuple[Task, DeviceMesh]:
+    task = make() if dropout is None else make(dropout)
     if layout.again:
         recompute(task.recomputed_blocks())
     names = ("replicate", "shard", "tensor")
@@ -90,10 +119,20 @@ def divided(layout: Layout, dropout: float | None = None) -> tuple[Task, DeviceM
     return task, mesh
 
 
-def own_samples(batch: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """The samples of this rank's group; replicas compute the same ones here."""
-    each = BATCH // mesh["shard"].size()
-    return {name: tensor[each * mesh.get_local_rank("shard") :][:each] for name, tensor in batch.items()}
+def own_samples(batch: dict[str, torch.Tensor], mesh: DeviceMesh, over: str = "shard") -> dict[str, torch.Tensor]:
+    """The samples of this rank's group. Replicas compute the same ones, unless the batch is divided over them."""
+    each = BATCH // mesh[over].size()
+    return {name: tensor[each * mesh.get_local_rank(over) :][:each] for name, tensor in batch.items()}
+
+
+def averaging(part: Task, mesh: DeviceMesh, clip: float | None = None) -> Callable[[], None]:
+    """What averages a divided model's gradients between replicas by PowerSGD of full rank."""
+    powersgd = PowerSGD(part, rank=128, clip=clip, wire="32-bit", buffer="32-bit")
+    placements = powersgd.divide(mesh)
+    shard(part, mesh["shard"], placement=lambda p: placements.get(id(p)))
+    run = mock.Mock(precision="fp32")
+    powersgd.begin(run)
+    return lambda: powersgd.average_gradients(run)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,10 +171,12 @@ class Messages:
 
 LAYOUTS = [Layout(*sizes, again=again) for sizes in ((2, 1, 2), (1, 1, 4), (1, 2, 2)) for again in (False, True)]
 LAYOUTS += [Layout(2, 1, 2, True), Layout(1, 1, 4, True, True), Layout(1, 2, 2, True)]
+MACHINES_64 = Layout(2, 1, 2)
 
 
 def check_gradients(recipes: dict[str, str], folder: Path) -> None:
-    """Losses, gradients, messages and sampling of tensor 2, tensor 4, and tensor 2 times shards 2."""
+    """Losses, gradients, messages and sampling of tensor 2, tensor 4, and tensor 2 times shards 2. Losses and gradients
+    of tensor 2 on two machines, between which PowerSGD averages."""
     batch, task = make_batch(), make_task()
     uniform, choice = uniforms(list(range(2 * BATCH)), 16).unflatten(0, (BATCH, 2)), Choice(guidance=2.0)
     loss = task(batch)["total"]
@@ -156,10 +197,19 @@ def check_gradients(recipes: dict[str, str], folder: Path) -> None:
         torch.testing.assert_close(clip_by_norm(part.parameters(), 0.1), norm, rtol=1e-8, atol=0)
         held = sum(p.to_local().numel() for p in part.parameters())
         assert held < 1.3 * sum(p.numel() for p in part.parameters()) / (layout.shards * layout.devices)
+    part, mesh = divided(MACHINES_64)
+    average = averaging(part, mesh)
+    check_pass(part, own_samples(batch, mesh, "replicate"), loss, task, mesh, MACHINES_64, average)
 
 
 def check_pass(
-    part: Task, own: dict[str, torch.Tensor], loss: torch.Tensor, task: Task, mesh: DeviceMesh, layout: Layout
+    part: Task,
+    own: dict[str, torch.Tensor],
+    loss: torch.Tensor,
+    task: Task,
+    mesh: DeviceMesh,
+    layout: Layout,
+    average: Callable[[], None] | None = None,
 ) -> None:
     """A forward and backward pass of the divided model, against the whole one's loss and gradients, and its messages
     against the formulas of the dry run."""
@@ -167,16 +217,20 @@ def check_pass(
         found = part(own)["total"]
         in_forward = sent.counts.copy()
         found.backward()
-    plan, samples = task.tensor_plan(), len(own["tokens"])
-    wanted = messages(plan, samples, layout.devices, layout.sequence)
+    if average is not None:
+        average()
+    plan, samples = task.tensor_plan().for_batch(own), len(own["text"])
+    again = {module for block in task.recomputed_blocks() for module in block.modules()} if layout.again else ()
+    wanted = messages(plan, samples, layout.devices, layout.sequence, again)
     counts = Counter()
     for message in wanted:
         counts[message.kind, message.values] += message.count
     assert sent.counts == counts, (layout, sent.counts, counts)
     if not layout.sequence:
         stream = samples * plan.positions * plan.width
-        assert counts["all_reduce", stream] >= 4 * len(plan.branches) // 2
-        assert in_forward["all_reduce", stream] == len(plan.branches) + plan.embeds
+        branches = sum(not branch.of_text for branch in plan.branches)
+        assert counts["all_reduce", stream] >= 4 * branches // 2
+        assert in_forward["all_reduce", stream] == branches + plan.embeds
     mean = found.detach().clone()
     dist.all_reduce(mean)
     torch.testing.assert_close(mean / RANKS, loss.detach(), rtol=1e-8, atol=0)
@@ -184,6 +238,22 @@ def check_pass(
     for name, parameter in part.named_parameters():
         where = f"{name}, {layout}"
         torch.testing.assert_close(whole(parameter.grad), gradients[name], rtol=1e-8, atol=1e-12, msg=where)
+
+
+def check_dit(recipes: dict[str, str], folder: Path) -> None:
+    """A diffusion transformer: losses, gradients and messages, with adaLN norms, text and cross-attention."""
+    batch, task = make_latents(), make_dit()
+    loss = task(batch)["total"]
+    loss.backward()
+    evaluated = task.evaluate(batch)["loss"]
+    for layout in (Layout(2, 1, 2), Layout(1, 1, 4, again=True), Layout(1, 2, 2)):
+        part, mesh = divided(layout, make=make_dit)
+        weights = whole_weights(part) if layout.shards > 1 else {n: whole(t) for n, t in part.state_dict().items()}
+        if dist.get_rank() == 0:
+            assert all(torch.equal(weights[name], tensor) for name, tensor in make_dit().state_dict().items())
+        own = own_samples(batch, mesh)
+        torch.testing.assert_close(part.evaluate(own)["loss"], own_samples({"x": evaluated}, mesh)["x"])
+        check_pass(part, own, loss, task, mesh, layout)
 
 
 def check_dropout(recipes: dict[str, str], folder: Path) -> None:
@@ -270,12 +340,17 @@ def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
 
 def check_updates(recipes: dict[str, str], folder: Path) -> None:
     """50 updates with clipping end in the same weights. Biases of keys are left out: their gradients are rounding
-    noise, which Adam magnifies."""
+    noise, which Adam magnifies. PowerSGD between two machines clips by the norm that it finds without decompressing."""
     batch, task = make_batch(), make_task()
     part, mesh = divided(Layout(1, 2, 2))
-    own = own_samples(batch, mesh)
+    replica, machines = divided(MACHINES_64)
+    runs = [
+        (part, own_samples(batch, mesh), lambda: clip_by_norm([p for p in part.parameters() if p.requires_grad], 0.5)),
+        (replica, own_samples(batch, machines, "replicate"), averaging(replica, machines, 0.5)),
+        (task, batch, lambda: clip_by_norm([p for p in task.parameters() if p.requires_grad], 0.5)),
+    ]
     ends = []
-    for model, samples in ((part, own), (task, batch)):
+    for model, samples, clip in runs:
         if model is task and dist.get_rank():  # one rank is enough to compare
             return
         for name, parameter in model.named_parameters():
@@ -284,12 +359,14 @@ def check_updates(recipes: dict[str, str], folder: Path) -> None:
         for _ in range(50):
             optimizer.zero_grad()
             model(samples)["total"].backward()
-            clip_by_norm([p for p in model.parameters() if p.requires_grad], 0.5)
+            clip()
             optimizer.step()
         ends.append({name: whole(parameter.detach()) for name, parameter in model.named_parameters()})
-    assert (ends[1]["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
-    for name, tensor in ends[1].items():
-        torch.testing.assert_close(ends[0][name], tensor, rtol=0, atol=1e-6, msg=name)
+    *divided_ends, end = ends
+    assert (end["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
+    for name, tensor in end.items():
+        for other in divided_ends:
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 def check_compiled(recipes: dict[str, str], folder: Path) -> None:
@@ -312,7 +389,8 @@ def check_compiled(recipes: dict[str, str], folder: Path) -> None:
 def check_runs(recipes: dict[str, str], folder: Path) -> None:
     """Runs under both engines, and resumed on other numbers of devices, against one without division.
 
-    From a sharded checkpoint of tensor 2 x shards 2 to tensor 4, and from a full one of whole models to tensor 2.
+    From a sharded checkpoint of tensor 2 x shards 2 to tensor 4, from a full one of whole models to tensor 2, and from
+    a full one that was made of a sharded one of an earlier version.
     """
 
     def run(name: str, engine: str, devices: int, *changes: str) -> Recorder:
@@ -332,8 +410,10 @@ def check_runs(recipes: dict[str, str], folder: Path) -> None:
         "lightning": run("lightning", "lightning", 4, SEQUENCE, TWO),
         "composer again": run("composer_again", "composer", 4, sharded, middle("composer"), NO_EXPORT, TWO),
         "two machines": run("two_machines", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT),
-        "machines, sequence": run("sequence", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT, SEQUENCE, KEPT),
     }
+    earlier = f"checkpoints.load_path={of_earlier_version(folder / 'composer', folder / 'earlier')}"
+    changes = [*MACHINES, earlier, NO_EXPORT, SEQUENCE, KEPT]
+    runs["machines, sequence"] = run("sequence", "lightning", 2, *changes)
     for name, other in runs.items():
         compare(plain, other, name)
     short = ["training.duration=2ba", "checkpoints.save=false", NO_EXPORT]
@@ -354,6 +434,20 @@ def check_runs(recipes: dict[str, str], folder: Path) -> None:
                 assert not wrong, (name, network, wrong)
 
 
+def of_earlier_version(run: Path, folder: Path) -> Path:
+    """A sharded checkpoint of batch 2, written as by a version with stacked queries, keys and values, and converted."""
+    if dist.get_rank() == 0:
+        new = next(path for path in (run / "checkpoints").iterdir() if "-ba2" in path.name)
+        state = stacked(from_composer(read_composer(new)))
+        assert any(".branch.qkv." in name for name in state["weights"])
+        parts = {name: state.pop(name) for name in ("weights", "optimizer")}
+        dcp.save(parts, checkpoint_id=folder / new.name, no_dist=True)
+        torch.save(state, folder / new.name / REST)
+        convert(folder / new.name, "lightning")
+    dist.barrier()
+    return next(folder.glob("*.ckpt"))
+
+
 def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
     """Language models with dropout that go on after batch 2 of 4 draw the same numbers, in and outside of branches."""
     for engine, model, changes in (("composer", "language 2", [SEQUENCE]), ("lightning", "language 4", [TWO])):
@@ -370,6 +464,25 @@ def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
         assert again.losses == first.losses[2:] and len(again.losses) == 2, (engine, again.losses, first.losses)
         figures = [dict(one.evals[-1][2]) for one in (first, again)]
         assert figures[0] == figures[1] and set(figures[0]) == {"loss", "perplexity"}
+
+
+def check_resumed_dit(recipes: dict[str, str], folder: Path) -> None:
+    """A diffusion transformer's run that goes on from a sharded checkpoint of tensor 2 x shards 2 on tensor 4, with the
+    same samples' noise. Both sample images, of which each device computes a part."""
+
+    def run(name: str, devices: int, *changes: str) -> Recorder:
+        own = [f"output={folder / name}", f"training.tensor_parallel={devices}"]
+        return record("composer", load_config(recipes["dit"], [*own, *changes], Recipe), Recorder(with_digests=False))
+
+    first = run("dit", 2)
+    middle = next(path for path in (folder / "dit" / "checkpoints").iterdir() if "-ba2" in path.name)
+    again = run("dit_again", 4, f"checkpoints.load_path={middle}", "checkpoints.save=false", NO_EXPORT, TWO)
+    compare(first, again, "dit")
+    if dist.get_rank() == 0:
+        for network, weights in (("transformer", first.weights), ("transformer_ema", first.average)):
+            exported = DiT.open(folder / "dit" / "export" / network).state_dict()
+            assert weights.keys() == {f"denoiser.{name}" for name in exported}
+            assert all(torch.equal(tensor, weights[f"denoiser.{name}"]) for name, tensor in exported.items())
 
 
 def compare(plain: Recorder, run: Recorder, label: str) -> None:
@@ -401,12 +514,14 @@ MACHINES = [
 ]
 CHECKS = {
     "gradients": check_gradients,
+    "dit": check_dit,
     "dropout": check_dropout,
     "kept": check_kept,
     "updates": check_updates,
     "compiled": check_compiled,
     "runs": check_runs,
     "resumed_dropout": check_resumed_dropout,
+    "resumed_dit": check_resumed_dit,
 }
 
 

@@ -32,10 +32,18 @@ SMALL_TEXT = [
     "callbacks={unigram: null, progress: null, lr_monitor: null, memory_monitor: null, export: null}",
     "loggers={}",
 ]
+SMALL_DIT = [
+    "model.denoiser={heads: 4, text_layers: 1}",
+    "training={duration: 4ba, microbatch: 2, grad_clip: 0.5, fsdp: {checkpoints: sharded}}",
+    "checkpoints={every: 2ba, keep: -1}",
+    "algorithms={noise_of_samples: {name: noise_of_samples}, ema: {name: scheduled_ema, decay: 0.5, start: 1ba}}",
+    "callbacks={sample_grid: {name: sample_grid, every: 4ba, prompts: [a, b], steps: 2}, export: {name: export}}",
+    "callbacks.export.every=null",
+]
 
 
 @pytest.fixture(scope="module")
-def four_ranks(token_sets, text_sets, tmp_path_factory):
+def four_ranks(token_sets, text_sets, quick_recipe, tmp_path_factory):
     """A check's name -> what the ranks reported of it."""
     folder = tmp_path_factory.mktemp("four_ranks")
     recipes = {
@@ -49,6 +57,8 @@ def four_ranks(token_sets, text_sets, tmp_path_factory):
         recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*changes, *paths], Recipe)
         files[model] = str(folder / f"{name}.yaml")
         Path(files[model]).write_text(to_yaml(recipe))
+    files["dit"] = str(folder / "dit.yaml")
+    Path(files["dit"]).write_text(to_yaml(quick_recipe(folder / "dit", *SMALL_DIT)))
     script = Path(__file__).with_name("tensor_ranks.py")
     done = launch(4, script, json.dumps(files), folder, folder / "report", cwd=folder)
     reports = [folder / f"report.{rank}.json" for rank in range(4)]
@@ -58,7 +68,10 @@ def four_ranks(token_sets, text_sets, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["gradients", "dropout", "kept", "updates", "compiled", "runs", "resumed_dropout"])
+@pytest.mark.parametrize(
+    "check",
+    ["gradients", "dit", "dropout", "kept", "updates", "compiled", "runs", "resumed_dropout", "resumed_dit"],
+)
 def test_four_ranks(four_ranks, check):
     results = four_ranks(check)
     failed = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(results) if text != "passed")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from recipes.models.latent_diffusion.dit import DiT, grid_positions, positions
 
@@ -65,16 +66,16 @@ def test_it_is_what_the_papers_describe():
     x = network.x_embedder(torch.stack(patches)) + grid_positions(2, 3, 16)
     y = network.y_norm(network.y_embedder(text[0]) + positions(torch.arange(5), 16))
     pool = network.y_pool
-    k, v = pool.kv_linear(y).chunk(2, 1)
+    k, v = pool.k_linear(y), pool.v_linear(y)
     pooled = pool.proj(attention(pool.q_linear(network.y_query[0]), k, v, 2))
     c = network.t_embedder(positions(times, 256).double()) + network.y_pooled(pooled)
     c = c * torch.sigmoid(c)
     for block in network.layers:
         shift1, scale1, gate1, shift2, scale2, gate2 = block.adaLN_modulation(c).chunk(6, 1)
-        q, k, v = block.attn.qkv(norm(x) * (1 + scale1) + shift1).chunk(3, 1)
+        q, k, v = (layer(norm(x) * (1 + scale1) + shift1) for layer in (block.attn.q, block.attn.k, block.attn.v))
         x = x + gate1 * block.attn.proj(attention(q, k, v, 2))
-        k, v = block.cross_attn.kv_linear(y).chunk(2, 1)
-        x = x + block.cross_attn.proj(attention(block.cross_attn.q_linear(x), k, v, 2))
+        cross = block.cross_attn
+        x = x + cross.proj(attention(cross.q_linear(x), cross.k_linear(y), cross.v_linear(y), 2))
         x = x + gate2 * block.mlp(norm(x) * (1 + scale2) + shift2)
     shift, scale = network.final_layer.adaLN_modulation(c).chunk(2, 1)
     out = network.final_layer.linear(norm(x) * (1 + scale) + shift)
@@ -110,6 +111,24 @@ def test_what_is_saved_is_opened(tmp_path, changes):
     assert json.loads((tmp_path / "config.json").read_text())["layers"] == 2
     with pytest.raises(ValueError, match="does not fit the model: unknown layers.1"):
         new(**changes | {"layers": 1}).load(tmp_path)
+
+
+def test_weights_with_the_published_names_are_opened(tmp_path):
+    """With queries, keys and values as rows of one matrix, as earlier versions of this network had them, too."""
+    network = new(text_layers=1)
+    network.save(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".v." in name or ".v_linear." in name]:
+        linear = "_linear" if "_linear" in name else ""
+        parts = [name.replace(f".v{linear}.", f".{one}{linear}.") for one in ("kv" if linear else "qkv")]
+        tensors[name.replace(f".v{linear}.", ".kv_linear." if linear else ".qkv.")] = torch.cat(
+            [tensors.pop(part) for part in parts]
+        )
+    assert tensors["layers.0.attn.qkv.weight"].shape == (48, 16)
+    assert tensors["layers.1.cross_attn.kv_linear.weight"].shape == (32, 16) and "y_pool.kv_linear.bias" in tensors
+    save_file(tensors, file)
+    assert (DiT.open(tmp_path).eval()(*inputs()) == network(*inputs())).all()
 
 
 def test_widths_must_divide():

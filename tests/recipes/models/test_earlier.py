@@ -43,3 +43,21 @@ def test_a_checkpoint_of_an_earlier_version_has_this_ones_names():
     average = new["levers"][0][1]["average"]
     assert all(torch.equal(average[name.removeprefix("task.")], tensor) for name, tensor in weights.items())
     assert upgraded(new["state"]["model"]).keys() == weights.keys()
+
+
+def test_checkpoints_of_an_earlier_diffusion_transformer():
+    """Keys and values were rows of one matrix of its cross-attention. Other models' matrices stay."""
+    name = "task.denoiser.layers.3.cross_attn.kv_linear"
+    both, moments = torch.arange(12.0).view(6, 2), torch.arange(6.0)
+    optimizer = {f"{name}.bias": {"step": torch.tensor(7), "exp_avg": moments}}
+    found = upgraded({"weights": {f"{name}.weight": both}, "optimizer": optimizer, "names": [f"{name}.bias"]})
+    prefix = "task.denoiser.layers.3.cross_attn"
+    assert found["names"] == [f"{prefix}.k_linear.bias", f"{prefix}.v_linear.bias"]
+    assert found["weights"][f"{prefix}.k_linear.weight"].equal(both[:3])
+    assert found["weights"][f"{prefix}.v_linear.weight"].equal(both[3:])
+    for number, new in enumerate(found["names"]):
+        assert found["optimizer"][new]["exp_avg"].equal(moments[3 * number :][:3]) and "step" in found["optimizer"][new]
+    others = {"task.layers.0.attn.qkv.weight": both, "denoiser.other.attn.qkv.bias": moments}
+    assert upgraded(others) == others
+    own = "denoiser.y_blocks.0.attn"
+    assert list(upgraded({f"{own}.qkv.bias": moments})) == [f"{own}.{part}.bias" for part in "qkv"]
