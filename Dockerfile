@@ -48,6 +48,7 @@ FROM ${BASE}
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libc6-dev \
+    && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /usr/local/lib/python3.11/site-packages/* /usr/local/bin/pip* \
     && useradd --uid 1000 --create-home precompose
 

@@ -21,8 +21,8 @@ INSIDE_STAND_IN = "python3.11,python3.11-venv,libpython3.11-dev,ca-certificates"
 LINKS = """
 for name in python3.11 python3 python; do ln -s /usr/bin/python3.11 /usr/local/bin/$name; done
 """
-# How pip and uv find packages here; the Dockerfile takes these as arguments.
-ARGUMENTS = ("PIP_INDEX_URL", "PIP_CERT", "UV_DEFAULT_INDEX", "SSL_CERT_FILE")
+# Where pip and uv find packages here; the Dockerfile takes these as arguments.
+ARGUMENTS = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
@@ -138,8 +138,10 @@ class Buildah(Engine):
 
     def more(self):
         options = []
+        # pip and uv trust certificates of their own. Behind a proxy that signs anew, only this machine's will do.
         if CERTIFICATES.is_file():
             options.append(f"--volume={CERTIFICATES}:{CERTIFICATES}:ro")
+            options += [f"--build-arg={name}={CERTIFICATES}" for name in ("PIP_CERT", "SSL_CERT_FILE")]
         # What uv has downloaded on this machine is used, and added to.
         cache = os.environ.get("UV_CACHE_DIR") or Path.home() / ".cache" / "uv"
         if Path(cache).is_dir():
