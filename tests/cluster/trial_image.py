@@ -157,7 +157,8 @@ def test_only_what_is_needed_is_in_it(inside):
     folders = {"recipes", "callbacks", "data", "precompute", "cluster", "yamls", "runs"}
     assert set(top) == folders | {"LICENSE", "NOTICE", "requirements.lock", "requirements-torch211.lock"}
     places = "/precompose /build /var/cache /var/lib/apt/lists /tmp /usr/local/bin"
-    names = " -o ".join(f"-name '{name}'" for name in ("__pycache__", "test_*", "pip*", "*.whl", "*_Packages", "*.deb"))
+    unwanted = ("__pycache__", "test_*", "pip", "pip3*", "*.whl", "*_Packages", "*.deb")
+    names = " -o ".join(f"-name '{name}'" for name in unwanted)
     search = rf"find {places} -path /precompose/runs -prune -o \( {names} \) -print"
     found = subprocess.run(inside(["sh", "-c", search]), capture_output=True)
     assert found.stdout == b""
