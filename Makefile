@@ -5,7 +5,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Without bytecode files, every process that imports composer compiles it again, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help install test test-cluster test-stores lint quickstart quickstart-tokens openmoji-vae openmoji-dvae openmoji-text gpu docs lock clean distclean
+.PHONY: help install test test-cluster test-image test-stores lint quickstart quickstart-tokens openmoji-vae \
+    openmoji-dvae openmoji-text gpu docs lock clean distclean
 
 TORCH ?= 2.7
 ifeq ($(TORCH),2.7)
@@ -69,8 +70,8 @@ PYTEST_ARGS ?=
 # what it needs, so more than four gain little. JOBS=0 runs them in one.
 JOBS ?= $(shell echo $$(( $$(nproc) + 1 )))
 # One thread, because the tensors of the tests are small and some tests start two ranks.
-test: export OMP_NUM_THREADS ?= 1
-test: export MKL_NUM_THREADS ?= 1
+test test-image test-stores: export OMP_NUM_THREADS ?= 1
+test test-image test-stores: export MKL_NUM_THREADS ?= 1
 
 test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
 	$(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder \
@@ -82,6 +83,9 @@ test-cluster: install  ## submit jobs to a Slurm that is started here, which nee
 # The servers are installed by uv and npm, apart from the environment, when they are started first.
 test-stores: install  ## encode, train and resume with servers of Google Cloud Storage and Azure here; needs Node.js
 	$(BIN)/python -m pytest -q -ra -p no:xdist tests/recipes/trial_stores.py
+
+test-image: install  ## build the image (docker; as root: buildah) and train in it; IMAGE=name tries one that exists
+	$(BIN)/python -m pytest -q -ra -rP -p no:xdist tests/cluster/trial_image.py
 
 lint: install  ## run ruff and hadolint
 	$(BIN)/ruff check .

@@ -41,6 +41,9 @@ def gpus(wanted: int, query: tuple[str, ...] = QUERY) -> Iterator[Finding]:
         yield Finding("error", "GPUs", f"{query[0]} hangs: the driver or a GPU is broken; restart the machine")
         return
     rows = [line.split(",") for line in listed.stdout.splitlines() if "," in line]
+    # In the place of the count: [GPU is lost], [GPU requires reset].
+    gone = [row for row in rows if "lost" in row[1] or "reset" in row[1]]
+    rows = [row for row in rows if row not in gone]
     if len(rows) < wanted:
         yield Finding("error", "GPUs", f"the driver shows {len(rows)} of {wanted}")
     broken = [row[0].strip() for row in rows if row[1].strip().isdecimal() and int(row[1]) > 0]

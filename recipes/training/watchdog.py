@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from data.files import write_text
 from data.stacks import keep_stacks, stacks_of_workers
+from recipes.training.heartbeat import HeartbeatFile
 
 if TYPE_CHECKING:
     from recipes.training.run import Run
@@ -29,6 +30,12 @@ EXIT_CODE = 86  # a run that hung was ended
 FOLDER = "stacks"  # in the folder of the run
 GRACE = 10.0  # seconds between the report and the end, in which other ranks report
 ROOT = Path(__file__).resolve().parents[2]
+# Moments after which a run soon comes to the next one. After others it may export, draw, save a checkpoint or validate.
+QUICK = frozenset(
+    ("before_data", "batch_start", "before_passes", "before_forward", "after_forward", "before_backward")
+    + ("after_backward", "unscale_gradients", "average_gradients", "clip_gradients", "before_step")
+)
+LONG = 3600.0  # seconds that a run may take after other moments, before it counts as hung
 # What paths of installed packages and of Python's own files begin with.
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib/python[\d.]+)/")
 
@@ -48,12 +55,27 @@ class Progress(NamedTuple):
 
 
 _last = Progress(0.0, "start", None)
+_stepped = False  # whether the first batch is done, which may have compiled the model
 
 
 def alive(moment: str, run: Run | None) -> None:
     """This process goes on. `recipes.training.levers.Levers` says so at each moment."""
-    global _last
+    global _last, _stepped
     _last = Progress(time.monotonic(), moment, run)
+    _stepped = moment != "start" and (_stepped or moment == "step_end")
+
+
+def well_until(last: Progress, stepped: bool, now: float, seconds: float) -> float:
+    """When a process no longer counts as well if nothing more is heard of it.
+
+    Args:
+        last: its last sign of life.
+        stepped: whether it has completed a batch since it started.
+        now: when its watchdog last ran. A process that is stopped has none that does.
+        seconds: of silence that are usual at most.
+    """
+    quick = stepped and last.moment in QUICK
+    return min(last.time + (seconds if quick else max(seconds, LONG)), now + seconds)
 
 
 @contextmanager
@@ -63,7 +85,7 @@ def watched(seconds: float | None, output: str | Path, ends: bool = False) -> It
     It prints one line, whatever the rank, and writes the stacks of all threads and data workers to
     `<output>/stacks/rank-<rank>.txt`. If the run goes on, there is another line. Code in C that neither returns nor
     gives up Python's lock stops that thread, too: then faulthandler writes all stacks to standard error, after twice
-    the time.
+    the time. The thread also tells a health check until when this process counts as well (`well_until`).
 
     Args:
         seconds: without a sign of life; None: nothing is watched.
@@ -75,25 +97,29 @@ def watched(seconds: float | None, output: str | Path, ends: bool = False) -> It
         return
     alive("start", None)
     keep_stacks()  # before data workers are forked
-    done = threading.Event()
-    thread = threading.Thread(target=_watch, args=(done, seconds, Path(output), ends), name="watchdog", daemon=True)
+    done, heartbeat = threading.Event(), HeartbeatFile()
+    arguments = (done, seconds, Path(output), ends, heartbeat)
+    thread = threading.Thread(target=_watch, args=arguments, name="watchdog", daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
+        heartbeat.remove()
         faulthandler.cancel_dump_traceback_later()
 
 
-def _watch(done: threading.Event, seconds: float, output: Path, ends: bool) -> None:
+def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, heartbeat: HeartbeatFile) -> None:
     rank = int(os.environ.get("RANK") or 0)
     file = output / FOLDER / f"rank-{rank}.txt"
     reported: Progress | None = None
     while not done.wait(min(5.0, seconds / 4)):
         faulthandler.dump_traceback_later(2 * seconds, exit=ends, file=2)
-        last = _last
-        silent = time.monotonic() - last.time
+        last, now = _last, time.monotonic()
+        silent = now - last.time
+        # The run has its device when it has done a batch.
+        heartbeat.write(well_until(last, _stepped, now, seconds), last.moment, _stepped and last.run.on_gpu)
         if reported is not None and last is not reported:
             _print(f"rank {rank}: goes on after {last.time - reported.time:.0f} s")
             reported = None

@@ -13,6 +13,7 @@ def found(tmp_path, lines, wanted):
 def test_gpus_that_are_missing_or_broken(tmp_path):
     assert found(tmp_path, ["0, 0", "1, [N/A]"], 2) == [("ok", "2")]
     assert found(tmp_path, ["0, 0"], 2) == [("error", "the driver shows 1 of 2")]
+    assert found(tmp_path, ["0, 0", "1, [GPU is lost]"], 2) == [("error", "the driver shows 1 of 2")]
     ((level, text),) = found(tmp_path, ["0, 0", "1, 7"], 2)
     assert level == "error" and "in the memory of 1:" in text
     assert [finding.level for finding in gpus(1, (str(tmp_path / "nowhere"),))] == ["error"]

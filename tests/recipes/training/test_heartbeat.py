@@ -1,0 +1,106 @@
+"""What a process that trains says of itself, and who is still there to have said it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.training.heartbeat import VARIABLE, Heartbeat, HeartbeatFile, heartbeats
+from recipes.training.levers import Levers
+from recipes.training.watchdog import LONG, QUICK, Progress, watched, well_until
+from tests.recipes.training.fake_run import FakeRun
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_processes_that_live_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "new"))
+    file = HeartbeatFile()
+    assert heartbeats(tmp_path / "new") == []
+    file.write(12.5, "step_end", True)
+    file.write(13.5, "before_data", True)
+    assert heartbeats(tmp_path / "new") == [Heartbeat(os.getpid(), 13.5, "before_data", True)]
+    file.remove()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_killed_process_is_none_even_if_another_has_its_number(tmp_path):
+    code = "from recipes.training.heartbeat import HeartbeatFile; HeartbeatFile().write(1.0, 'step_end', False)"
+    environment = os.environ | {VARIABLE: str(tmp_path)}
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT)
+    assert child.wait(60) == 0
+    file = tmp_path / str(child.pid)
+    assert file.is_file() and heartbeats(tmp_path) == []
+    file.rename(tmp_path / str(os.getpid()))  # as if this process had its number
+    assert heartbeats(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, capfd):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "inside"))
+    file = HeartbeatFile()
+    file.write(1.0, "step_end", False)
+    file.write(2.0, "step_end", False)
+    file.remove()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{VARIABLE}: {tmp_path}/file/inside: ")
+
+
+def test_nothing_is_written_unless_a_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    HeartbeatFile().write(1.0, "step_end", False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "stepped", "expected"),
+    [
+        ("before_backward", True, 400),  # hangs after the watchdog's seconds
+        ("before_backward", False, 100 + LONG),  # the first batch compiles
+        ("step_end", True, 100 + LONG),  # a checkpoint, a grid, an export
+        ("eval_before_forward", True, 100 + LONG),
+        ("start", False, 100 + LONG),
+    ],
+)
+def test_how_long_a_silent_process_counts_as_well(moment, stepped, expected):
+    last = Progress(100.0, moment, None)
+    assert well_until(last, stepped, now=10_000.0, seconds=300.0) == expected
+    assert well_until(last, stepped, now=101.0, seconds=30.0) <= 131  # its watchdog must have run, too
+
+
+def test_moments_that_end_soon_are_those_of_a_batch(monkeypatch):
+    seen = []
+    monkeypatch.setattr("recipes.training.levers.alive", lambda moment, run: seen.append(moment))
+    levers, run = Levers([]), FakeRun()
+    levers.finish_gradients(run)
+    for moment in ("before_data", "batch_start", "before_passes", "before_forward", "after_forward"):
+        levers.at(moment, run)
+    for moment in ("before_backward", "after_backward"):
+        levers.at(moment, run)
+    assert set(seen) == QUICK
+
+
+def test_the_watchdog_writes_it_and_removes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "beats"))
+    levers, run = Levers([]), FakeRun()
+
+    def beat(moment):
+        levers.at(moment, run)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            for found in heartbeats(tmp_path / "beats"):
+                if found.moment == moment:
+                    return found
+            time.sleep(0.01)
+        raise TimeoutError(moment)
+
+    with watched(0.4, tmp_path):
+        before = time.monotonic()
+        assert beat("before_data").until >= before + 0.4
+        beat("step_end")
+        assert not beat("before_data").on_gpu
+    assert heartbeats(tmp_path / "beats") == [] == list((tmp_path / "beats").iterdir())
