@@ -93,7 +93,8 @@ class Training:
     """Seconds without progress after which each rank prints the call in which it waits and writes its stacks into the
     output folder. Validation, sample grids and compilation that take longer give such a line, too. null: never."""
     watchdog_ends: bool = False
-    """Whether a rank that has printed this line then ends, with status 86."""
+    """Whether a rank that has printed this line ends, with status 86: soon after it within a batch, after an hour where
+    a run may be compiling its first batch, validating, drawing, exporting or saving a checkpoint."""
     fsdp: FSDP | None = None
     """Sharding over devices; null: each device holds the whole model (DDP)."""
     tensor_parallel: int = 1

@@ -65,17 +65,28 @@ def alive(moment: str, run: Run | None) -> None:
     _stepped = moment != "start" and (_stepped or moment == "step_end")
 
 
-def well_until(last: Progress, stepped: bool, now: float, seconds: float) -> float:
-    """When a process no longer counts as well if nothing more is heard of it.
+def hung_at(last: Progress, stepped: bool, seconds: float) -> float:
+    """When a process counts as hung if nothing more is heard of it.
 
     Args:
         last: its last sign of life.
         stepped: whether it has completed a batch since it started.
-        now: when its watchdog last ran. A process that is stopped has none that does.
-        seconds: of silence that are usual at most.
+        seconds: of silence that are usual at most within a batch.
     """
     quick = stepped and last.moment in QUICK
-    return min(last.time + (seconds if quick else max(seconds, LONG)), now + seconds)
+    return last.time + (seconds if quick else max(seconds, LONG))
+
+
+def well_until(last: Progress, stepped: bool, now: float, seconds: float) -> float:
+    """When a process no longer counts as well if nothing more is heard of it.
+
+    Args:
+        last: see `hung_at`.
+        stepped: see `hung_at`.
+        now: when its watchdog last ran. A process that is stopped has none that does.
+        seconds: see `hung_at`.
+    """
+    return min(hung_at(last, stepped, seconds), now + seconds)
 
 
 @contextmanager
@@ -120,10 +131,16 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
         silent = now - last.time
         # The run has its device when it has done a batch.
         heartbeat.write(well_until(last, _stepped, now, seconds), last.moment, _stepped and last.run.on_gpu)
-        if reported is not None and last is not reported:
+        if reported is not None and last is reported:
+            # After the report, since the other ranks report, too.
+            if ends and now > hung_at(last, _stepped, seconds) + GRACE:
+                _print(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
+                os._exit(EXIT_CODE)
+            continue
+        if reported is not None:
             _print(f"rank {rank}: goes on after {last.time - reported.time:.0f} s")
             reported = None
-        if silent <= seconds or reported is not None:
+        if silent <= seconds:
             continue
         reported = last
         faulthandler.cancel_dump_traceback_later()  # this thread runs, and workers may take long to answer
@@ -137,9 +154,6 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
             + f"; all stacks: {file}"
         )
         write_text(file, _report(frames, workers))
-        if ends and not done.wait(GRACE) and _last is reported:
-            _print(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
-            os._exit(EXIT_CODE)
 
 
 def position(last: Progress) -> str:

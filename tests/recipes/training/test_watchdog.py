@@ -7,6 +7,8 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
+
 from data.loading import leave_signals
 from recipes.training import watchdog
 from recipes.training.levers import Levers
@@ -59,17 +61,25 @@ def test_the_rank_the_batch_and_the_calls_are_named(tmp_path, monkeypatch, capfd
     assert "thread MainThread:" in text and f"data worker {worker.pid}, innermost call first:" in text
 
 
-def test_a_run_that_hangs_ends_where_it_is_asked_to(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment, status", [("before_forward", 86), ("step_end", 7), ("start", 7)])
+def test_a_run_that_hangs_in_a_batch_ends_where_it_is_asked_to(tmp_path, monkeypatch, moment, status):
+    """After other moments it may compile, save a checkpoint or export, so that it only reports for the first hour."""
     monkeypatch.setattr(watchdog, "GRACE", 0.1)
     child = os.fork()
     if not child:
         os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
-        with watched(1.0, tmp_path, ends=True):
-            time.sleep(60)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == watchdog.EXIT_CODE == 86
-    first, second = (tmp_path / "err").read_text().splitlines()
-    assert "no progress" in first and "since its start" in first and "ended by training.watchdog_ends" in second
+        with watched(0.5, tmp_path, ends=True):
+            if moment != "start":
+                for sign in ("step_end", moment):
+                    alive(sign, FakeRun().at(7))
+            end = time.monotonic() + (60 if status == 86 else 3)
+            while time.monotonic() < end:
+                time.sleep(0.1)
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    first, *more = (tmp_path / "err").read_text().splitlines()
+    assert "no progress" in first and f"since {'its start' if moment == 'start' else moment}" in first
+    assert [("ended by training.watchdog_ends" in line) for line in more] == [True] * (status == watchdog.EXIT_CODE)
 
 
 def test_signs_of_life_keep_it_silent(tmp_path, capfd):
