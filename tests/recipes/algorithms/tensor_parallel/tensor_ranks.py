@@ -2,8 +2,8 @@
 
 argv: recipes by model as JSON, a folder to work in, and a file for the reports.
 
-The divided model against the whole one in 64 bits: losses, gradients, messages, updates, sampling. Then runs of the
-recipe under both engines, each divided in another way, against one in which every rank has the whole model.
+The divided model against the whole one in 64 bits: losses, gradients, messages, updates, sampling. Then the checks of
+runs.py.
 """
 
 import json
@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -30,19 +30,15 @@ from recipes.algorithms.resilience.guard import block_norms
 from recipes.algorithms.sharding.shard import shard, whole_weights
 from recipes.algorithms.tensor_parallel.divide import divide
 from recipes.algorithms.tensor_parallel.generators import share_generators
-from recipes.config.recipe import Recipe, load_config
-from recipes.engines.conversion import convert, from_composer, read_composer
-from recipes.engines.lightning.checkpoint_format import REST
 from recipes.models.autoregressive.sampler import Choice, uniforms
-from recipes.models.autoregressive.task import Autoregressive, load_transformer
+from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.language.task import Language
 from recipes.models.latent_diffusion.dit import DiT
 from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
 from recipes.planning.tensor_parallel import messages
-from tests.recipes.engines.recording import Recorder, record
-from tests.recipes.engines.stacked import stacked
+from tests.recipes.algorithms.tensor_parallel.runs import CHECKS as RUNS
 
 RANKS, BATCH = 4, 4
 CPU = torch.device("cpu")
@@ -52,11 +48,11 @@ TEXT = {"layers": 2, "width": 16, "heads": 4, "positions": 12, "vocabulary": 32}
 PATCHES = {"layers": 2, "width": 16, "heads": 4, "text_width": 12, "latent_channels": 3, "text_layers": 1}
 
 
-def make_task(dropout: float | None = None) -> Task:
+def make_task(dropout: float | None = None, layers: int = SIZES["layers"]) -> Task:
     """DALL-E's transformer, or a language model with dropout."""
     torch.manual_seed(0)
     if dropout is None:
-        task = Autoregressive(**SIZES, kernel=3, attention="local").double()
+        task = Autoregressive(**SIZES | {"layers": layers}, kernel=3, attention="local").double()
     else:
         task = Language(**TEXT, dropout=dropout).double()
     for parameter in task.parameters():
@@ -341,9 +337,10 @@ def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
 def check_updates(recipes: dict[str, str], folder: Path) -> None:
     """50 updates with clipping end in the same weights. Biases of keys are left out: their gradients are rounding
     noise, which Adam magnifies. PowerSGD between two machines clips by the norm that it finds without decompressing."""
-    batch, task = make_batch(), make_task()
-    part, mesh = divided(Layout(1, 2, 2))
-    replica, machines = divided(MACHINES_64)
+    make = partial(make_task, layers=2)
+    batch, task = make_batch(), make()
+    part, mesh = divided(Layout(1, 2, 2), make=make)
+    replica, machines = divided(MACHINES_64, make=make)
     runs = [
         (part, own_samples(batch, mesh), lambda: clip_by_norm([p for p in part.parameters() if p.requires_grad], 0.5)),
         (replica, own_samples(batch, machines, "replicate"), averaging(replica, machines, 0.5)),
@@ -363,7 +360,7 @@ def check_updates(recipes: dict[str, str], folder: Path) -> None:
             optimizer.step()
         ends.append({name: whole(parameter.detach()) for name, parameter in model.named_parameters()})
     *divided_ends, end = ends
-    assert (end["network.norm.weight"] - make_task().network.norm.weight).abs().max() > 1e-3
+    assert (end["network.norm.weight"] - make().network.norm.weight).abs().max() > 1e-3
     for name, tensor in end.items():
         for other in divided_ends:
             torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-6, msg=name)
@@ -386,132 +383,6 @@ def check_compiled(recipes: dict[str, str], folder: Path) -> None:
             torch.testing.assert_close(whole(parameter.grad), plain.grad, rtol=1e-8, atol=1e-12, msg=where)
 
 
-def check_runs(recipes: dict[str, str], folder: Path) -> None:
-    """Runs under both engines, and resumed on other numbers of devices, against one without division.
-
-    From a sharded checkpoint of tensor 2 x shards 2 to tensor 4, from a full one of whole models to tensor 2, and from
-    a full one that was made of a sharded one of an earlier version.
-    """
-
-    def run(name: str, engine: str, devices: int, *changes: str) -> Recorder:
-        own = [f"output={folder / name}", f"training.engine={engine}", f"training.tensor_parallel={devices}"]
-        recipe = load_config(recipes["autoregressive"], [*own, *changes], Recipe)
-        return record(engine, recipe, Recorder(with_digests=False))
-
-    def middle(name: str) -> str:
-        found = (path for path in (folder / name / "checkpoints").iterdir() if "-ba2" in path.name)
-        return f"checkpoints.load_path={next(found)}"
-
-    sharded = "training.fsdp={checkpoints: sharded}"
-    grid = "callbacks.token_grid={name: token_grid, prompts: [a dot, a star], batch: 2}"
-    plain = run("plain", "lightning", 1)
-    runs = {
-        "composer": run("composer", "composer", 2, sharded, grid),
-        "lightning": run("lightning", "lightning", 4, SEQUENCE, TWO),
-        "composer again": run("composer_again", "composer", 4, sharded, middle("composer"), NO_EXPORT, TWO),
-        "two machines": run("two_machines", "lightning", 2, *MACHINES, middle("plain"), NO_EXPORT),
-    }
-    earlier = f"checkpoints.load_path={of_earlier_version(folder / 'composer', folder / 'earlier')}"
-    changes = [*MACHINES, earlier, NO_EXPORT, SEQUENCE, KEPT]
-    runs["machines, sequence"] = run("sequence", "lightning", 2, *changes)
-    for name, other in runs.items():
-        compare(plain, other, name)
-    short = ["training.duration=2ba", "checkpoints.save=false", NO_EXPORT]
-    scaling = "algorithms={scheduled_ema: null, scaling: {name: resblock_grad_scaling}}"
-    scaled = run("scaled", "lightning", 4, scaling, SEQUENCE, TWO, *short)
-    torch.testing.assert_close(scaled.losses, plain.losses[:2], rtol=1e-3, atol=0)  # in fp16
-    # Four groups would validate on two samples twice, so that figures are those of runs with as many groups.
-    for one, other in (("composer", "two machines"), ("lightning", "composer again")):
-        figures = [runs[name].evals[-1][2] for name in (one, other)]
-        torch.testing.assert_close(*(list(values.values()) for values in figures), rtol=1e-4, atol=0)
-    if dist.get_rank() == 0:
-        for name in ("composer", "lightning"):
-            for network in ("transformer", "transformer_ema"):
-                one, other = (
-                    load_transformer(folder / which / "export" / network).state_dict() for which in ("plain", name)
-                )
-                wrong = [key for key in one if not key.endswith("k.bias") and not close(one[key], other[key])]
-                assert not wrong, (name, network, wrong)
-
-
-def of_earlier_version(run: Path, folder: Path) -> Path:
-    """A sharded checkpoint of batch 2, written as by a version with stacked queries, keys and values, and converted."""
-    if dist.get_rank() == 0:
-        new = next(path for path in (run / "checkpoints").iterdir() if "-ba2" in path.name)
-        state = stacked(from_composer(read_composer(new)))
-        assert any(".branch.qkv." in name for name in state["weights"])
-        parts = {name: state.pop(name) for name in ("weights", "optimizer")}
-        dcp.save(parts, checkpoint_id=folder / new.name, no_dist=True)
-        torch.save(state, folder / new.name / REST)
-        convert(folder / new.name, "lightning")
-    dist.barrier()
-    return next(folder.glob("*.ckpt"))
-
-
-def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
-    """Language models with dropout that go on after batch 2 of 4 draw the same numbers, in and outside of branches."""
-    for engine, model, changes in (("composer", "language 2", [SEQUENCE]), ("lightning", "language 4", [TWO])):
-
-        def run(name: str, *more: str, engine=engine, model=model, changes=changes) -> Recorder:
-            own = [f"output={folder / name}", f"training.engine={engine}"]
-            recipe = load_config(recipes[model], [*own, *changes, *more], Recipe)
-            return record(engine, recipe, Recorder(with_digests=False))
-
-        first = run(f"dropout_{engine}")
-        checkpoints = (folder / f"dropout_{engine}" / "checkpoints").iterdir()
-        middle = next(path for path in checkpoints if "-ba2" in path.name)
-        again = run(f"dropout_{engine}_again", f"checkpoints.load_path={middle}")
-        assert again.losses == first.losses[2:] and len(again.losses) == 2, (engine, again.losses, first.losses)
-        figures = [dict(one.evals[-1][2]) for one in (first, again)]
-        assert figures[0] == figures[1] and set(figures[0]) == {"loss", "perplexity"}
-
-
-def check_resumed_dit(recipes: dict[str, str], folder: Path) -> None:
-    """A diffusion transformer's run that goes on from a sharded checkpoint of tensor 2 x shards 2 on tensor 4, with the
-    same samples' noise. Both sample images, of which each device computes a part."""
-
-    def run(name: str, devices: int, *changes: str) -> Recorder:
-        own = [f"output={folder / name}", f"training.tensor_parallel={devices}"]
-        return record("composer", load_config(recipes["dit"], [*own, *changes], Recipe), Recorder(with_digests=False))
-
-    first = run("dit", 2)
-    middle = next(path for path in (folder / "dit" / "checkpoints").iterdir() if "-ba2" in path.name)
-    again = run("dit_again", 4, f"checkpoints.load_path={middle}", "checkpoints.save=false", NO_EXPORT, TWO)
-    compare(first, again, "dit")
-    if dist.get_rank() == 0:
-        for network, weights in (("transformer", first.weights), ("transformer_ema", first.average)):
-            exported = DiT.open(folder / "dit" / "export" / network).state_dict()
-            assert weights.keys() == {f"denoiser.{name}" for name in exported}
-            assert all(torch.equal(tensor, weights[f"denoiser.{name}"]) for name, tensor in exported.items())
-
-
-def compare(plain: Recorder, run: Recorder, label: str) -> None:
-    """The batches that both have, and everything at the end."""
-    batches = len(run.losses)
-    assert batches in (2, 4)
-    torch.testing.assert_close(run.losses, plain.losses[-batches:], rtol=1e-4, atol=0)
-    assert [a[:2] for a in run.evals] == [b[:2] for b in plain.evals][-len(run.evals) :]
-    assert dist.get_rank() or set(run.average) == set(plain.average)  # gathered to the first rank
-    for one, other in ((run.weights, plain.weights), (run.average, plain.average)):
-        wrong = [name for name in one if not name.endswith("k.bias") and not close(one[name], other[name])]
-        assert not wrong, (label, wrong)
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Within a hundredth of what six updates move a weight."""
-    return (one - other).abs().max().item() < 2e-4
-
-
-SEQUENCE = "training.sequence_parallel=true"
-NO_EXPORT = "callbacks.export=null"
-KEPT = "algorithms.activation_checkpointing=null"
-TWO = "training.microbatch=4"  # two microbatches of all 8 samples, which the only group has
-# One machine per group, between which PowerSGD of full rank averages and clips.
-MACHINES = [
-    "training.grad_clip=null",
-    "training.fsdp={replicas: 2, checkpoints: full}",
-    "algorithms.powersgd={name: powersgd, rank: 128, clip: 0.5, wire: 32-bit, buffer: 32-bit}",
-]
 CHECKS = {
     "gradients": check_gradients,
     "dit": check_dit,
@@ -519,9 +390,7 @@ CHECKS = {
     "kept": check_kept,
     "updates": check_updates,
     "compiled": check_compiled,
-    "runs": check_runs,
-    "resumed_dropout": check_resumed_dropout,
-    "resumed_dit": check_resumed_dit,
+    **RUNS,
 }
 
 

@@ -26,14 +26,14 @@ SMALL = [
 ]
 SMALL_TEXT = [
     *TEXTS,
-    "training={duration: 4ba, global_batch: 8, microbatch: 2, eval_every: null, device: cpu}",
+    "training={duration: 2ba, global_batch: 8, microbatch: 2, eval_every: null, device: cpu}",
     "optimizer.lr=3e-3",
-    "checkpoints={every: 2ba, keep: -1, autoresume: false}",
-    "callbacks={unigram: null, progress: null, lr_monitor: null, memory_monitor: null, export: null}",
+    "checkpoints={every: 1ba, keep: -1, autoresume: false}",
+    "callbacks={unigram: null, progress: null, throughput: null, lr_monitor: null, memory_monitor: null, export: null}",
     "loggers={}",
 ]
 SMALL_DIT = [
-    "model.denoiser={heads: 4, text_layers: 1}",
+    "model.denoiser={heads: 4, layers: 1, text_layers: 1}",
     "training={duration: 4ba, microbatch: 2, grad_clip: 0.5, fsdp: {checkpoints: sharded}}",
     "checkpoints={every: 2ba, keep: -1}",
     "algorithms={noise_of_samples: {name: noise_of_samples}, ema: {name: scheduled_ema, decay: 0.5, start: 1ba}}",
