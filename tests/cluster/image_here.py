@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import uuid
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,7 @@ def engine() -> "Docker | Buildah":
     return Buildah()
 
 
-class Engine:
+class Engine(ABC):
     """Builds an image, and runs commands in one container at a time."""
 
     def build(self, tag: str, *options: str) -> None:
@@ -70,23 +71,26 @@ class Engine:
         """Options of a build that this machine needs."""
         return []
 
+    @abstractmethod
     def config(self, image: str) -> dict:
         """User, Entrypoint, Cmd, Labels, Env and Healthcheck of an image."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size(self, image: str) -> str:
         """What an image takes on the disk."""
-        raise NotImplementedError
 
-    @contextlib.contextmanager
-    def container(self, image: str, runs: Path):
+    @abstractmethod
+    def container(self, image: str, runs: Path) -> contextlib.AbstractContextManager:
         """(words, variables) -> a command that runs in one container, as often as it is called. All commands see the
         same files and processes."""
-        raise NotImplementedError
 
+    @abstractmethod
+    def base(self) -> str | None:
+        """The image to build on in place of the Dockerfile's; None: that one."""
+
+    @abstractmethod
     def remove(self, image: str) -> None:
         """Remove an image."""
-        raise NotImplementedError
 
 
 class Docker(Engine):
