@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 from data.log import log
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+PAUSE = 0.5  # seconds between two looks at a lock that another process holds
 
 
 @contextmanager
-def held(path: Path, busy: str) -> Iterator[None]:
+def held(path: Path, busy: str, patience: float = 0.0) -> Iterator[None]:
     """Holds the lock of a file, which is created where it is missing, until the block ends.
 
     The system releases it when the process ends, however it ends, and processes that are forked from it do not have it.
@@ -25,6 +27,7 @@ def held(path: Path, busy: str) -> Iterator[None]:
     Args:
         path: of the file, whose only content is who holds the lock.
         busy: the error's text; {holder} in it is replaced by the machine and the process.
+        patience: seconds for which it waits for another process, after a line that says so.
 
     Raises:
         ValueError: another process holds it.
@@ -32,17 +35,34 @@ def held(path: Path, busy: str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                holder = os.read(file, 200).decode("utf-8", "replace").strip() or "another process"
-                raise ValueError(busy.replace("{holder}", holder)) from None
-            if error.errno not in UNSUPPORTED:
-                raise
-            log.warning(f"{path}: this file system has no locks ({error.strerror}); start one job at a time")
+        taken, end = _take(file, path), time.monotonic() + patience
+        if not taken and patience:
+            log.info(f"{busy.replace('{holder}', _holder(file))}; this one waits up to {patience:.0f} s")
+        while not taken and time.monotonic() < end:
+            time.sleep(min(PAUSE, patience))
+            taken = _take(file, path)
+        if not taken:
+            raise ValueError(busy.replace("{holder}", _holder(file)))
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
         os.close(file)
+
+
+def _take(file: int, path: Path) -> bool:
+    """Whether this process holds the lock of an open file now, or the file system has none."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in UNSUPPORTED:
+            raise
+        log.warning(f"{path}: this file system has no locks ({error.strerror}); start one job at a time")
+    return True
+
+
+def _holder(file: int) -> str:
+    """What the process that holds the lock says of itself."""
+    return os.pread(file, 200, 0).decode("utf-8", "replace").strip() or "another process"

@@ -23,6 +23,7 @@ from recipes.config.command_line import read_command_line, user_errors
 from recipes.config.recipe import Recipe
 from recipes.planning.machine_checks import cheap_checks
 from recipes.planning.recipe_checks import cheap_recipe_checks
+from recipes.training.only_run import only_run
 from recipes.training.stop import stop_signals
 from recipes.training.watchdog import watched
 
@@ -55,7 +56,11 @@ def main() -> None:
             trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
         training = recipe.training
         # After the imports, of which Composer's sets signal handlers of its own.
-        with stop_signals(), watched(training.watchdog, recipe.output, training.watchdog_ends):
+        with (
+            stop_signals(),
+            only_run(recipe.output),
+            watched(training.watchdog, recipe.output, training.watchdog_ends),
+        ):
             trainer.train(recipe)
 
 

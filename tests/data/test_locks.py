@@ -1,6 +1,7 @@
 """Locks of folders against other processes."""
 
 import os
+import time
 
 import pytest
 
@@ -31,6 +32,26 @@ def test_another_process_is_refused_and_named(tmp_path):
     with held(path, ""):
         assert in_a_child(take) == 7
     assert in_a_child(take) == 0
+
+
+def test_a_process_may_wait_for_another_and_says_so(tmp_path, monkeypatch, capsys):
+    """The other one gives it free while this one waits, or does not."""
+    path, (read, write) = tmp_path / ".lock", os.pipe()
+    child = os.fork()
+    if not child:
+        with held(path, ""):
+            os.write(write, b"1")
+            time.sleep(60)
+    os.read(read, 1)
+    busy = f"folder: process {child} on {os.uname().nodename} writes to it"
+    try:
+        with pytest.raises(ValueError, match=busy), held(path, "folder: {holder} writes to it", patience=0.01):
+            pass
+    finally:
+        monkeypatch.setattr("time.sleep", lambda _: os.kill(child, 9) or os.waitpid(child, 0))
+        with held(path, "folder: {holder} writes to it", patience=60.0):
+            pass
+    assert f"{busy}; this one waits up to 60 s" in capsys.readouterr().out
 
 
 def test_a_killed_process_holds_nothing(tmp_path):

@@ -1,0 +1,34 @@
+"""One run at a time writes into a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from data.locks import held
+
+LOCK = ".lock"
+# Seconds. A launcher may be gone while its ranks save a large checkpoint; a loop has started the run again by then.
+PATIENCE = 300.0
+
+
+@contextmanager
+def only_run(output: str) -> Iterator[None]:
+    """Inside, no other run writes into this folder. The first rank waits for one that does, for `PATIENCE` seconds; the
+    other ranks wait for the first one when they join it.
+
+    Raises:
+        ValueError: another run goes on writing, or nothing can be written there.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    busy = f"output: another run trains in {output} ({{holder}}); wait for its end, or give another `output`"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held(Path(output, LOCK), busy, PATIENCE))
+        except OSError as error:
+            raise ValueError(f"output: cannot write into {output} ({error.strerror}); give another folder") from error
+        yield

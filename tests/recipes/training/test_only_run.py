@@ -1,0 +1,56 @@
+"""Two starts of one run."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from recipes import train
+from recipes.config.recipe import to_yaml
+from recipes.training import only_run as module
+from recipes.training.only_run import LOCK, only_run
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A run in `tmp_path` of another process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with only_run(str(tmp_path)):
+            os.write(write, b"1")
+            signal.pause()
+    os.read(read, 1)
+    yield child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_second_start_is_refused_in_one_line_and_touches_nothing(
+    other, quick_recipe, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".partial.ep0-ba4.ckpt").touch()  # the other one writes it
+    (tmp_path / "recipe.yaml").write_text(to_yaml(quick_recipe(tmp_path, "training.engine=lightning")))
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(sys, "argv", ["recipes/train.py", str(tmp_path / "recipe.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and f"another run trains in {tmp_path} (process {other} on " in line
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "recipe.yaml", LOCK}
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".partial.ep0-ba4.ckpt"]
+
+
+def test_only_the_first_rank_asks(other, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with only_run(str(tmp_path)):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    said = "output: cannot write into .*/file/run .Not a directory"
+    with pytest.raises(ValueError, match=said), only_run(str(tmp_path / "file" / "run")):
+        pass
