@@ -29,7 +29,8 @@ class Guard(Lever):
 
     It acts on averaged gradients before they are clipped, which would spread a NaN to all of them, and before the
     optimizer and the average of the weights see them. Under amp_fp16, gradients that are not finite are the business of
-    the gradient scaler; only losses count there. Ranks agree by one exchange of two numbers per batch, which also
+    the gradient scaler, which divides its scale by 2 each time, until the scale is 1: what is not finite then is not
+    finite by itself. Losses always count. Ranks agree by one exchange of two numbers per batch, which also
     says whether one of them got a signal to stop.
 
     The checkpoint callback of either engine and `export` write nothing while `run.nonfinite` is above 0.
@@ -58,11 +59,10 @@ class Guard(Lever):
         """Look at the gradients, and agree with the other ranks."""
         gradients = [p.grad for p in run.task.parameters() if p.grad is not None]
         bad = ~largest_magnitude(gradients).isfinite()
-        if run.precision == "amp_fp16":
-            bad = torch.zeros_like(bad)
         flags = torch.stack([bad.to(run.device, torch.int32), torch.tensor(stop.requested(), device=run.device).int()])
         all_reduce(flags, "MAX")
-        self._bad, run.stopping = (bool(flag) for flag in flags.tolist())
+        found, run.stopping = (bool(flag) for flag in flags.tolist())
+        self._bad = found and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
         if self._bad:
             if run.nonfinite + 1 >= self.limit:
                 self._blocks = block_norms(run.task)  # now, while there are gradients

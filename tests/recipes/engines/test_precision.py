@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from recipes.engines import precision as precision_module
+from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Place
 from recipes.engines.precision import autocast, gradient_scaler, resolve
+from recipes.training.callback import Callback
 from tests.recipes.engines.recording import assert_bit_equal, record
 
 CPU = torch.device("cpu")
@@ -53,6 +55,33 @@ def test_autocast(precision, dtype):
     scaler = gradient_scaler(CPU, precision)
     assert (scaler is not None) == (precision == "amp_fp16")
     assert scaler is None or scaler.is_enabled()
+
+
+class Overflow(Callback):
+    """All gradients are infinite, whatever the scale, which is 4 at first."""
+
+    def begin(self, run):
+        scaler = run.scaler if isinstance(run, LightningRun) else run._state.scaler
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 4.0})
+        self.batches = 0
+
+    def after_backward(self, run):
+        for parameter in run.task.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(torch.inf)
+
+    def step_end(self, run):
+        self.batches = run.clock.batch
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_run_that_the_scaler_skips_for_ever_ends(quick_recipe, tmp_path, engine):
+    """At scales of 4 and 2 the scaler alone skips; at 1, and below it, each batch counts."""
+    overflow = Overflow()
+    changes = ["training={precision: amp_fp16, duration: 9ba, nonfinite_limit: 2}", "evals.val=null"]
+    with pytest.raises(ValueError, match="2 batches in a row were not finite, since batch 3 .loss [01]"):
+        record(engine, quick_recipe(tmp_path, *changes), overflow)
+    assert overflow.batches == 3  # the guard, before it, ended the fourth
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def test_a_run_that_ends_so_is_an_error(tmp_path):
 
 def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
     run, levers = new_run(tmp_path, precision="amp_fp16")
+    run.scale = 2.0
     levers.at("batch_start", run)
     for parameter in run.task.parameters():
         parameter.grad = torch.full_like(parameter, math.inf)
@@ -108,6 +109,21 @@ def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
     run.loss = math.nan
     levers.at("step_end", run.at(2))
     assert run.nonfinite == 1
+
+
+def test_under_fp16_gradients_that_no_scale_makes_finite_end_the_run(tmp_path):
+    """After as many batches as the scaler needs to come to a scale of 1, and the limit."""
+    run, levers = new_run(tmp_path, limit=3, precision="amp_fp16")
+    run.scale = 2.0**16
+    with pytest.raises(ValueError, match="3 batches in a row were not finite, since batch 17 .loss 0.5"):
+        for batch in range(1, 100):
+            levers.at("batch_start", run)
+            for parameter in run.task.parameters():
+                parameter.grad = torch.full_like(parameter, math.nan)
+            levers.finish_gradients(run)
+            run.loss, run.scale = 0.5, run.scale / 2
+            levers.at("step_end", run.at(batch))
+    assert run.clock.batch == 19
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
