@@ -83,7 +83,9 @@ def user_errors() -> Iterator[None]:
     except FileNotFoundError as error:
         fail([str(error)])
     except ValueError as error:
-        if type(error) is not ValueError or _from_a_library(error):
+        # Python's own kinds of it, such as UnicodeDecodeError, are bugs.
+        own = type(error) is ValueError or type(error).__module__.startswith("recipes.")
+        if not own or _from_a_library(error):
             raise
         fail([str(error)])
 

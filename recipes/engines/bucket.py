@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from data.encoded_sets import CREDENTIAL
 from data.fetching import one_line
-from data.files import atomic_folder, atomic_write, point_to
+from data.files import atomic_folder, atomic_write, point_to, write_text
 from data.log import log
 from data.stores import open_store
-from recipes.engines.record import RECORD
+from recipes.engines.kinds import batch_of
+from recipes.engines.record import RECORD, keep_texts
 from recipes.training.newest import newest_checkpoint
 from recipes.training.ranks import is_first_rank
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
-BATCH = re.compile(r"ep\d+-ba(\d+)")
 
 
 class Bucket:
@@ -83,8 +82,9 @@ class Bucket:
                 self._store.upload(file, name)
             kept = [name for name in before["kept"] if name != path.name] + [path.name]
             kept = kept if keep == -1 else kept[-keep:]
-            latest = json.dumps({"checkpoint": path.name, "link": link, "kept": kept}, indent=1)
-            self._store.write(LATEST, latest.encode())
+            texts = {file.name: file.read_text(encoding="utf-8") for file in records}
+            latest = {"checkpoint": path.name, "link": link, "kept": kept, "record": texts}
+            self._store.write(LATEST, json.dumps(latest, indent=1).encode())
             for name in self._store.names("ep"):
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
@@ -93,28 +93,42 @@ class Bucket:
 
     # --- into the run's folder -----------------------------------------------------------------
 
-    def pull(self, output: Path) -> None:
+    def pull(self, output: Path, check: Callable[[dict[str, str]], None] = lambda texts: None) -> None:
         """Fetch the newest checkpoint and the record, unless the run's folder has one that is as new.
 
         Only the first rank calls this, before it looks for checkpoints.
 
+        Args:
+            output: folder of the run.
+            check: called with the texts of the record, by names of files, before anything is fetched; it raises if the
+                bucket has another run's checkpoints.
+
         Raises:
-            ValueError: the store refuses it, or does not answer.
+            ValueError: the store refuses it, or does not answer; or from `check`.
         """
         with self._answers(f"{LATEST}: cannot be read"):
             latest = self._latest()
         if latest is None:
             return
+        texts = self._record(latest)
+        check(texts)
         name, newest = Path(latest["checkpoint"]).name, newest_checkpoint(output)
         if newest is not None and batch_of(newest.name) >= batch_of(name):
             return
         log.info(f"checkpoints: fetches {name} from {self.address}")
         folder = output / "checkpoints"
+        keep_texts(output, folder / name, texts)
         self.fetch(name, folder / name)
-        with self._answers("the record of the run: cannot be read"):
-            for record in set(RECORD) & set(self._store.names()):
-                self._download(record, output / record)
+        for record in set(texts) - {file.name for file in output.iterdir()}:
+            write_text(output / record, texts[record])
         point_to(folder / Path(latest["link"]).name, folder / name)
+
+    def _record(self, latest: dict[str, Any]) -> dict[str, str]:
+        """The record with which the newest checkpoint was written: texts by names of files."""
+        if "record" in latest:
+            return {name: latest["record"][name] for name in RECORD if name in latest["record"]}
+        with self._answers("the record of the run: cannot be read"):  # an earlier version wrote it to files only
+            return {name: self._store.read(name).decode() for name in set(RECORD) & set(self._store.names())}
 
     def fetch(self, name: str, path: Path) -> None:
         """Fetch an object as a file, or all objects below a name as a folder. The path appears whole or not at all.
@@ -153,8 +167,3 @@ def fetched(address: str, output: Path) -> Path:
         Bucket(folder).fetch(name, path)
     return path.resolve()
 
-
-def batch_of(checkpoint: str) -> int | None:
-    """The batch in the name of a checkpoint; None for other names."""
-    match = BATCH.match(checkpoint)
-    return None if match is None else int(match[1])

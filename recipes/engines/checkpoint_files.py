@@ -8,7 +8,6 @@ over.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +16,14 @@ from pathlib import Path
 from data.files import point_to
 from data.log import log
 from recipes.engines.bucket import Bucket
+from recipes.engines.kinds import Kind, batch_of
+from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
+from recipes.training.finite import is_worth_keeping
 from recipes.training.ranks import is_first_rank, wait
 from recipes.training.run import Run
 
 PARTIAL = ".partial."  # before a name, whose suffix Composer looks at
-Pattern = re.Pattern[str]  # of the names of checkpoints; its first group is the batch
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def whole(path: Path) -> Iterator[Path]:
     partial = path.with_name(PARTIAL + path.name)
     if is_first_rank():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)
+        remove(partial)
     wait()
     try:
         yield partial
@@ -49,7 +50,7 @@ def whole(path: Path) -> Iterator[Path]:
         # torch.save turns what the disk says into a RuntimeError of its own, and then fails at the file's end, too.
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
-        _remove(partial)
+        remove(partial)
         first = error.__context__ if isinstance(error.__context__, OSError | RuntimeError) else error
         reason = str(first).split("\n")[0].rpartition("] . ")[2]
         raise ValueError(
@@ -70,49 +71,35 @@ def _replace(path: Path, partial: Path) -> None:
     if path.is_dir():  # a folder cannot be replaced in one step
         path.rename(aside)
     partial.replace(path)
-    _remove(aside)
+    remove(aside)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a folder that may be there."""
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 class CheckpointFiles:
     """The checkpoints of a run's folder."""
 
-    def __init__(self, folder: Path, link: str, pattern: Pattern, keep: int, bucket: str | None = None) -> None:
+    def __init__(self, folder: Path, kind: Kind, keep: int, bucket: str | None = None) -> None:
         """
         Args:
             folder: of the checkpoints.
-            link: name of the link to the newest one.
-            pattern: of their names; the first group is the batch.
+            kind: of which engine they are.
             keep: number of checkpoints that are kept; -1: all.
             bucket: address of copies, `checkpoints.bucket`.
         """
         self.folder = folder
-        self.link = folder / link
-        self.pattern = pattern
+        self.kind = kind
+        self.link = folder / kind.link
         self.keep = keep
         self.bucket = None if bucket is None else Bucket(bucket)
 
     def mend(self) -> None:
-        """Remove what a killed process left. If the link is lost, it points to the newest checkpoint again.
-
-        Only the first rank calls this.
-        """
-        for path in self.folder.glob(f"{PARTIAL}*"):
-            _remove(path)
-        if not self.link.exists() and (found := self.up_to(None)):
+        """If the link is lost, it points to the newest checkpoint again. Only the first rank calls this."""
+        if not self.link.exists() and (found := self.kind.all(self.folder)):
             point_to(self.link, found[-1])
-
-    def up_to(self, batch: int | None) -> list[Path]:
-        """Checkpoints of batches up to this one, oldest first; None: all."""
-        found = {}
-        for path in self.folder.glob("ep*-ba*"):
-            match = self.pattern.fullmatch(path.name)
-            if match and (batch is None or int(match[1]) <= batch):
-                found[path] = int(match[1])
-        return sorted(found, key=found.get)
 
     def newest_is(self, path: Path, batch: int) -> None:
         """The link points to a new checkpoint, and all before it but the newest `keep` are removed.
@@ -122,12 +109,15 @@ class CheckpointFiles:
         Raises:
             ValueError: it cannot be copied to the bucket.
         """
+        keep_with(self.folder.parent, path)  # first: what the link points to has its record
         point_to(self.link, path)
         if self.bucket is not None:
             self.bucket.push(path, self.link.name, self.keep)
         if self.keep != -1:
-            for old in self.up_to(batch)[: -self.keep]:
-                _remove(old)
+            mine = [old for old in self.kind.all(self.folder) if batch_of(old.name) <= batch]
+            for old in mine[: -self.keep]:
+                remove(old)
+                remove(record_with(self.folder.parent, old))
 
 
 def end_if_asked(run: Run, save: Callable[[], None] | None) -> None:
@@ -135,7 +125,8 @@ def end_if_asked(run: Run, save: Callable[[], None] | None) -> None:
 
     Args:
         run: says whether it is to stop.
-        save: saves a checkpoint now, unless there is one of this batch; None: the recipe saves none.
+        save: saves a checkpoint now, unless there is one of this batch or it is not finite; None: the recipe saves
+            none.
 
     Raises:
         StartAgain: the run ends here. Not in the last batch, after which it ends anyway.
@@ -144,6 +135,11 @@ def end_if_asked(run: Run, save: Callable[[], None] | None) -> None:
         return
     if save is not None:
         save()
-    kept = "checkpoints.save is false" if save is None else "start the same command again, and it goes on from there"
+    if save is None:
+        kept = "checkpoints.save is false"
+    elif is_worth_keeping(run):
+        kept = "start the same command again, and it goes on from there"
+    else:
+        kept = "it is not finite and was not saved; the same command goes on from the checkpoint before it, or begins"
     log.info(f"{stop.caught()}: stopped after batch {run.clock.batch}; {kept}")
     raise stop.StartAgain

@@ -27,16 +27,16 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe
-from recipes.engines.bucket import Bucket
 from recipes.engines.precision import resolve
-from recipes.engines.record import check_encoders, check_record
+from recipes.engines.record import check_encoders
+from recipes.engines.resuming import prepare_folder
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from recipes.training.ranks import is_first_rank, rank, wait, world_size
+from recipes.training.ranks import rank, world_size
 from recipes.training.run import Precision
 from recipes.training.schedules import Schedule
 
@@ -105,8 +105,13 @@ class Parts:
 
 
 @rare_searches()  # components are imported when they are built
-def build_parts(recipe: Recipe, place: Place) -> Parts:
+def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     """Build everything that a recipe names. Ranks must have been started, and seeded alike.
+
+    Args:
+        recipe: of the run.
+        place: where it takes place.
+        engine: that runs it, "composer" or "lightning".
 
     Raises:
         ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load; the run
@@ -116,8 +121,7 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
     groups = training.groups(world_size(), place.local_world_size)
     batch = training.device_batch(world_size())
     check_tensor_parallel(recipe, Devices.of(training, world_size(), place.local_world_size))
-    fetch_checkpoint(recipe)
-    changed = check_record(recipe)
+    changed = prepare_folder(recipe, engine)
     task = build(recipe.model)
     if recipe.checkpoints.load_weights:
         task.load_export(Path(recipe.checkpoints.load_weights))
@@ -183,18 +187,6 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
         loggers={label: build(logger, **context) for label, logger in recipe.loggers.items()},
         microbatch=1 if search else None if recipe.training.microbatch == "auto" else recipe.training.microbatch,
     )
-
-
-def fetch_checkpoint(recipe: Recipe) -> None:
-    """Bring the newest checkpoint of `checkpoints.bucket` into the run's folder, unless one lies there that is as new.
-
-    Raises:
-        ValueError: the bucket refuses it, or does not answer.
-    """
-    if recipe.checkpoints.bucket is not None and recipe.checkpoints.resumes:
-        if is_first_rank():
-            Bucket(recipe.checkpoints.bucket).pull(Path(recipe.output))
-        wait()
 
 
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import metadata as metadata_format
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
+from recipes.engines.damaged import DamagedCheckpoint
 from recipes.engines.earlier import check_names
 
 ALLOWED = [
@@ -65,7 +66,7 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
         raise
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
         reason = (str(error) or type(error).__name__).split("\n")[0][:200]
-        raise ValueError(f"{where or file}: not a checkpoint that this repository wrote: {reason}") from error
+        raise DamagedCheckpoint(f"{where or file}: not a checkpoint that this repository wrote: {reason}") from error
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -92,7 +93,7 @@ def check_metadata(path: Path) -> None:
         raise
     except Exception as error:  # unpickling damaged bytes raises nearly anything
         reason = str(error).split("\n")[0][:200]
-        raise ValueError(f"{path}: not of a checkpoint that this repository wrote: {reason}") from error
+        raise DamagedCheckpoint(f"{path}: not of a checkpoint that this repository wrote: {reason}") from error
 
 
 @contextmanager
@@ -123,6 +124,9 @@ def plain_pickles() -> Iterator[None]:
         for cause, *_ in error.failures.values():
             if isinstance(cause, ValueError | FileNotFoundError):
                 raise type(cause)(str(cause)) from error
+            if isinstance(cause, EOFError | pickle.UnpicklingError) or "PytorchStreamReader" in str(cause):
+                reason = (str(cause) or type(cause).__name__).split("\n")[0][:200]
+                raise DamagedCheckpoint(f"a part of a sharded checkpoint: damaged ({reason})") from error
         raise
     finally:
         FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = theirs

@@ -1,25 +1,32 @@
-"""What a run's folder says about the run: its recipe, and what encoded its data. A run that goes on must fit both."""
+"""What a run's folder says about the run: its recipe, and what encoded its data. A run that goes on must fit both.
+
+The record of the last start is in the folder itself. Each checkpoint has a copy of the record with which it was
+written, so that a start that was killed before its first checkpoint leaves no trace in what later ones compare with.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from data.files import write_json, write_text
+from data.files import atomic_folder, write_json, write_text
 from data.loading import Loading
 from data.log import log
 from data.manifest import Manifest
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.values import ConfigError, quoted
+from recipes.engines.kinds import NAME, newest_of_all
 from recipes.planning.opening import CONFIG
 from recipes.training.clock import parse_duration
 from recipes.training.newest import has_checkpoints
 
 ENCODED = "encoded.json"
 RECORD = (CONFIG, ENCODED)  # files in the folder of a run
+RECORDS = "records"  # folder of the copies, by checkpoints
 # What may change in a run: nothing that it learns depends on it.
 FREE = (
     "run_name",
@@ -31,7 +38,11 @@ FREE = (
     "training.engine",
     "training.device",
     "training.microbatch",
-    "training.fsdp",
+    "training.fsdp.strategy",
+    "training.fsdp.wrap",
+    "training.fsdp.replicas",
+    "training.fsdp.sync",
+    "training.fsdp.checkpoints",
     "training.tensor_parallel",
     "training.tensor_between_machines",
     "training.sequence_parallel",
@@ -56,14 +67,33 @@ ACTS_ON_TRAINING = ("scheduled_value",)  # callbacks that do
 
 
 def check_record(recipe: Recipe) -> list[str]:
-    """The keys that have changed since the run was begun, all of which may; empty if it begins.
+    """The keys that have changed since the newest checkpoint was written, all of which may; empty if the run begins.
 
     Raises:
         ValueError: the run goes on, and a key has changed that may not.
     """
-    record = Path(recipe.output, CONFIG)
-    if not (recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output)) and record.is_file()):
+    output = Path(recipe.output)
+    record = _record_of(recipe) / CONFIG
+    if not (recipe.checkpoints.resumes and has_checkpoints(output) and record.is_file()):
         return []
+    return _compare_recipes(record, recipe, f"checkpoints.autoresume: the recipe is not the one that {output}")
+
+
+def check_copy(recipe: Recipe, texts: dict[str, str]) -> None:
+    """Compare a recipe with the record in `checkpoints.bucket`, texts by names of files.
+
+    Raises:
+        ValueError: a key has changed that may not: the checkpoints there are another run's.
+    """
+    if CONFIG in texts:
+        with TemporaryDirectory() as folder:
+            record = Path(folder, CONFIG)
+            record.write_text(texts[CONFIG], encoding="utf-8")
+            address = recipe.checkpoints.bucket
+            _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}")
+
+
+def _compare_recipes(record: Path, recipe: Recipe, refusal: str) -> list[str]:
     try:
         before = load_config(record, [], Recipe, missing=[])
     except ConfigError as error:
@@ -74,11 +104,19 @@ def check_record(recipe: Recipe) -> list[str]:
     if refused:
         listed = "; ".join(f"{key} was {quoted(old)}, is {quoted(new)}" for key, old, new in refused)
         keys = ", ".join(key for key, _, _ in refused)
+        other = "output" if "autoresume" in refusal else "address"
         raise ValueError(
-            f"checkpoints.autoresume: the recipe is not the one that {recipe.output} was begun with: {listed}; give "
-            f"another output, or go on with checkpoints.allow_changes=[{keys}]"
+            f"{refusal} was begun with: {listed}; give another {other}, or go on with "
+            f"checkpoints.allow_changes=[{keys}]"
         )
     return [key for key, _, _ in changes]
+
+
+def _record_of(recipe: Recipe) -> Path:
+    """The folder with the record of the checkpoint that a run goes on from."""
+    output = Path(recipe.output)
+    newest = newest_of_all(output / "checkpoints")
+    return output if newest is None else record_with(output, newest, output)
 
 
 def _is_allowed(change: Difference, allowed: list[str]) -> bool:
@@ -100,8 +138,19 @@ def changes_of(before: Recipe, now: Recipe) -> Iterator[Difference]:
         section, _, name = key.rpartition(".")
         of_data = section.startswith("data") and name in FREE_OF_DATA
         acts = key.startswith("callbacks.") and any(_acts_on_training(recipe, key) for recipe in (before, now))
-        if acts or not (_is_below(key, FREE) or of_data):
+        same = key.startswith("training.fsdp") and _gathered(before) & _gathered(now)
+        if acts or not (_is_below(key, FREE) or of_data or same):
             yield key, old, new
+
+
+def _gathered(recipe: Recipe) -> set[str]:
+    """The number formats that `training.fsdp` may give gathered parameters without a change of what a run computes. DDP
+    leaves parameters in fp32, and autocast makes of them what `auto` does."""
+    fsdp, precision = recipe.training.fsdp, recipe.training.precision
+    auto = {"fp32": "fp32", "amp_bf16": "bf16"}.get(precision, "auto")
+    if fsdp is None:
+        return {"fp32", auto}
+    return {auto if fsdp.parameters == "auto" else fsdp.parameters}
 
 
 def _acts_on_training(recipe: Recipe, key: str) -> bool:
@@ -116,12 +165,48 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
     """
     output = Path(recipe.output)
     record, text = output / CONFIG, to_yaml(recipe)
-    if record.is_file() and record.read_text(encoding="utf-8") != text and has_checkpoints(output):
+    if record.is_file() and (before := record.read_text(encoding="utf-8")) != text and has_checkpoints(output):
         number = 1 + sum(1 for _ in output.glob("config-*.yaml"))
-        record.rename(output / f"config-{number}.yaml")
+        write_text(output / f"config-{number}.yaml", before)
     write_text(record, text)
     if data.manifest is not None:
         write_json(output / ENCODED, encoders(data.manifest), indent=1)
+
+
+def keep_with(output: Path, checkpoint: Path, anew: bool = True) -> None:
+    """Copy the record in a run's folder for a checkpoint. Only the first rank calls this.
+
+    Args:
+        output: folder of the run.
+        checkpoint: before anything names it the newest.
+        anew: also where it has a copy; otherwise it is of an earlier version, which made none.
+    """
+    if anew or not record_with(output, checkpoint).is_dir():
+        found = [output / name for name in RECORD if (output / name).is_file()]
+        keep_texts(output, checkpoint, {file.name: file.read_text(encoding="utf-8") for file in found})
+
+
+def keep_texts(output: Path, checkpoint: Path, texts: dict[str, str]) -> None:
+    """Write the record of a checkpoint: texts by names of files."""
+    if not texts:
+        return
+    record = record_with(output, checkpoint)
+    try:
+        with atomic_folder(record) as folder:
+            for name, text in texts.items():
+                write_text(folder / name, text)
+    except OSError as error:
+        raise ValueError(
+            f"checkpoints: {record} could not be written ({error.strerror}); make room and start again, it goes on "
+            "from the checkpoint before"
+        ) from error
+
+
+def record_with(output: Path, checkpoint: Path, default: Path | None = None) -> Path:
+    """The folder with the record of a checkpoint, or `default` where there is none."""
+    name = NAME.match(checkpoint.name)
+    folder = output / RECORDS / (checkpoint.name if name is None else name[0])
+    return folder if default is None or folder.is_dir() else default
 
 
 def encoders(manifest: Manifest) -> dict[str, Any]:
@@ -147,15 +232,17 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
             _compare(loading.manifest, encoders(data.manifest), f"evals.{label}: not encoded as the training data is")
     if "data" in recipe.checkpoints.allow_changes:
         return
-    runs = []
     if recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output)):
-        runs.append(Path(recipe.output))
+        run, record = Path(recipe.output), _record_of(recipe)
     elif recipe.checkpoints.load_path and "://" not in recipe.checkpoints.load_path:
-        runs.append(Path(recipe.checkpoints.load_path).resolve().parent.parent)
-    for run in runs:
-        if (run / ENCODED).is_file():
-            values = json.loads((run / ENCODED).read_text(encoding="utf-8"))
-            _compare(data.manifest, values, f"data: not encoded as that of {run}, whose checkpoint is loaded")
+        checkpoint = Path(recipe.checkpoints.load_path).resolve()
+        run = checkpoint.parent.parent
+        record = record_with(run, checkpoint, run)
+    else:
+        return
+    if (record / ENCODED).is_file():
+        values = json.loads((record / ENCODED).read_text(encoding="utf-8"))
+        _compare(data.manifest, values, f"data: not encoded as that of {run}, whose checkpoint is loaded")
 
 
 def _compare(manifest: Manifest, expected: dict[str, Any], what: str) -> None:

@@ -21,8 +21,10 @@ from data.sources.tars import TarSource
 from data.stores import S3Store
 from precompute.upload import MARKER
 from recipes.config.components import COMPONENTS
+from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
+from recipes.engines.resuming import prepare_folder
 from recipes.training.callback import Callback
 from recipes.training.newest import newest_checkpoint
 from tests.data.bucket import serve
@@ -226,6 +228,60 @@ def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
     (newest / ".metadata").write_text("newer")
     copies.pull(tmp_path / "run")
     assert (newest / ".metadata").read_text() == "newer"
+
+
+def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fetched(bucket, quick_recipe, tmp_path):
+    """Whether this run has newer ones or none, and its own record stays; an allowed change goes on from there."""
+    address = "s3://sets/shared/run"
+    common = ["checkpoints.autoresume=true", f"checkpoints.bucket={address}"]
+    one = quick_recipe(tmp_path / "one", *common)
+    checkpoint = tmp_path / "one" / "checkpoints" / "ep0-ba6.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("of one")
+    (tmp_path / "one" / "config.yaml").write_text(to_yaml(one))
+    Bucket(address).push(checkpoint, "latest", keep=2)
+    # The record of the first checkpoint that another start would write, which was killed before it named it.
+    bucket.client.put_object(Bucket="sets", Key="shared/run/config.yaml", Body=b"seed: 5")
+    for name, batch in (("empty", None), ("older", 4), ("newer", 8)):
+        other = quick_recipe(tmp_path / name, *common, "optimizer.lr=0.1")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(to_yaml(other))
+        if batch is not None:
+            own = tmp_path / name / "checkpoints" / f"ep0-ba{batch}.ckpt"
+            own.parent.mkdir()
+            own.write_text("of the other")
+            point_to(own.with_name("latest"), own)
+        before = sorted(tmp_path.rglob("*"))
+        said = f"checkpoints.bucket: the recipe is not the one that {address} was .*give another address"
+        with pytest.raises(ValueError, match=said):
+            prepare_folder(other, "lightning")
+        assert sorted(tmp_path.rglob("*")) == before
+    allowed = quick_recipe(tmp_path / "empty", *common, "optimizer.lr=0.1", "checkpoints.allow_changes=[optimizer]")
+    for _ in range(2):  # and it stays a change until a checkpoint is written with it
+        assert prepare_folder(allowed, "lightning") == ["optimizer.lr"]
+    assert newest_checkpoint(tmp_path / "empty").read_text() == "of one"
+    assert "0.1" in (tmp_path / "empty" / "config.yaml").read_text()
+
+
+def test_a_fetch_that_is_killed_leaves_nothing_for_ever(bucket, quick_recipe, tmp_path, monkeypatch):
+    """By a real SIGKILL in the middle of a file."""
+    address = "s3://sets/fetched/run"
+    (tmp_path / "ep0-ba2.ckpt").write_text("a checkpoint")
+    Bucket(address).push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1)
+    recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true", f"checkpoints.bucket={address}")
+
+    def half(store, name, path):
+        path.write_text("a check")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(S3Store, "download", half)
+        child = fork(lambda: prepare_folder(recipe, "lightning"), tmp_path / "log.txt", {})
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (tmp_path / "log.txt").read_text()
+    (left,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert left.name.startswith(".ep0-ba2.ckpt.")
+    prepare_folder(recipe, "lightning")
+    assert {path.name for path in left.parent.iterdir()} == {"ep0-ba2.ckpt", "latest"}
 
 
 def test_a_copy_leaves_the_generator_of_random_numbers_as_it_is(bucket, tmp_path, monkeypatch):

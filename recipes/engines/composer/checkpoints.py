@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
 from recipes.engines.composer.run import ComposerRun
+from recipes.engines.kinds import KINDS
 from recipes.training.finite import is_worth_keeping
-
-LATEST = "latest-rank0.pt"
-NAMES = re.compile(r"ep\d+-ba(\d+)(?:-rank0\.pt)?")
 
 
 def checkpoint_files(recipe: Recipe) -> CheckpointFiles:
     """The checkpoints of a run with Composer."""
     config = recipe.checkpoints
-    return CheckpointFiles(Path(recipe.output, "checkpoints"), LATEST, NAMES, config.keep, config.bucket)
+    return CheckpointFiles(Path(recipe.output, "checkpoints"), KINDS["composer"], config.keep, config.bucket)
 
 
 class WholeCheckpoints(CheckpointSaver):

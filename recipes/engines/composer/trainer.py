@@ -29,9 +29,11 @@ from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.composer.workers import EndWorkers
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
+from recipes.engines.kinds import KINDS
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
+from recipes.engines.resuming import says_what_to_remove
 from recipes.planning.opening import opening
 from recipes.training import stop
 from recipes.training.callback import is_complete
@@ -73,14 +75,15 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     dist.initialize_dist("gpu" if use_gpu else "cpu", timeout=600.0)
     reproducibility.seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, dist.get_local_world_size())
-    parts = build_parts(recipe, place)
+    parts = build_parts(recipe, place, "composer")
     change(parts)
     if dist.get_global_rank() == 0:
         keep_record(recipe, parts.data)
     log.info(
         opening(recipe, parts.task, parts.data, parts.evals, world=dist.get_world_size(), precision=place.precision)
     )
-    return new_trainer(recipe, place, parts)
+    with says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints):
+        return new_trainer(recipe, place, parts)
 
 
 @contextmanager
@@ -132,10 +135,6 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     files, saver = checkpoint_files(recipe), None
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
-    resumes = checkpoints.resumes
-    if resumes and dist.get_global_rank() == 0:
-        files.mend()
-    dist.barrier()
     trained = [p for p in parts.task.parameters() if p.requires_grad]
     return Trainer(
         model=ComposerTask(parts.task, run.autocast),
@@ -166,7 +165,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         progress_bar=recipe.training.progress_bar,
         load_path=load_path_of(recipe),
         save_folder=str(files.folder) if checkpoints.save else None,
-        autoresume=resumes,
+        autoresume=checkpoints.resumes,
         device="gpu" if place.use_gpu else "cpu",
         precision=place.precision if place.use_gpu else "fp32",  # see `ComposerRun.use_precision`
         device_train_microbatch_size=parts.microbatch,

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from recipes.engines.damaged import DamagedCheckpoint
+
 FORMAT = 1
 LATEST = "latest"
 REST = "rest.pt"
@@ -45,16 +47,15 @@ def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ValueError: it is not a checkpoint of this engine.
     """
-    wrong = ValueError(
-        f"{path}: not a checkpoint of the engine lightning; one of Composer's is converted by `python "
-        f"recipes/convert_checkpoint.py {path} --to lightning`"
-    )
+    wrong = f"{path}: not a checkpoint of the engine lightning"
+    convert = f"; one of Composer's is converted by `python recipes/convert_checkpoint.py {path} --to lightning`"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such checkpoint")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
-        raise wrong from error
+        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
+        raise DamagedCheckpoint(f"{wrong}, or damaged ({reason}){convert}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise wrong
+        raise ValueError(wrong + convert)
     return state

@@ -6,7 +6,7 @@ optimizer's state, and the first rank everything else; see `recipes.engines.ligh
 
 from __future__ import annotations
 
-import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,17 @@ from recipes.config.recipe import Recipe
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles, whole
 from recipes.engines.earlier import upgraded
+from recipes.engines.kinds import KINDS
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import Counts, LightningRun
 from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
+from recipes.engines.resuming import says_what_to_remove
 from recipes.training.clock import Interval
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import from_first_rank, is_first_rank, wait
-
-NAMES = re.compile(r"ep\d+-ba(\d+)(?:\.ckpt)?")
+from recipes.training.ranks import from_first_rank, is_first_rank
 
 
 class Checkpoints:
@@ -67,14 +67,12 @@ class Checkpoints:
         self._batches = batches
         self._due = Interval(recipe.checkpoints.every)
         self._saved_at = -1  # batch
-        self._files = CheckpointFiles(self._folder, LATEST, NAMES, self._config.keep, self._config.bucket)
+        self._files = CheckpointFiles(self._folder, KINDS["lightning"], self._config.keep, self._config.bucket)
         self.generators: list[dict[str, Any]] | None = None
-        if self._config.resumes and is_first_rank():
-            self._files.mend()
-        wait()
         self.path = from_first_rank(self._find())
         if self.path is not None:
-            run.counts = Counts(**read_file(self._rest_of(self.path), lazily=True)["counts"])
+            with self._says_what_to_remove():
+                run.counts = Counts(**read_file(self._rest_of(self.path), lazily=True)["counts"])
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -84,12 +82,6 @@ class Checkpoints:
             latest = self._folder / LATEST
             if latest.exists():
                 return latest.resolve()
-            of_composer = self._folder / "latest-rank0.pt"
-            if of_composer.exists():
-                raise ValueError(
-                    f"checkpoints.autoresume: {of_composer} was written by Composer; convert it with `python "
-                    f"recipes/convert_checkpoint.py {of_composer} --to lightning`, or set training.engine: composer"
-                )
         if self._config.load_path is None:
             return None
         if "://" in self._config.load_path:
@@ -106,6 +98,9 @@ class Checkpoints:
             )
         return fetched(address, self._folder.parent)
 
+    def _says_what_to_remove(self) -> AbstractContextManager:
+        return says_what_to_remove(self._folder, KINDS["lightning"], self._config)
+
     @staticmethod
     def _rest_of(path: Path) -> Path:
         return path / REST if path.is_dir() else path
@@ -118,9 +113,10 @@ class Checkpoints:
         """
         if self.path is None:
             return
-        state = upgraded(read_file(self._rest_of(self.path)))
-        if self.path.is_dir():
-            state |= self._read_parts(self.path)
+        with self._says_what_to_remove():
+            state = upgraded(read_file(self._rest_of(self.path)))
+            if self.path.is_dir():
+                state |= self._read_parts(self.path)
         self._load_weights(state)
         for name, part in state["levers"].items():
             for lever in self._parts.levers:

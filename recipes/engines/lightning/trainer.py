@@ -107,7 +107,7 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
         allow_tf32()
     seed_all(recipe.seed)  # the same initial weights on every rank
     place = Place.of(recipe, local_world_size())
-    parts = build_parts(recipe, place)
+    parts = build_parts(recipe, place, "lightning")
     change(parts)
     if is_first_rank():
         keep_record(recipe, parts.data)

@@ -2,17 +2,15 @@
 
 import errno
 import os
-import re
 
 import pytest
 import torch
 
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
+from recipes.engines.kinds import KINDS
 from recipes.training.stop import StartAgain
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 from tests.recipes.training.fake_run import FakeRun
-
-NAMES = re.compile(r"ep\d+-ba(\d+)(?:\.ckpt)?")
 
 
 def names(folder):
@@ -53,12 +51,10 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
         raise RuntimeError("a bug")
 
 
-def test_a_lost_link_and_halves_are_mended(tmp_path):
-    files = CheckpointFiles(tmp_path, "latest", NAMES, keep=2)
+def test_a_lost_link_is_mended(tmp_path):
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=2)
     for batch in (2, 10, 9):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
-    (tmp_path / ".partial.ep0-ba11.ckpt").touch()
-    (tmp_path / ".partial.ep0-ba12").mkdir()
     files.mend()
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba2.ckpt", "ep0-ba9.ckpt", "latest"]
     assert (tmp_path / "latest").resolve().name == "ep0-ba10.ckpt"
@@ -68,7 +64,7 @@ def test_a_lost_link_and_halves_are_mended(tmp_path):
 
 
 def test_a_link_that_is_there_stays(tmp_path):
-    files = CheckpointFiles(tmp_path, "latest", NAMES, keep=-1)
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=-1)
     for batch in (4, 6):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
     (tmp_path / "latest").symlink_to("ep0-ba4.ckpt")
@@ -101,3 +97,15 @@ def test_a_run_ends_after_the_batch_of_a_signal_unless_it_is_the_last():
         end_if_asked(run, None)
     end_if_asked(run.at(3), lambda: saved.append(3))
     assert saved == [2]
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "said"),
+    [(0, "start the same command again, and it goes on from there"), (2, "not finite and was not saved; the same")],
+)
+def test_a_run_that_is_stopped_says_whether_it_was_saved(nonfinite, said, capsys):
+    run = FakeRun(duration="3ba").at(1)
+    run.nonfinite, run.stopping = nonfinite, True
+    with pytest.raises(StartAgain):
+        end_if_asked(run, lambda: None)
+    assert said in capsys.readouterr().out

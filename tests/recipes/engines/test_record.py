@@ -7,8 +7,11 @@ import pytest
 import yaml
 
 from recipes.config.recipe import to_yaml
+from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
-from recipes.engines.record import ENCODED, check_record, keep_record
+from recipes.engines.kinds import KINDS
+from recipes.engines.record import ENCODED, check_record, keep_record, keep_with
+from recipes.engines.resuming import prepare_folder
 
 BEGUN = ("checkpoints.autoresume=true", "training.duration=7ba")
 
@@ -77,6 +80,57 @@ def test_a_change_may_be_allowed_by_its_key_or_one_above(begun, quick_recipe):
         check_record(quick_recipe(begun, *BEGUN, *changes, "checkpoints.allow_changes=[optimizer]"))
 
 
+@pytest.mark.parametrize(
+    ("precision", "was", "now", "refused"),
+    [
+        ("amp_bf16", "{parameters: fp32}", "{parameters: bf16}", "training.fsdp.parameters was 'fp32', is 'bf16'"),
+        ("amp_bf16", "{parameters: bf16}", "{parameters: auto, strategy: FULL_SHARD, checkpoints: full}", None),
+        ("amp_bf16", "null", "{parameters: bf16}", None),
+        ("fp32", "null", "{parameters: bf16}", "training.fsdp was None, is {"),
+        ("fp32", "{parameters: auto, wrap: model}", "null", None),
+        ("auto", "{parameters: auto}", "{parameters: bf16}", "training.fsdp.parameters was 'auto', is 'bf16'"),
+    ],
+)
+def test_of_sharding_only_the_number_format_matters(begun, quick_recipe, precision, was, now, refused):
+    common = (*BEGUN, f"training.precision={precision}")
+    (begun / "config.yaml").write_text(to_yaml(quick_recipe(begun, *common, f"training.fsdp={was}")))
+    changed = quick_recipe(begun, *common, f"training.fsdp={now}")
+    if refused is None:
+        assert check_record(changed) == []
+    else:
+        with pytest.raises(ValueError, match=refused):
+            check_record(changed)
+
+
+class Data:
+    """Data that nothing encoded."""
+
+    manifest = None
+
+
+def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begun, quick_recipe):
+    """Until a checkpoint is written with a changed recipe, each start sees the change."""
+    old = quick_recipe(begun, *BEGUN)
+    new = quick_recipe(begun, *BEGUN, "optimizer.lr=1e-3", "checkpoints.allow_changes=[optimizer]")
+    for _ in range(2):
+        assert prepare_folder(new, "composer") == ["optimizer.lr"]
+        keep_record(new, Data)
+    assert "0.001" in (begun / "config.yaml").read_text() and prepare_folder(old, "composer") == []
+    (begun / "config.yaml").unlink()  # a process that was killed while it wrote
+    with pytest.raises(ValueError, match="seed was 17, is 3"):
+        prepare_folder(quick_recipe(begun, *BEGUN, "seed=3"), "composer")
+    keep_record(new, Data)
+    newest = begun / "checkpoints" / "ep0-ba4-rank0.pt"
+    newest.touch()
+    keep_with(begun, newest)  # and killed before the link points to it
+    assert prepare_folder(new, "composer") == ["optimizer.lr"]
+    CheckpointFiles(newest.parent, KINDS["composer"], keep=1).newest_is(newest, 4)
+    assert prepare_folder(new, "composer") == []
+    assert [path.name for path in (begun / "records").iterdir()] == ["ep0-ba4"]
+    with pytest.raises(ValueError, match="optimizer.lr was 0.001, is 0.002"):
+        prepare_folder(old, "composer")
+
+
 def test_without_a_checkpoint_a_run_begins_anew(begun, quick_recipe):
     (begun / "checkpoints" / "ep0-ba3-rank0.pt").unlink()
     assert check_record(quick_recipe(begun, *BEGUN, "seed=3")) == []
@@ -99,7 +153,9 @@ def test_an_allowed_rate_is_used_and_the_old_record_kept(quick_recipe, tmp_path,
     train.train(quick_recipe(tmp_path, *common, "training.duration=1ba"))
     before = (tmp_path / "config.yaml").read_text()
     changes = ["training.duration=2ba", "optimizer.lr=5e-4", "optimizer.weight_decay=0.5"]
-    again = train.build_trainer(quick_recipe(tmp_path, *common, *changes, "checkpoints.allow_changes=[optimizer]"))
+    changed = quick_recipe(tmp_path, *common, *changes, "checkpoints.allow_changes=[optimizer]")
+    train.build_trainer(changed).close()  # as one that is killed before its first checkpoint
+    again = train.build_trainer(changed)
     if engine == "lightning":
         again.fit()
         (group,) = again.run.optimizer.param_groups
@@ -146,8 +202,5 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
 
 
 def test_the_record_says_what_encoded_the_data(quick_recipe, tmp_path):
-    class Data:
-        manifest = None
-
     keep_record(quick_recipe(tmp_path), Data)
     assert not (tmp_path / ENCODED).exists()

@@ -326,7 +326,7 @@ def test_a_recipe_searches_with_noise_and_resumes_exactly(small_recipe, tmp_path
             changes = [f"training.duration={duration}", "checkpoints.autoresume=true", "training.microbatch=1"]
             recipe = small_recipe(tmp_path / name, *changes)
             torch.manual_seed(recipe.seed)
-            parts = build_parts(recipe, place)
+            parts = build_parts(recipe, place, "composer")
             memory = FakeMemory(each=2_000 * MB)
             search = MicrobatchSearch(parts.task, 8, memory)
             made = new_trainer(recipe, place, replace(parts, levers=Levers([*parts.levers, search])))

@@ -1,0 +1,100 @@
+"""What a start does with the folder of its run before anything is built: it mends it, and finds out whether it may go
+on from what is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recipes.config.recipe import Checkpoints, Recipe
+from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoint_files import PARTIAL, CheckpointFiles, remove
+from recipes.engines.damaged import DamagedCheckpoint
+from recipes.engines.kinds import KINDS, Kind, check_engine
+from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
+from recipes.training.ranks import from_first_rank, is_first_rank
+
+# What `data.files` writes before it renames: the name, often the machine, and the process.
+HALF = re.compile(r"\..+\.\d+")
+
+
+def prepare_folder(recipe: Recipe, engine: str) -> list[str]:
+    """Make a run's folder what its start expects: without halves of files, with the newest checkpoint of
+    `checkpoints.bucket`, and with one that this engine and this recipe may go on from. Every rank must call it.
+
+    Args:
+        recipe: of the run.
+        engine: that runs it.
+
+    Returns:
+        The keys of the recipe that have changed since this checkpoint was written, all of which may; empty if the run
+        begins.
+
+    Raises:
+        ValueError: the run must not go on, or the bucket does not answer.
+    """
+    # The other ranks may see an older state of a shared folder, or one that the first rank is changing.
+    changed, error = from_first_rank(_prepare(recipe, engine) if is_first_rank() else None)
+    if error is not None:
+        raise ValueError(error)
+    return changed
+
+
+def _prepare(recipe: Recipe, engine: str) -> tuple[list[str], str | None]:
+    """What the first rank does; the changed keys, and the error in which all ranks end."""
+    output, checkpoints = Path(recipe.output), recipe.checkpoints
+    remove_halves(output)
+    if not checkpoints.resumes:
+        return [], None
+    try:
+        if checkpoints.bucket is not None:
+            Bucket(checkpoints.bucket).pull(output, lambda texts: check_copy(recipe, texts))
+        kind, folder = KINDS[engine], output / "checkpoints"
+        CheckpointFiles(folder, kind, checkpoints.keep).mend()
+        check_engine(folder, engine)
+        newest = kind.newest(folder)
+        if newest is not None:
+            keep_with(output, newest, anew=False)
+        return check_record(recipe), None
+    except ValueError as error:
+        return [], str(error)
+
+
+def remove_halves(output: Path) -> None:
+    """Remove what killed processes have left of checkpoints, and of files that they fetched.
+
+    Only the first rank calls this, before it writes anything.
+    """
+    for folder in ("checkpoints", "fetched", RECORDS):
+        for path in (output / folder).glob(".*"):
+            if path.name.startswith(PARTIAL) or HALF.fullmatch(path.name):
+                remove(path)
+
+
+@contextmanager
+def says_what_to_remove(folder: Path, kind: Kind, config: Checkpoints) -> Iterator[None]:
+    """Inside, a run loads its checkpoint. One that silently went back to an older checkpoint would lose work, so a
+    damaged one ends the start, with a message that says how to go back.
+
+    Args:
+        folder: of the run's checkpoints.
+        kind: those of the engine.
+        config: says whether this is the newest one of the folder.
+
+    Raises:
+        ValueError: the newest one is damaged; from which one the run can go on, and what must be removed for it.
+    """
+    try:
+        yield
+    except (DamagedCheckpoint, FileNotFoundError) as error:
+        newest = kind.newest(folder) if config.resumes else None
+        other_file = isinstance(error, FileNotFoundError) and newest is not None and newest.name not in str(error)
+        if newest is None or other_file:  # then it is checkpoints.load_path, or no checkpoint
+            raise
+        older = [path for path in kind.all(folder) if path.name != newest.name]
+        goes_on = f"goes on from {older[-1]}" if older else "begins anew"
+        if config.bucket is not None:
+            goes_on = f"fetches its copy from {config.bucket}, or with checkpoints.bucket=null {goes_on}"
+        raise ValueError(f"{error}; remove {newest}, and the next start {goes_on}") from error

@@ -1,0 +1,117 @@
+"""What a start finds in the folder of its run: halves, checkpoints of the other engine, and damaged ones."""
+
+import importlib
+
+import pytest
+
+from recipes.config.recipe import FSDP
+from recipes.engines.kinds import KINDS, check_engine
+from recipes.engines.resuming import prepare_folder, remove_halves
+from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
+
+LINKS = {"composer": "latest-rank0.pt", "lightning": "latest"}
+
+
+def test_halves_of_killed_processes_are_removed(quick_recipe, tmp_path):
+    """Of checkpoints that were written, or fetched from a bucket; with and without autoresume."""
+    left = ["ep0-ba2.ckpt", ".notes"]
+    halves = [".partial.ep0-ba4.ckpt", ".ep0-ba4-rank0.pt.node-1.12", ".ep0-ba4.17", ".ep0-ba4.old.17", ".latest.3"]
+    for autoresume in ("true", "false"):
+        for folder in ("checkpoints", "fetched"):
+            for name in (*left, *halves[:2], *halves[3:]):
+                (tmp_path / folder).mkdir(exist_ok=True)
+                (tmp_path / folder / name).touch()
+            (tmp_path / folder / halves[2]).mkdir()
+        prepare_folder(quick_recipe(tmp_path, f"checkpoints.autoresume={autoresume}"), "lightning")
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} - {"latest"} == set(left)
+        assert {path.name for path in (tmp_path / "fetched").iterdir()} == set(left)
+
+
+def folder_with(folder, files, links):
+    """Checkpoints, some of them sharded ones of Lightning, and links to the newest."""
+    for name in files:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for engine, name in links.items():
+        (folder / LINKS[engine]).symlink_to(name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "links", "engine", "other"),
+    [
+        (["ep0-ba2.ckpt"], {"lightning": "ep0-ba2.ckpt"}, "composer", "ep0-ba2.ckpt"),
+        (["ep0-ba2.ckpt"], {}, "composer", "ep0-ba2.ckpt"),
+        (["ep0-ba2/rest.pt"], {"lightning": "ep0-ba2"}, "composer", "ep0-ba2"),
+        (["ep0-ba2/rest.pt"], {}, "composer", "ep0-ba2"),
+        (["ep0-ba2/.metadata"], {}, "lightning", "ep0-ba2"),
+        (["ep0-ba2-rank0.pt"], {"composer": "ep0-ba2-rank0.pt"}, "lightning", "ep0-ba2-rank0.pt"),
+        (
+            ["ep0-ba2-rank0.pt", "ep1-ba9.ckpt"],
+            {"composer": "ep0-ba2-rank0.pt", "lightning": "ep1-ba9.ckpt"},
+            "composer",
+            "ep1-ba9.ckpt",
+        ),
+        # Converted, or of an earlier run.
+        (["ep0-ba2-rank0.pt", "ep0-ba2.ckpt"], {"lightning": "ep0-ba2.ckpt"}, "composer", None),
+        (["ep0-ba2-rank0.pt", "ep0-ba4.ckpt"], {"composer": "ep0-ba2-rank0.pt"}, "lightning", None),
+        ([], {}, "composer", None),
+    ],
+)
+def test_an_engine_does_not_begin_anew_beside_the_others_checkpoints(tmp_path, files, links, engine, other):
+    folder = folder_with(tmp_path / "checkpoints", files, links)
+    if other is None:
+        check_engine(folder, engine)
+    else:
+        writer = "lightning" if engine == "composer" else "composer"
+        said = f"{other}, was written by {writer.capitalize()}; convert it .* --to {engine}`, or set .*: {writer}"
+        with pytest.raises(ValueError, match=said):
+            check_engine(folder, engine)
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_damaged_or_foreign_checkpoint_costs_one_line_that_helps(quick_recipe, tmp_path, engine):
+    trainers = {name: importlib.import_module(f"recipes.engines.{name}.trainer") for name in LINKS}
+    own, other = trainers.pop(engine), *trainers.values()
+    changes = ["training.duration=2ba", "checkpoints={every: 1ba, autoresume: true}", "evals.val=null"]
+    recipe = quick_recipe(tmp_path, *changes)
+    trainer = own.build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    with pytest.raises(ValueError, match=f"was written by {engine.capitalize()}; convert it"):
+        other.build_trainer(quick_recipe(tmp_path, *changes))
+    newest = (tmp_path / "checkpoints" / LINKS[engine]).resolve()
+    older = newest.with_name(newest.name.replace("ba2", "ba1"))
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    with pytest.raises(ValueError, match=f"; remove {newest}, and the next start goes on from {older}$") as error:
+        own.build_trainer(recipe)
+    assert "\n" not in str(error.value)
+    newest.unlink()
+    again = own.build_trainer(recipe)
+    again.fit()
+    again.close()
+    assert newest.is_file() and older.is_file()
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "rest.pt"])
+@pytest.mark.parametrize("damage", ["half", "empty", "gone"])
+def test_a_damaged_part_of_a_sharded_checkpoint(tmp_path, file, damage):
+    sharded = FSDP(checkpoints="sharded")
+    checkpoints, run, _ = new_checkpoints(tmp_path, fsdp=sharded, keep=2)
+    save_at(checkpoints, run, 1, 2)
+    newest = tmp_path / "checkpoints" / "ep0-ba2"
+    content = (newest / file).read_bytes()
+    (newest / file).write_bytes(content[: len(content) // 2 if damage == "half" else 0])
+    if damage == "gone":
+        (newest / file).unlink()
+    said = f"; remove {newest}, and the next start goes on from {newest.with_name('ep0-ba1')}$"
+    if (file, damage) == ("rest.pt", "gone"):
+        said = "rest.pt: there is no such checkpoint" + said
+    with pytest.raises(ValueError, match=said):
+        new_checkpoints(tmp_path, fsdp=sharded, autoresume=True)[0].load()
+
+
+def test_halves_are_looked_for_where_there_may_be_no_folder(tmp_path):
+    remove_halves(tmp_path / "none")
+    assert KINDS["composer"].newest(tmp_path / "none") is None
