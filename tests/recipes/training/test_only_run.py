@@ -27,9 +27,7 @@ def other(tmp_path):
     os.waitpid(child, 0)
 
 
-def test_a_second_start_is_refused_in_one_line_and_touches_nothing(
-    other, quick_recipe, tmp_path, monkeypatch, capsys
-):
+def test_a_second_start_is_refused_in_one_line_and_touches_nothing(other, quick_recipe, tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / ".partial.ep0-ba4.ckpt").touch()  # the other one writes it
     (tmp_path / "recipe.yaml").write_text(to_yaml(quick_recipe(tmp_path, "training.engine=lightning")))
