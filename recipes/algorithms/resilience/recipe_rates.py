@@ -25,8 +25,7 @@ class RecipeRates(Lever):
 
     def loaded(self, run: Run) -> None:
         for group, settings in zip(run.optimizer.param_groups, self.groups, strict=True):
-            peak, before = settings["lr"], group.get("initial_lr")
-            # Not also where the rate is the same: a quotient and a product are rounded.
-            rate = group["lr"] if before == peak else peak * (group["lr"] / before if before else 1.0)
-            group.update(settings | {"lr": rate, "initial_lr": peak})
+            peak = settings["lr"]
+            factor = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
+            group.update(settings | {"lr": peak * factor, "initial_lr": peak})
         run.peak_rates_changed()
