@@ -55,7 +55,7 @@ def test_what_a_run_writes(exported):
     recipe, trainer = exported
     output = Path(recipe.output)
     assert {path.name for path in output.iterdir()} == {
-        "checkpoints", "config.yaml", "encoded.json", "export", "samples", "tensorboard",
+        "checkpoints", "config.yaml", "encoded.json", "export", "records", "samples", "tensorboard",
     }  # fmt: skip
     checkpoints = {path.name for path in (output / "checkpoints").iterdir() if not path.is_symlink()}
     assert checkpoints == {"ep1-ba6-rank0.pt", "ep2-ba12-rank0.pt", "ep2-ba14-rank0.pt"}
