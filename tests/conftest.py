@@ -8,6 +8,8 @@ import json
 import os
 import re
 import resource
+import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import yaml
 from PIL import Image
 
 from data.cycles import RARELY
+from tests.ranks import start_server
 
 ROOT = Path(__file__).resolve().parents[1]
 # Data sets of streaming keep files open until the process ends: thousands in a suite, where 1,024 is a usual limit.
@@ -70,6 +73,14 @@ def group_of(file: str) -> str:
     that share the launch of two ranks."""
     shares = re.search(r"\btwo_ranks\(", (ROOT / file).read_text(encoding="utf-8"))
     return "two_ranks" if shares else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Workers are forked from the process from which ranks are, which has imported what they would."""
+    command = [sys.executable, "-S", str(ROOT / "tests" / "worker.py"), start_server()]
+    for spec in specs:
+        spec.python = shlex.join(command)
 
 
 @pytest.hookimpl(optionalhook=True)

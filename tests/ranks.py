@@ -1,9 +1,9 @@
-"""Launches of several ranks for tests.
+"""Processes that tests need: workers of pytest-xdist, and launches of several ranks.
 
-Importing torch, Composer and Lightning takes about ten seconds of CPU time per process. Here one server process
-imports them, and what recipes are built from, for all workers of pytest-xdist; every rank of every launch is forked
-from it. What the launchers themselves do is tested where they are the subject (tests/recipes/training/test_stop.py and
-tests/recipes/engines/composer/test_trainer.py).
+Importing torch, Composer and Lightning takes about ten seconds of CPU time per process, and more in a new checkout,
+where it compiles them to bytecode. Here one server process imports them, and what recipes are built from; the workers
+(tests/worker.py) and every rank of every launch are forked from it. What the launchers themselves do is tested where
+they are the subject (tests/recipes/training/test_stop.py and tests/recipes/engines/composer/test_trainer.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -24,7 +25,10 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
+ADDRESS = "TESTS_RANKS_SERVER"  # environment variable that workers have
 LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -62,46 +66,41 @@ def launch(
 
 @functools.cache
 def _server() -> TextIO:
-    """A connection to the server of this run of pytest, which the first worker that asks for it starts."""
-    # An abstract name of Linux: nobody else can bind it as long as the server listens, and no file is left behind.
-    address = "\0ranks-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    end = time.monotonic() + 300
-    while True:
-        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):  # another worker has bound it
-            listener.bind(address)
-            listener.listen()
-            _start_server(listener)
-        client = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(ConnectionError):
-            client.connect(address)
-            connection = client.makefile("rw")
-            if connection.readline() == "ready\n":
-                return connection
-        # It does not listen yet, or ends because it had no clients any more.
-        client.close()
-        assert time.monotonic() < end, "the server of ranks cannot be reached; its own message is above"
-        time.sleep(0.05)
+    """A connection to the server: to that of the workers, or to one of this process."""
+    client = socket.socket(socket.AF_UNIX)
+    client.connect("\0" + (os.environ.get(ADDRESS) or start_server()))
+    client.send(b"launches")
+    connection = client.makefile("rw")
+    assert connection.readline() == "ready\n", "the server of ranks has died; its own message is above"
+    return connection
 
 
-def _start_server(listener: socket.socket) -> None:
+def start_server() -> str:
+    """Starts the server, which ends after its last client. Gives the name of its socket."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_OWN}
-    subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks", str(listener.fileno())],
-        cwd=ROOT,
-        # Lightning and torch read the number of threads when they are imported.
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[listener.fileno()],
-    )
+    with socket.socket(socket.AF_UNIX) as listener:
+        # Linux chooses an abstract name, which belongs to no file: a null character, and these.
+        listener.bind("")
+        listener.listen()
+        address = listener.getsockname()[1:].decode()
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks", str(listener.fileno())],
+            cwd=ROOT,
+            # Lightning and torch read the number of threads when they are imported.
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
+    return address
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
 def _serve(listener: socket.socket) -> None:
-    """Forks a process for each client, until the last one has gone. A forked rank comes back from here, and ends as any
-    process does."""
+    """Forks a process for each client, until the last one has gone. A forked worker or rank comes back from here, and
+    ends as any process does."""
     from data.cycles import RARELY
 
     gc.set_threshold(*RARELY)
@@ -123,8 +122,8 @@ def _serve(listener: socket.socket) -> None:
 
     listener.settimeout(0.2)
     clients: set[int] = set()
-    had_clients = False
-    while clients or not had_clients:
+    had_clients, parent = False, os.getppid()
+    while clients or not had_clients and os.getppid() == parent:
         with contextlib.suppress(TimeoutError):
             connection, _ = listener.accept()
             client = os.fork()
@@ -139,7 +138,14 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Answers the requests of one client until it has gone. A forked rank comes back from here, too."""
+    """Becomes a worker, or answers the requests for launches of one client until it has gone.
+
+    A worker comes back from here at its end, and so does a forked rank.
+    """
+    folder, streams, *_ = socket.recv_fds(connection, 4096, 3)
+    if streams:
+        _work(connection, folder.decode(), streams)
+        return
     with connection, connection.makefile("rw") as lines:
         print("ready", file=lines, flush=True)
         for line in lines:
@@ -152,6 +158,19 @@ def _answer(connection: socket.socket) -> None:
         else:
             os._exit(0)
     _become(rank, request, port)
+
+
+def _work(connection: socket.socket, folder: str, streams: list[int]) -> None:
+    """Does what a new Python of execnet does: runs what it reads from standard input."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ[ADDRESS] = connection.getsockname()[1:].decode()
+    os.chdir(folder)
+    random.seed()  # forked processes share these states
+    np.random.seed()
+    sys.argv = ["-c"]
+    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
 
 
 def _fork(ranks: int) -> tuple[int | None, list[int]]:
@@ -191,8 +210,6 @@ def _wait(children: list[int], timeout: float) -> int:
 
 def _become(rank: int, request: dict, port: int) -> None:
     """Runs the script as one rank of a launch."""
-    import numpy as np
-
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, file in zip((1, 2), request["files"], strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)

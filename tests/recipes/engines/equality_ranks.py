@@ -60,8 +60,8 @@ def main():
 
 
 def middle(output):
-    """The checkpoint of batch 5."""
-    return next(path for path in (output / "checkpoints").iterdir() if "-ba5" in path.name)
+    """The checkpoint of batch 4."""
+    return next(path for path in (output / "checkpoints").iterdir() if "-ba4" in path.name)
 
 
 def moved(checkpoint, output, engine):

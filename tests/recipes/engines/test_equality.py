@@ -121,7 +121,7 @@ def test_a_run_goes_on_under_the_other_engine(whole, recipe_of, tmp_path, engine
 
 @pytest.mark.slow
 def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
-    short = ["training.duration=12ba", "training.global_batch=10", "training.eval_every=5ba", "checkpoints.every=5ba"]
+    short = ["training.duration=8ba", "training.global_batch=10", "training.eval_every=4ba", "checkpoints.every=4ba"]
     ema = "algorithms.scheduled_ema={name: scheduled_ema, half_life: 4ba, start: 3ba}"
     low_rank = [
         "training={duration: 6ba, grad_clip: null}",
@@ -138,8 +138,8 @@ def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
     done = launch(2, Path(__file__).with_name("equality_ranks.py"), tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found = json.loads((tmp_path / "differences.json").read_text())
-    batches = {"ddp": 12, "fsdp": 12, "powersgd": 6}
+    batches = {"ddp": 8, "fsdp": 8, "powersgd": 6}
     assert len(found) == 7
     for name, figures in found.items():
-        assert figures.pop("batches") == batches.get(name, 7)
+        assert figures.pop("batches") == batches.get(name, 4)
         assert max(figures.values()) <= TOLERANCE, (name, figures)

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from composer import Callback, Logger, State
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from recipes.algorithms.modules.activation_checkpointing import recompute, recomputed_modules
 from recipes.algorithms.sharding.shard import NORMS, shard, whole_weights
@@ -229,18 +230,30 @@ def checkpoint(run: Path, kind: str) -> Path:
     return run / "checkpoints" / ("ep0-ba3" if kind == "sharded" else "ep0-ba3-rank0.pt")
 
 
-def live_bytes() -> int:
-    """Bytes of all tensors that are still referred to, whoever made them, but those without memory and those that were
-    there when objects were last frozen."""
-    gc.collect()
-    found = {}
-    for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        fake = isinstance(local, FakeTensor | FunctionalTensor)  # of compiled runs before
-        if not fake and local.device.type == "cpu" and local.layout is torch.strided:
-            storage = local.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+class Storages(TorchDispatchMode):
+    """Knows the storages that operators took and gave, as long as somebody refers to them.
+
+    Python's collector knows tensors, too, but a list of its objects takes hold of those that other threads are about to
+    free, which may end the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if type(local) in (torch.Tensor, torch.nn.Parameter) and local.device.type == "cpu":
+                self.known.add(StorageWeakRef(local.untyped_storage()))
+        return result
+
+    def live_bytes(self) -> int:
+        """Bytes of the storages that somebody refers to."""
+        self.known = {storage for storage in self.known if not storage.expired()}
+        held = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self.known]
+        return sum(storage.nbytes() for storage in held if storage is not None)
 
 
 class Live(Callback):
@@ -248,11 +261,13 @@ class Live(Callback):
 
     def __init__(self) -> None:
         self.most = 0
+        self.storages = Storages()
         gc.collect()
-        gc.freeze()  # what was there before is neither counted nor searched, which takes half a second every time
+        gc.freeze()  # what was there before is not searched for cycles, which takes half a second every time
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self.most = max(self.most, live_bytes())
+        gc.collect()
+        self.most = max(self.most, self.storages.live_bytes())
 
 
 def fit(recipe_file: str, overrides: list[str]) -> dict[str, torch.Tensor]:
@@ -261,7 +276,8 @@ def fit(recipe_file: str, overrides: list[str]) -> dict[str, torch.Tensor]:
     recipe, live = load_config(recipe_file, overrides, Recipe), Live()
     trainer = build_trainer(recipe)
     trainer.state.callbacks.append(live)
-    trainer.fit()
+    with live.storages:
+        trainer.fit()
     Path(recipe.output, f"live.{dist.get_rank()}.json").write_text(json.dumps(live.most))
     weights = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
