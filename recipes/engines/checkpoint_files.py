@@ -18,7 +18,7 @@ from data.files import point_to
 from data.log import log
 from recipes.engines.bucket import Bucket
 from recipes.training import stop
-from recipes.training.ranks import is_first_rank, wait
+from recipes.training.ranks import by_first_rank, is_first_rank, wait
 from recipes.training.run import Run
 
 PARTIAL = ".partial."  # before a name, whose suffix Composer looks at
@@ -117,11 +117,15 @@ class CheckpointFiles:
     def newest_is(self, path: Path, batch: int) -> None:
         """The link points to a new checkpoint, and all before it but the newest `keep` are removed.
 
-        Those of later batches, which an earlier run with the same folder left, stay. Only the first rank calls this.
+        Those of later batches, which an earlier run with the same folder left, stay. Every rank must call it: the first
+        one does it, and the others wait here, as a copy to a bucket may take longer than a collective may.
 
         Raises:
             ValueError: it cannot be copied to the bucket.
         """
+        by_first_rank(lambda: self._newest_is(path, batch))
+
+    def _newest_is(self, path: Path, batch: int) -> None:
         point_to(self.link, path)
         if self.bucket is not None:
             self.bucket.push(path, self.link.name, self.keep)

@@ -36,7 +36,7 @@ from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from recipes.training.ranks import is_first_rank, rank, wait, world_size
+from recipes.training.ranks import by_first_rank, rank, world_size
 from recipes.training.run import Precision
 from recipes.training.schedules import Schedule
 
@@ -188,13 +188,13 @@ def build_parts(recipe: Recipe, place: Place) -> Parts:
 def fetch_checkpoint(recipe: Recipe) -> None:
     """Bring the newest checkpoint of `checkpoints.bucket` into the run's folder, unless one lies there that is as new.
 
+    Every rank must call it.
+
     Raises:
         ValueError: the bucket refuses it, or does not answer.
     """
     if recipe.checkpoints.bucket is not None and recipe.checkpoints.resumes:
-        if is_first_rank():
-            Bucket(recipe.checkpoints.bucket).pull(Path(recipe.output))
-        wait()
+        by_first_rank(lambda: Bucket(recipe.checkpoints.bucket).pull(Path(recipe.output)))
 
 
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
