@@ -12,7 +12,6 @@ from recipes.planning.data_checks import fetch_indexes, shards
 from recipes.planning.dry_run import disk_bytes, problems, survey
 from recipes.planning.recipe_checks import cheap_recipe_checks, disk, recipe_checks
 
-
 EXPORT = "callbacks.export={name: export, every: 4ba}"
 
 
