@@ -7,8 +7,9 @@ Each rank adds up the memory of its own process and of its data workers, shared 
 them, and that of its GPU where there is one. The first third of the time is warm-up; the median of the last third may
 be at most `--limit` MiB above that of the second, and the number of open files of the rank's process at most
 `--files`. Each line is one rank's and one kind of memory, or its files. Exits with status 1 if one has grown.
-Validation is as in the recipe. Checkpoints, exports and loggers are off, and what is written goes into a temporary
-folder.
+Validation and loggers are as in the recipe, but for wandb. Checkpoints are saved every 100 batches, or as
+`checkpoints.every` says on the command line, and two are kept. Exports are off, and what is written goes into a
+temporary folder.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from recipes.training.ranks import all_reduce, rank
 
 MIB = 1 << 20
 clock = time.monotonic
-OVERRIDES = ("checkpoints.save=false", "training.duration=1000000000ba", "loggers={}")
+DEFAULTS = ("checkpoints.every=100ba",)  # of what the command line may say otherwise
+OVERRIDES = ("checkpoints.keep=2", "checkpoints.bucket=null", "training.duration=1000000000ba")
 FILES = "open files"
 
 
@@ -119,7 +121,7 @@ def growth(notes: list[tuple[float, int]]) -> float:
 
 
 def soak(recipe: Recipe, seconds: float) -> MemoryOverTime:
-    """Train a recipe for so many seconds. It has no length of its own, and saves nothing."""
+    """Train a recipe for so many seconds. It has no length of its own."""
     trainers = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
     notes = MemoryOverTime(seconds)
     trainer = trainers.build_trainer(recipe, lambda parts: parts.callbacks.update(soak=notes))
@@ -138,9 +140,11 @@ def main(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     grown = False
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, user_errors():
-        overrides = [*OVERRIDES, f"output={folder}"] if rest and rest[0] not in ("-h", "--help") else []
-        recipe: Recipe = read_command_line([*rest, *overrides], Recipe, __doc__).config
+        if rest and rest[0] not in ("-h", "--help"):
+            rest = [rest[0], *DEFAULTS, *rest[1:], *OVERRIDES, f"output={folder}"]
+        recipe: Recipe = read_command_line(rest, Recipe, __doc__).config
         recipe.callbacks.pop("export", None)
+        recipe.loggers = {label: logger for label, logger in recipe.loggers.items() if logger.name != "wandb"}
         found = soak(recipe, 60 * options.minutes)
         for name, notes in found.notes.items():
             unit, limit, word = (1, options.files, "") if name == FILES else (MIB, options.limit, " MiB")

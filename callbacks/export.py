@@ -106,7 +106,8 @@ class Export(PeriodicCallback):
         size = FLOAT * plan.parameters
         both = plan.averaged and plan.task.exports_average_beside
         what = f"{size_text(size)} of weights" + (f", {size_text(2 * size)} with the averaged ones" if both else "")
-        return Cost(files=Files(args["every"], what, f"{plan.output}/export"))
+        held = size * (2 if both else 1) * (1 if args["every"] is None else 2)  # the next one is whole before one goes
+        return Cost(files=Files(args["every"], what, f"{plan.output}/export", held))
 
     def _gathered(
         self, average: Callable[[], AbstractContextManager] | None

@@ -79,11 +79,13 @@ class Files:
         every: interval; None: once, at the end of the run.
         what: what is written each time, such as "a grid of 8 images".
         folder: where.
+        held: bytes that they take at the same time, for files that the disk must have room for.
     """
 
     every: str | None
     what: str
     folder: str
+    held: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,18 @@ def main(arguments: list[str]) -> int:
     clear = "--clear" in arguments
     arguments = [argument for argument in arguments if argument != "--clear"]
     command = read_command_line([*arguments, "--dry-run"], Recipe, __doc__) if arguments else None
-    failed = False
     with user_errors():
         from recipes.planning.link_checks import link_checks
 
-        findings = [*machine_checks(clear), *link_checks()]
+        findings = [*machine_checks(clear)]
         if command is not None:
             from recipes.planning.recipe_checks import recipe_checks
 
             findings += recipe_checks(command.config, command.missing)
-        failed = any(finding.level == "error" for finding in findings)
+        findings = [*findings, *link_checks(findings)]  # which also tells what other machines have found
         if os.environ.get("RANK", "0") == "0":
             print("\n".join(map(str, findings)))
-    return int(failed)
+    return int(any(finding.level == "error" for finding in findings))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from data.stores import open_store
 from recipes.engines.kinds import batch_of
 from recipes.engines.record import RECORD, keep_texts
 from recipes.training.newest import newest_checkpoint
-from recipes.training.ranks import is_first_rank
+from recipes.training.ranks import by_first_rank
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
 
@@ -156,14 +156,13 @@ class Bucket:
 
 def fetched(address: str, output: Path) -> Path:
     """The path of a checkpoint of a bucket in the run's folder, into which the first rank fetches it. Every rank must
-    call it, and wait before it reads the file.
+    call it.
 
     Raises:
         ValueError: there is no such checkpoint, the store refuses it, or it does not answer.
     """
     folder, _, name = address.rstrip("/").rpartition("/")
     path = output / "fetched" / name
-    if is_first_rank():
-        Bucket(folder).fetch(name, path)
+    by_first_rank(lambda: Bucket(folder).fetch(name, path))
     return path.resolve()
 

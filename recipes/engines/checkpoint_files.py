@@ -20,7 +20,7 @@ from recipes.engines.kinds import Kind, batch_of
 from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import is_first_rank, wait
+from recipes.training.ranks import by_first_rank, is_first_rank, wait
 from recipes.training.run import Run
 
 PARTIAL = ".partial."  # before a name, whose suffix Composer looks at
@@ -104,11 +104,15 @@ class CheckpointFiles:
     def newest_is(self, path: Path, batch: int) -> None:
         """The link points to a new checkpoint, and all before it but the newest `keep` are removed.
 
-        Those of later batches, which an earlier run with the same folder left, stay. Only the first rank calls this.
+        Those of later batches, which an earlier run with the same folder left, stay. Every rank must call it: the first
+        one does it, and the others wait here, as a copy to a bucket may take longer than a collective may.
 
         Raises:
             ValueError: it cannot be copied to the bucket.
         """
+        by_first_rank(lambda: self._newest_is(path, batch))
+
+    def _newest_is(self, path: Path, batch: int) -> None:
         keep_with(self.folder.parent, path)  # first: what the link points to has its record
         point_to(self.link, path)
         if self.bucket is not None:

@@ -14,7 +14,7 @@ from recipes.engines.checkpoint_files import PARTIAL, CheckpointFiles, remove
 from recipes.engines.damaged import DamagedCheckpoint
 from recipes.engines.kinds import KINDS, Kind, check_engine
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
-from recipes.training.ranks import from_first_rank, is_first_rank
+from recipes.training.ranks import by_first_rank, from_first_rank
 
 # What `data.files` writes before it renames: the name, often the machine, and the process.
 HALF = re.compile(r"\..+\.\d+")
@@ -36,30 +36,26 @@ def prepare_folder(recipe: Recipe, engine: str) -> list[str]:
         ValueError: the run must not go on, or the bucket does not answer.
     """
     # The other ranks may see an older state of a shared folder, or one that the first rank is changing.
-    changed, error = from_first_rank(_prepare(recipe, engine) if is_first_rank() else None)
-    if error is not None:
-        raise ValueError(error)
-    return changed
+    changed: list[str] = []
+    by_first_rank(lambda: changed.extend(_prepare(recipe, engine)))
+    return from_first_rank(changed)
 
 
-def _prepare(recipe: Recipe, engine: str) -> tuple[list[str], str | None]:
-    """What the first rank does; the changed keys, and the error in which all ranks end."""
+def _prepare(recipe: Recipe, engine: str) -> list[str]:
+    """What the first rank does; the changed keys."""
     output, checkpoints = Path(recipe.output), recipe.checkpoints
     remove_halves(output)
     if not checkpoints.resumes:
-        return [], None
-    try:
-        if checkpoints.bucket is not None:
-            Bucket(checkpoints.bucket).pull(output, lambda texts: check_copy(recipe, texts))
-        kind, folder = KINDS[engine], output / "checkpoints"
-        CheckpointFiles(folder, kind, checkpoints.keep).mend()
-        check_engine(folder, engine)
-        newest = kind.newest(folder)
-        if newest is not None:
-            keep_with(output, newest, anew=False)
-        return check_record(recipe), None
-    except ValueError as error:
-        return [], str(error)
+        return []
+    if checkpoints.bucket is not None:
+        Bucket(checkpoints.bucket).pull(output, lambda texts: check_copy(recipe, texts))
+    kind, folder = KINDS[engine], output / "checkpoints"
+    CheckpointFiles(folder, kind, checkpoints.keep).mend()
+    check_engine(folder, engine)
+    newest = kind.newest(folder)
+    if newest is not None:
+        keep_with(output, newest, anew=False)
+    return check_record(recipe)
 
 
 def remove_halves(output: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from data.cost import FLOAT, Epoch, Plan, size_text
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
-from recipes.planning.costs import Costs, costs_of
+from recipes.planning.costs import Costs, cost_of, costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
@@ -46,14 +47,27 @@ def survey(recipe: Recipe) -> Survey:
         ValueError: a model that cannot be built, a batch that does not divide, a manifest that does not fit.
     """
     task = build_on_meta(recipe.model)
-    parameters = sum(p.numel() for p in task.parameters())
-    trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     devices = Devices.of_environment(recipe.training)
     check_tensor_parallel(recipe, devices, task)
-    plan = Plan(
+    plan = plan_of(recipe, task, devices)
+    costs = costs_of(recipe, plan)
+    return Survey(
+        task, plan.parameters, plan.trained, devices, costs, length_of(recipe, costs.data.epoch or Epoch(None))
+    )
+
+
+def plan_of(recipe: Recipe, task: nn.Module, devices: Devices) -> Plan:
+    """What the components of a recipe are told to report their costs.
+
+    Args:
+        recipe: of the run.
+        task: its model, on the meta device.
+        devices: of the run.
+    """
+    return Plan(
         task=task,
-        parameters=parameters,
-        trained=trained,
+        parameters=sum(p.numel() for p in task.parameters()),
+        trained=sum(p.numel() for p in task.parameters() if p.requires_grad),
         replicas=devices.replicas,
         shards=devices.shards * devices.tensor,
         output=recipe.output,
@@ -62,8 +76,32 @@ def survey(recipe: Recipe) -> Survey:
         tensor=devices.tensor,
         matrices=divided_share(task, devices),
     )
-    costs = costs_of(recipe, plan)
-    return Survey(task, parameters, trained, devices, costs, length_of(recipe, costs.data.epoch or Epoch(None)))
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Everything that keeps a run from starting, where `survey` and the run itself stop at the first."""
+    errors: dict[str, None] = {}  # in order, each once
+
+    def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return act(*arguments)
+        except (ValueError, FileNotFoundError) as error:
+            errors[str(error)] = None
+            return None
+
+    devices = attempt(Devices.of_environment, recipe.training)
+    if devices is not None:
+        attempt(batch_text, recipe.training, devices.world)
+    task = attempt(build_on_meta, recipe.model)
+    if task is not None and devices is not None:
+        attempt(check_tensor_parallel, recipe, devices, task)
+        plan = attempt(plan_of, recipe, task, devices)
+        parts = (recipe.data, recipe.optimizer, *recipe.evals.values(), *recipe.algorithms.values())
+        for component in (*parts, *recipe.callbacks.values()) if plan is not None else ():
+            attempt(cost_of, component, plan)
+        if not errors:
+            attempt(survey, recipe)
+    yield from errors
 
 
 def describe_run(recipe: Recipe, missing: list[str]) -> str:
@@ -100,11 +138,13 @@ def checkpoint_bytes(found: Survey) -> int:
 
 
 def disk_bytes(recipe: Recipe, found: Survey) -> int:
-    """Bytes that the checkpoints of a run take at the same time; one more than are kept exists for a moment."""
+    """Bytes that the checkpoints and exports of a run take at the same time; one checkpoint more than are kept exists
+    for a moment."""
     checkpoints = recipe.checkpoints
     written = found.length.times(checkpoints.every) or 1
     held = written if checkpoints.keep == -1 else min(checkpoints.keep + 1, written)
-    return held * (checkpoint_bytes(found) + found.costs.averaged_bytes) * checkpoints.save
+    exports = sum(cost.files.held for cost in found.costs.callbacks.values() if cost.files is not None)
+    return held * (checkpoint_bytes(found) + found.costs.averaged_bytes) * checkpoints.save + exports
 
 
 def evals_lines(recipe: Recipe, costs: Costs, length: Length) -> Iterable[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import platform
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,21 +22,67 @@ WORDS = 1 << 24  # of 4 bytes: 64 MiB, as large as a bucket of DDP or a block un
 ROUNDS = 5
 
 
-def link_checks() -> Iterator[Finding]:
-    """The clocks of all processes, and the rate of an all-reduce over them; nothing if there is one process."""
+def link_checks(own: list[Finding]) -> Iterator[Finding]:
+    """What was found on other machines, the clocks of all processes, and the rate of an all-reduce over them.
+
+    Nothing if there is one process. Every process must call it; all are given the same.
+
+    Args:
+        own: what this process has found, of which others are told.
+    """
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
     try:
+        # gloo on all: a machine that has lost its GPU must be able to say so.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
+    except (RuntimeError, ValueError) as error:  # torch.distributed's own errors are RuntimeErrors
+        yield unreachable(own, str(error).splitlines()[0])
+        return
+    try:
+        told: list = [None] * world
+        dist.all_gather_object(told, (platform.node(), on_gpu, own))
+        yield from of_other_machines([(host, findings) for host, _, findings in told])
+        if len({has for _, has, _ in told}) > 1:
+            without = sorted({host for host, has, _ in told if not has})
+            yield Finding("error", "links", f"{', '.join(without)}: no GPU that torch can use, and others have one")
+            return
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         yield clocks(device)
         yield bandwidth(device)
     finally:
         dist.destroy_process_group()
+
+
+def of_other_machines(told: list[tuple[str, list[Finding]]]) -> Iterator[Finding]:
+    """What is wrong on machines other than the first rank's, each once, with the names of the machines.
+
+    Args:
+        told: of each rank, in order: the name of its machine, and what it has found.
+    """
+    first = told[0][0]
+    here = {finding for host, findings in told if host == first for finding in findings}
+    found: dict[Finding, dict[str, None]] = {}
+    for host, findings in told:
+        for finding in findings:
+            if host != first and finding.level != "ok" and finding not in here:
+                found.setdefault(finding, {})[host] = None
+    for finding, hosts in found.items():
+        yield dataclasses.replace(finding, text=f"on {', '.join(hosts)}: {finding.text}")
+
+
+def unreachable(own: list[Finding], reason: str) -> Finding:
+    """The processes do not reach each other, so that each machine's first one says itself what is wrong there."""
+    host = platform.node()
+    if os.environ.get("RANK") != "0" and os.environ.get("LOCAL_RANK") == "0":
+        for finding in own:
+            if finding.level == "error":
+                print(f"{finding.level + ':':9}{finding.subject}: on {host}: {finding.text}", flush=True)
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return Finding("error", "links", f"{host} does not reach the other processes at {address} ({reason})")
 
 
 def clocks(device: torch.device) -> Finding:

@@ -22,6 +22,8 @@ FILES = 4096
 # streaming keeps the state of a data set here, and data workers hand over their batches through it.
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 1 << 30
+# The oldest driver that runs a major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility).
+DRIVERS = {11: 450, 12: 525, 13: 580}
 LOCKS = ("requirements.lock", "requirements-torch211.lock")
 
 
@@ -41,7 +43,7 @@ def machine_checks(clear: bool = False) -> Iterator[Finding]:
     yield python()
     yield packages()
     yield gpu()
-    yield attention()
+    yield attention_here()
     yield from cheap_checks()
     yield stale_memory(clear)
     yield load()
@@ -107,26 +109,45 @@ def gpu() -> Finding:
                 f"{name} has compute capability {capability[0]}.{capability[1]}, and torch {torch.__version__} is "
                 f"built for {', '.join(built)}: install with `make install TORCH=2.11`",
             )
-        return Finding(
-            "ok", "GPU", f"{torch.cuda.device_count()} x {name}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-        )
+        driver = f", driver {shown[0][1]}" if shown else ""
+        text = f"{torch.cuda.device_count()} x {name}{driver}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+        return Finding("ok", "GPU", text)
     if shown:
+        name, driver = shown[0]
         return Finding(
             "error",
             "GPU",
-            f"the driver shows {shown[0]}, and torch {torch.__version__} cannot use it: its CUDA {torch.version.cuda} "
-            "needs a newer driver, or CUDA_VISIBLE_DEVICES hides the GPU",
+            f"the driver {driver} shows {name}, and torch {torch.__version__} cannot use it: "
+            + _why_not(driver, torch.version.cuda),
         )
     return Finding("ok", "GPU", "none; runs use the CPU")
 
 
-def _driver_gpus() -> list[str]:
-    """The GPUs that nvidia-smi lists."""
+def _driver_gpus() -> list[tuple[str, str]]:
+    """The GPUs that nvidia-smi lists: name and version of the driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return [line for line in listed.stdout.splitlines() if line.startswith("GPU")]
+    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if listed.returncode:  # its message would be taken for a GPU
+        return []
+    return [(name, driver) for name, _, driver in (line.rpartition(", ") for line in listed.stdout.splitlines())]
+
+
+def _why_not(driver: str, cuda: str | None) -> str:
+    """Why torch sees no GPU, and what to do.
+
+    Args:
+        driver: its version, such as "535.104.05".
+        cuda: version of CUDA that torch is built for, such as "12.6"; None: it is built without.
+    """
+    if cuda is None:
+        return "it is built without CUDA; run `make install`"
+    needed = DRIVERS.get(int(cuda.split(".")[0]))
+    if needed is not None and driver.split(".")[0].isdecimal() and int(driver.split(".")[0]) < needed:
+        return f"its CUDA {cuda} needs driver {needed} or newer; update the driver"
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')} may hide it, or see `nvidia-smi`"
 
 
 def _runs(architecture: str, capability: tuple[int, int]) -> bool:
@@ -134,14 +155,11 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     return match is not None and int(match[1]) == capability[0] and int(match[2]) <= capability[1]
 
 
-def attention() -> Finding:
+def attention_here() -> Finding:
     """The attention that `implementation: auto` takes here. Imports torch, and xformers where there is a GPU."""
-    import torch
+    from recipes.planning.attention_checks import attention
 
-    from recipes.algorithms.modules.attention import why_not_xformers
-
-    reason = why_not_xformers(torch.cuda.is_available())
-    return Finding("ok", "attention", "xformers" if reason is None else f"PyTorch's ({reason})")
+    return attention()
 
 
 def open_files(limit: int | None = None) -> Finding:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from itertools import count
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_calls = count()  # of `by_first_rank`, the same on all ranks
 _OPERATIONS = {"SUM": dist.ReduceOp.SUM, "MIN": dist.ReduceOp.MIN, "MAX": dist.ReduceOp.MAX}
 
 
@@ -52,3 +56,39 @@ def wait() -> None:
     """Wait for all ranks. Every rank must call it."""
     if world_size() > 1:
         dist.barrier()
+
+
+def by_first_rank(act: Callable[[], object]) -> None:
+    """Call a function on the first rank, while the other ranks wait for it. Every rank must call it.
+
+    Use it for what may take longer than the time limit of a collective, such as a copy to an object store. The other
+    ranks ask the key-value store of the process group, which has no such limit, and whose connection breaks where the
+    process that holds it has died.
+
+    Args:
+        act: called on the first rank only.
+
+    Raises:
+        ValueError: the function failed on the first rank, which raises its own error. The message is the same.
+    """
+    if world_size() == 1:
+        act()
+        return
+    store, key = dist.distributed_c10d._get_default_store(), f"by_first_rank/{next(_calls)}"
+    error: Exception | None = None
+    if is_first_rank():
+        try:
+            act()
+        except Exception as caught:
+            error = caught
+        store.set(key, "" if error is None else f"error: {error}")
+    else:
+        pause = 0.01
+        while not store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+        answer = store.get(key).decode()
+        error = ValueError(answer.removeprefix("error: ")) if answer else None
+    wait()  # all know the answer before the first rank may end, and the store with it
+    if error is not None:
+        raise error

@@ -27,7 +27,7 @@ def test_a_short_soak(small_recipe, tmp_path, monkeypatch):
     """A second per batch: what is kept of each batch shows, if it is large."""
     seconds = itertools.count()
     monkeypatch.setattr("benchmarks.soak.clock", lambda: float(next(seconds)))
-    own = ["callbacks.progress=null", "data.workers=1", "evals.val=null"]
+    own = ["callbacks.progress=null", "data.workers=1", "evals.val=null", "checkpoints.save=false", "loggers={}"]
     found = soak(small_recipe(tmp_path / "run", *OVERRIDES, *own), seconds=30.0)
     assert found.batches == 31 and found.notes.keys() == {"trainer", "workers", FILES}
     files = found.notes.pop(FILES)

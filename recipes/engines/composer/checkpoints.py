@@ -71,8 +71,7 @@ class WholeCheckpoints(CheckpointSaver):
             # Every rank takes part in gathering. Then each writes its own part, or the first rank everything.
             own = partial / f"__{dist.get_global_rank()}_0.distcp" if sharded else partial
             checkpoint._save_checkpoint(state, str(own))
-        if dist.get_global_rank() == 0:
-            self._files.newest_is(path, batch)
+        self._files.newest_is(path, batch)
 
 
 class EndIfAsked(Callback):

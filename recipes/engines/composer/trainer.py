@@ -185,9 +185,7 @@ def load_path_of(recipe: Recipe) -> str | None:
         return path
     if from_first_rank(recipe.checkpoints.resumes and has_checkpoints(output)):
         return path  # Composer then takes the newest of the run's own
-    path = str(fetched(path, output))
-    dist.barrier()
-    return path
+    return str(fetched(path, output))
 
 
 def composer_schedule(schedule: Schedule):

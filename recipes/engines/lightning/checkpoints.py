@@ -69,15 +69,16 @@ class Checkpoints:
         self._saved_at = -1  # batch
         self._files = CheckpointFiles(self._folder, KINDS["lightning"], self._config.keep, self._config.bucket)
         self.generators: list[dict[str, Any]] | None = None
-        self.path = from_first_rank(self._find())
+        found = from_first_rank(self._find())
+        self.path = self._fetch(found) if isinstance(found, str) else found
         if self.path is not None:
             with self._says_what_to_remove():
                 run.counts = Counts(**read_file(self._rest_of(self.path), lazily=True)["counts"])
 
     # --- loading -------------------------------------------------------------------------------
 
-    def _find(self) -> Path | None:
-        """The checkpoint to go on from, or None."""
+    def _find(self) -> Path | str | None:
+        """The checkpoint to go on from, or its address in a bucket; None: there is none."""
         if self._config.resumes:
             latest = self._folder / LATEST
             if latest.exists():
@@ -85,11 +86,11 @@ class Checkpoints:
         if self._config.load_path is None:
             return None
         if "://" in self._config.load_path:
-            return self._fetch(self._config.load_path)
+            return self._config.load_path
         return Path(self._config.load_path).resolve()
 
     def _fetch(self, address: str) -> Path:
-        """A checkpoint of a bucket as a file or folder in the run's folder."""
+        """A checkpoint of a bucket as a file or folder in the run's folder. Every rank must call it."""
         if scheme_of(address) not in STORES:
             known = ", ".join(f"{name}://" for name in STORES)
             raise ValueError(
@@ -178,8 +179,7 @@ class Checkpoints:
                 dcp.save(tensors, checkpoint_id=partial)
             if is_first_rank():
                 torch.save(rest if self._sharded else rest | tensors, partial / REST if self._sharded else partial)
-        if is_first_rank():
-            self._files.newest_is(path, counts.batch)
+        self._files.newest_is(path, counts.batch)
 
     def _tensors(self, full: bool) -> dict[str, Any]:
         """Weights and the optimizer's state by the names of parameters; whole ones on the first rank only."""

@@ -76,6 +76,9 @@ def test_a_shipped_recipe_loads(shipped):
     if isinstance(config, Recipe):
         assert config.run_name == shipped.stem
         assert config.output == f"runs/{shipped.stem}"
+        assert config.checkpoints.resumes, "a run that is killed would begin anew"
+        # Examples take minutes, and some save only at their end.
+        assert config.checkpoints.every is not None or shipped.stem.startswith(("openmoji", "docs"))
 
 
 def test_a_shipped_recipe_opens_with_its_facts(shipped):

@@ -85,12 +85,23 @@ def test_which_gpus_run_the_code_of_an_architecture(architecture, capability, ru
     assert machine_checks._runs(architecture, capability) == runs
 
 
-def test_a_gpu_that_torch_cannot_use(monkeypatch):
+@pytest.mark.parametrize(
+    ("driver", "cuda", "why"),
+    [
+        ("470.57.02", "12.6", "its CUDA 12.6 needs driver 525 or newer; update the driver"),
+        ("550.54.15", "13.0", "its CUDA 13.0 needs driver 580 or newer"),
+        ("535.104.05", "12.6", "CUDA_VISIBLE_DEVICES="),
+        ("535.104.05", None, "built without CUDA"),
+        ("[N/A]", "12.6", "CUDA_VISIBLE_DEVICES="),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use(monkeypatch, driver, cuda, why):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine_checks, "_driver_gpus", lambda: ["GPU 0: NVIDIA H200 (UUID: ...)"])
+    monkeypatch.setattr(machine_checks, "_driver_gpus", lambda: [("NVIDIA H200", driver)])
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     found = machine_checks.gpu()
-    assert found.level == "error" and "H200" in found.text
+    assert found.level == "error" and f"the driver {driver} shows NVIDIA H200" in found.text and why in found.text
     monkeypatch.setattr(machine_checks, "_driver_gpus", list)
     assert machine_checks.gpu().level == "ok"

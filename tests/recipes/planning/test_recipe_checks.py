@@ -1,11 +1,18 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
+from recipes.config.components import COMPONENTS
+from recipes.config.values import Component
 from recipes.doctor import main
-from recipes.planning.dry_run import disk_bytes, survey
+from recipes.planning import recipe_checks as checks
+from recipes.planning.data_checks import fetch_indexes, shards
+from recipes.planning.dry_run import disk_bytes, problems, survey
 from recipes.planning.recipe_checks import cheap_recipe_checks, disk, recipe_checks
+
+EXPORT = "callbacks.export={name: export, every: 4ba}"
 
 
 def levels(findings):
@@ -13,7 +20,8 @@ def levels(findings):
 
 
 def test_a_recipe_that_fits(small_recipe, tmp_path):
-    assert levels(recipe_checks(small_recipe(tmp_path / "run"), [])) == {"encoders": "ok", "recipe": "ok", "disk": "ok"}
+    found = levels(recipe_checks(small_recipe(tmp_path / "run", "data.workers=2"), []))
+    assert found == dict.fromkeys(("encoders", "shards", "recipe", "attention", "disk"), "ok")
 
 
 def test_what_is_missing_and_what_does_not_fit(small_recipe, tmp_path):
@@ -37,7 +45,7 @@ def other_set(latent_sets, folder, **changes):
 def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder):
     folder = other_set(latent_sets, tmp_path / "set", **{encoder: "0" * 64})
     recipe = small_recipe(tmp_path / "run", f"evals.val.streams.val.path={folder}")
-    (found,) = cheap_recipe_checks(recipe)
+    (found,) = (finding for finding in cheap_recipe_checks(recipe) if finding.subject == "encoders")
     assert found.level == "error" and encoder.replace("_", " ") in found.text
     assert found.text.startswith("evals.val.streams.val and data.streams.train were encoded with different weights")
 
@@ -48,11 +56,13 @@ def test_caches(small_recipe, tmp_path, limit, level):
 
 
 def test_disk(small_recipe, tmp_path):
-    recipe = small_recipe(tmp_path / "run", "checkpoints.every=2ba", "checkpoints.keep=2")
+    recipe = small_recipe(tmp_path / "run", "checkpoints.every=2ba", "checkpoints.keep=2", EXPORT)
     found = survey(recipe)
     # Weights and two moments, all in 32 bits; two are kept while the third is written.
-    assert disk_bytes(recipe, found) == 3 * 12 * found.parameters
-    assert disk_bytes(small_recipe(tmp_path / "run", "checkpoints.save=false"), found) == 0
+    # The export is written whole once more before the one before goes.
+    export = 2 * 4 * found.parameters
+    assert disk_bytes(recipe, found) == 3 * 12 * found.parameters + export
+    assert disk_bytes(small_recipe(tmp_path / "run", "checkpoints.save=false", EXPORT), found) == export
     assert disk(tmp_path / "new" / "run", 10, lambda folder: 10).level == "ok"
     full = disk(tmp_path / "new" / "run", 11, lambda folder: 10)
     assert full.level == "error" and "lower checkpoints.keep" in full.text
@@ -64,3 +74,72 @@ def test_the_command(capsys):
     assert {line.split(":")[1].strip() for line in lines} >= {"python", "packages", "GPU", "attention", "threads"}
     assert main(["yamls/sd2_base.yaml", "data.streams.train.path=/nowhere"]) == 1
     assert "error:   input: not there: data.streams.train.path" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, tmp_path, monkeypatch):
+    """Here for the third checkpoint and the second export; before it is the doctor's word, it is a start's warning."""
+    recipe = small_recipe(tmp_path / "run", "checkpoints.every=2ba", "checkpoints.keep=2", EXPORT)
+    parameters = survey(recipe).parameters
+    for batch in (2, 4, 6):  # one that is removed next
+        path = tmp_path / "run" / "checkpoints" / f"ep0-ba{batch}-rank0.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.truncate(12 * parameters)
+    (tmp_path / "run" / "export").mkdir()
+    (tmp_path / "run" / "export" / "weights").write_bytes(bytes(4 * parameters))
+    needed = 12 * parameters + 4 * parameters
+    cases = [(needed, "ok", "ok"), (needed - 1, "error", "ok"), (12 * parameters - 1, "error", "warning")]
+    for free, doctor, start in cases:
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        assert levels(recipe_checks(recipe, []))["disk"] == doctor
+        assert levels(cheap_recipe_checks(recipe))["disk"] == start
+
+
+def test_every_problem_is_listed(small_recipe, tmp_path, monkeypatch):
+    """Of the batch, of the model, of a set and of options, where a run would stop at the first."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    recipe = small_recipe(tmp_path / "run", "training.global_batch=8", "data.resolution=24", "data.caption_dropout=2")
+    batch, data = problems(recipe)
+    assert "training.global_batch: 8 does not divide over 3" in batch and "resolution" in data
+    recipe = small_recipe(tmp_path / "run", "training.global_batch=8", "model.denoiser.text_width=32")
+    batch, *sets = problems(recipe)
+    assert len(sets) == 2 and all("cross-attention width" in text for text in sets)  # training and validation
+
+
+@pytest.mark.parametrize(
+    ("batch", "workers", "machines", "remote", "level", "text"),
+    [
+        (8, 2, 1, False, "ok", "1 machine, 2 workers"),
+        (8, 5, 1, False, "ok", "5 workers"),
+        (10, 5, 1, False, "warning", "4 batches of each rank, so 1 do nothing: give 4"),
+        (8, 2, 64, True, "warning", "64 machines: machines fetch the same shards"),
+        (8, 2, 64, False, "ok", "64 machines, 128 workers"),
+    ],
+)
+def test_shards(small_recipe, latent_sets, tmp_path, monkeypatch, batch, workers, machines, remote, level, text):
+    monkeypatch.setenv("WORLD_SIZE", str(machines))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    recipe = small_recipe(tmp_path / "run", f"data.workers={workers}")
+    recipe.training.global_batch = batch
+    if remote:
+        recipe.data.args["streams"] = {"train": remote_stream(f"{latent_sets}/train", f"{latent_sets}/train")}
+    (found,) = shards(recipe)
+    assert found.level == level and text in found.text
+
+
+def remote_stream(url, cache):
+    arguments = {"url": str(url), "cache": str(cache)}
+    return Component("stream", "remote", arguments, COMPONENTS["stream"]["remote"], "data.streams.train")
+
+
+def test_a_remote_set_is_known_before_its_first_run(small_recipe, latent_sets, tmp_path):
+    """The doctor fetches its index, without which it would say nothing of the cache."""
+    recipe = small_recipe(tmp_path / "run", "data.cache_limit=1kb")
+    url = f"{latent_sets}/train"
+    recipe.data.args["streams"] = {"train": remote_stream(url, tmp_path / "cache")}
+    assert "cache" not in levels(cheap_recipe_checks(recipe))
+    assert list(fetch_indexes(recipe)) == []
+    assert levels(cheap_recipe_checks(recipe))["cache"] == "error"
+    recipe.data.args["streams"] = {"train": remote_stream("/nowhere", tmp_path / "none")}
+    (found,) = fetch_indexes(recipe)
+    assert found.level == "error" and "data.streams.train: /nowhere/manifest.json: cannot be fetched" in found.text

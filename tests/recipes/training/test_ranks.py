@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from recipes.training import ranks
+from tests.recipes.training import waiting_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 TWO = """
@@ -45,3 +47,8 @@ def test_two_processes(tmp_path):
     for process in started:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors[-3000:]
+
+
+@pytest.mark.parametrize("check", waiting_ranks.CHECKS)
+def test_ranks_that_wait(two_ranks, check):
+    two_ranks(check)

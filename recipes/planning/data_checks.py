@@ -1,0 +1,176 @@
+"""Checks of a recipe's encoded sets: their encoders, the caches of remote ones, and their shards."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data.cost import count_text, size_text
+from data.manifest import NAME as MANIFEST
+from data.manifest import Manifest
+from recipes.config.recipe import Recipe
+from recipes.config.schema import read_signature
+from recipes.config.values import Component
+from recipes.planning.finding import Finding
+
+INDEX = "index.json"
+# What each worker reads, and has fetched ahead; a cache with less room fetches shards again and again.
+SHARDS_AT_A_TIME = 8
+LEAST_SHARDS = 4  # with less, streaming does not begin
+
+
+def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
+    """Fetch the manifests and indexes of remote sets that are not on this machine yet, as a run does when it starts.
+
+    The other checks of such a set know nothing without them. What a store refuses is found here, too.
+    """
+    from recipes.config.build import build
+
+    for key, stream in _streams(recipe):
+        if not stream.args.get("cache"):
+            continue
+        try:
+            encoded = build(stream)
+            for name in (MANIFEST, INDEX):
+                encoded.file(name)
+        except (ValueError, OSError) as error:
+            yield Finding("error", "input", f"{key}: {error}")
+
+
+def local_manifests(recipe: Recipe) -> dict[str, Manifest]:
+    """The manifests of the recipe's encoded sets that are on this machine, by the keys of their streams."""
+    found = {}
+    for key, stream in _streams(recipe):
+        folder = _folder(stream)
+        if folder is not None and (folder / MANIFEST).is_file():
+            found[key] = Manifest.read(folder)
+    return found
+
+
+def encoders(sets: dict[str, Manifest]) -> Iterator[Finding]:
+    """Whether all sets were encoded with the same weights: latents of two VAEs are in two spaces.
+
+    Args:
+        sets: manifests by key, training data first.
+    """
+    if len(sets) < 2:
+        return
+    (first, reference), *others = sets.items()
+    for kind in ("image_encoder", "text_encoder"):
+        wanted = _weights(reference, kind)
+        for key, manifest in others:
+            if _weights(manifest, kind) != wanted:
+                yield Finding(
+                    "error",
+                    "encoders",
+                    f"{key} and {first} were encoded with different weights of the {kind.replace('_', ' ')}: encode "
+                    "one of them again",
+                )
+                return
+    yield Finding("ok", "encoders", f"the same in {len(sets)} sets")
+
+
+def _weights(manifest: Manifest, kind: str) -> Any:
+    return (getattr(manifest, kind) or {}).get("weights_hash")
+
+
+def caches(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the cache of a remote set has room for the shards that are read at a time."""
+    for label, data in _data(recipe):
+        limit = data.args.get("cache_limit")
+        if limit is None:
+            continue
+        sizes = [
+            sum(shard[part]["bytes"] for part in ("raw_data", "zip_data") if shard.get(part))
+            for key, stream in _streams(recipe)
+            if key.startswith(f"{label}.")
+            for shard in _shards(stream)
+        ]
+        if not sizes:
+            continue
+        from streaming.base.util import bytes_to_int
+
+        room, largest = bytes_to_int(limit), max(sizes)
+        at_a_time = SHARDS_AT_A_TIME * max(1, _workers(data)) * _local_world()  # a machine's ranks share the cache
+        text = f"{label}.cache_limit is {limit}, shards have up to {size_text(largest)}"
+        if room < at_a_time * largest:
+            yield Finding(
+                "error" if room < LEAST_SHARDS * largest else "warning",
+                "cache",
+                f"{text}, and {at_a_time} of them are needed at a time, so that none is fetched twice: give "
+                f"{size_text(at_a_time * largest)} or more",
+            )
+        else:
+            yield Finding("ok", "cache", text)
+
+
+def shards(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the training data has parts enough for the processes that read it.
+
+    streaming gives each machine a share of an epoch's samples, whose ranks take turns at them, and their workers at
+    batches. So workers need no shards of their own: a shard is fetched once per machine. There are two limits.
+    A machine fetches whole shards, however few of their samples are its own, and a worker with no batch has no work.
+    """
+    label, data = next(_data(recipe))
+    streams = [stream for key, stream in _streams(recipe) if key.startswith(f"{label}.")]
+    found = [_shards(stream) for stream in streams]
+    if not found or not all(found):
+        return
+    world, local, workers = int(os.environ.get("WORLD_SIZE") or 1), _local_world(), _workers(data)
+    number, machines = sum(map(len, found)), max(1, world // local)
+    remote = any(stream.args.get("cache") for stream in streams)
+    text = f"{label}: {count_text(number, 'shard')}, {count_text(machines, 'machine')}"
+    if remote and number < machines:
+        yield Finding(
+            "warning", "shards", f"{text}: machines fetch the same shards; encode with a smaller size_limit"
+        )
+        return
+    samples = sum(shard["samples"] for parts in found for shard in parts)
+    batches = math.ceil(samples / recipe.training.global_batch)
+    chosen = data.args.get("epoch_size") or any(s.args.get("proportion") or s.args.get("repeat") for s in streams)
+    if not chosen and batches < workers:
+        yield Finding(
+            "warning",
+            "shards",
+            f"{label}.workers: {workers} per rank, and an epoch has {count_text(batches, 'batch', 'batches')} of each "
+            f"rank, so {workers - batches} do nothing: give {batches}",
+        )
+        return
+    yield Finding("ok", "shards", f"{text}, {count_text(world * workers, 'worker')}")
+
+
+def _shards(stream: Component) -> list[dict[str, Any]]:
+    """What the index of a set says of its shards; none if it is not on this machine."""
+    folder = _folder(stream)
+    if folder is None or not (folder / INDEX).is_file():
+        return []
+    return json.loads((folder / INDEX).read_text(encoding="utf-8"))["shards"]
+
+
+def _folder(stream: Component) -> Path | None:
+    folder = stream.args.get("path") or stream.args.get("cache")
+    return Path(folder) if folder else None
+
+
+def _workers(data: Component) -> int:
+    default = read_signature(data.target).parameters["workers"].default
+    return int(data.args.get("workers", default))
+
+
+def _local_world() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _data(recipe: Recipe) -> Iterator[tuple[str, Component]]:
+    yield "data", recipe.data
+    yield from ((f"evals.{label}", component) for label, component in recipe.evals.items())
+
+
+def _streams(recipe: Recipe) -> Iterator[tuple[str, Component]]:
+    for label, data in _data(recipe):
+        for name, stream in (data.args.get("streams") or {}).items():
+            yield f"{label}.streams.{name}", stream
