@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.disk_errors import about
 from data.log import log
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -41,8 +42,9 @@ def held(path: Path, busy: str) -> Iterator[None]:
             if error.errno not in UNSUPPORTED:
                 raise
             log.warning(f"{path}: this file system has no locks ({error.strerror}); start one job at a time")
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        with about(path):
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
         os.close(file)

@@ -118,7 +118,8 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
     record, text = output / CONFIG, to_yaml(recipe)
     if record.is_file() and record.read_text(encoding="utf-8") != text and has_checkpoints(output):
         number = 1 + sum(1 for _ in output.glob("config-*.yaml"))
-        record.rename(output / f"config-{number}.yaml")
+        # A copy, not a rename: if the disk is full now, the next start still finds what the run was.
+        write_text(output / f"config-{number}.yaml", record.read_text(encoding="utf-8"))
     write_text(record, text)
     if data.manifest is not None:
         write_json(output / ENCODED, encoders(data.manifest), indent=1)
