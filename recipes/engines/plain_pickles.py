@@ -123,6 +123,9 @@ def plain_pickles() -> Iterator[None]:
         for cause, *_ in error.failures.values():
             if isinstance(cause, ValueError | FileNotFoundError):
                 raise type(cause)(str(cause)) from error
+            if error.args[0] == "read" and isinstance(cause, Exception):  # damaged bytes raise nearly anything
+                reason = (str(cause) or type(cause).__name__).split("\n")[0][:200]
+                raise ValueError(f"a sharded checkpoint is not whole: {reason}; copy it again") from error
         raise
     finally:
         FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = theirs
