@@ -47,9 +47,10 @@ def write_export(
     """
     check_folder(out)
     checkpoint = find_checkpoint(source)
-    with about(out):
+    with about(out, out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-    with about(out), TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        scratch = TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
+    with about(out), scratch as temporary:
         native = Path(temporary, "native")
         if checkpoint is None:
             from_export(find_export(source), native, weights)
