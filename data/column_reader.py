@@ -16,6 +16,8 @@ from streaming.base.format.mds.encodings import get_mds_encoded_size
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
+from data.memory import MEMORY
+
 
 @dataclass(frozen=True)
 class ArrayColumn:
@@ -53,8 +55,8 @@ class ColumnReader(MDSReader):
         texts: names of the text columns.
 
     Raises:
-        ValueError: the shard is no MDS shard, a column is missing, an array column has no fixed shape and dtype, or a
-            text column is not of type str.
+        ValueError: the shard is no MDS shard, a column is missing, an array column has no fixed shape and dtype, a
+            text column is not of type str, or the file has no room for its samples.
     """
 
     def __init__(self, shard: Reader, columns: Mapping[str, str], texts: Sequence[str] = ("key",)) -> None:
@@ -96,8 +98,21 @@ class ColumnReader(MDSReader):
             size = _size(column, encoding, self.path)
             fixed, variable = (fixed, variable + 1) if size is None else (fixed + size, variable)
         self._fixed_bytes, self._variable_columns = fixed, variable
+        self._check_size()
         self._texts = [begins[text] for text in texts]
         self._arrays = [(name, *begins[column], self.arrays[name].bytes) for name, column in columns.items()]
+
+    def _check_size(self) -> None:
+        """The index says how large a sample is, and whoever reads it takes memory for it: the file must be as large."""
+        needed = 4 + self.samples * (4 + 4 * self._variable_columns + self._fixed_bytes)
+        known = min(self.raw_data.bytes, MEMORY)
+        if os.path.isfile(self.path):  # others are fetched, or decompressed
+            known = min(known, os.path.getsize(self.path))
+        if needed > known:
+            raise ValueError(
+                f"{self.path}: {self.samples} samples of {self._fixed_bytes:,} bytes and more, as the index says, are "
+                f"{needed:,} bytes, and it has room for {known:,}; copy the set again, or encode it again"
+            )
 
     def check_with(self, algorithm: str | None) -> None:
         """Compare the file with its hash in the index when a process first reads from it.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.deaths import DecoderDied
+from data.disk_errors import about
 from data.log import every_rank
 from data.sources.base import InputShard, Position
 
@@ -75,7 +76,7 @@ class Crashes:
 
     def _append(self, deaths: list[dict[str, Any]]) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.file, "a", encoding="utf-8") as file:
+        with about(self.file), open(self.file, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(death) + "\n" for death in deaths))
 
     # --- in the process that decodes ----------------------------------------------------------------------
@@ -95,7 +96,12 @@ class Crashes:
         if self._place is not None:
             return
         self._place_file.parent.mkdir(parents=True, exist_ok=True)
-        self._place_file.write_bytes(bytes(PLACE_BYTES))
+        try:
+            with about(self._place_file):
+                self._place_file.write_bytes(bytes(PLACE_BYTES))
+        except OSError:
+            self._place_file.unlink(missing_ok=True)
+            raise
         with open(self._place_file, "r+b") as place:
             self._place = mmap.mmap(place.fileno(), PLACE_BYTES)
         self._fault = open(self._fault_file, "wb")  # noqa: SIM115 - `close` closes it

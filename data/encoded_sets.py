@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from streaming.base.storage import CloudDownloader
 from torch import Tensor
 
 from data.aliases import InputPath
+from data.arrays import read_array
 from data.fetching import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
@@ -94,7 +94,7 @@ class EncodedSet:
 
     def null_text(self) -> Tensor:
         """(L, D) float16, the embedding of the empty caption."""
-        return torch.from_numpy(np.load(self.file(NULL_TEXT), allow_pickle=False))
+        return torch.from_numpy(read_array(self.file(NULL_TEXT), dimensions=2))
 
 
 def _is_refused(error: Exception) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+
+from data.disk_errors import about
 
 
 @contextmanager
@@ -17,22 +20,22 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which is renamed to it when the block ends without an error.
 
     The folder is created where it is missing. After an error nothing is left: `path` is as it was before. Processes of
-    several machines may write the same file at the same time; the last one wins.
+    several machines may write the same file at the same time; the last one wins. Errors of the disk name `path`.
 
     Example::
 
         with atomic_write(folder / "grid.png") as partial:
             picture.save(partial, format="PNG")
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        yield partial
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())  # on disk before it has its name: no empty file after a power failure
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with about(path, partial):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+            to_disk(partial)  # before it has its name: no empty file after a power failure
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -50,23 +53,53 @@ def write_json(path: Path, values: Any, indent: int | None = None) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A new temporary folder beside `path`, which replaces it when the block ends without an error.
 
-    The old folder, where there is one, is removed only after the new one has its name. What processes that were killed
-    have left beside it is removed first: only one process at a time writes a folder.
+    Its files are on the disk before it has its name. The old folder, where there is one, is removed only after that.
+    What processes that were killed have left beside it is removed first, or gets the name if that was all that it
+    lacked: only one process at a time writes a folder. Errors of the disk name `path`.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     aside = path.with_name(f".{path.name}.old.{os.getpid()}")
-    for left in path.parent.glob(f".{path.name}.*"):
-        if re.fullmatch(r"(old\.)?\d+", left.name.removeprefix(f".{path.name}.")):
-            shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with about(path, partial):
+        _recover(path)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            to_disk(partial)
+            if path.exists():
+                path.rename(aside)
+            partial.rename(path)
+        finally:
+            if aside.exists() and not path.exists():
+                aside.rename(path)
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _recover(path: Path) -> None:
+    """Finish what a process began that was killed in `atomic_folder`."""
+    left = {
+        part.name.removeprefix(f".{path.name}."): part
+        for part in path.parent.glob(f".{glob.escape(path.name)}.*")
+        if re.fullmatch(r"(old\.)?\d+", part.name.removeprefix(f".{path.name}."))
+    }
+    for name, old in left.items():
+        if name.startswith("old.") and not path.exists():  # killed between the two renames: the new one is complete
+            left.get(name.removeprefix("old."), old).rename(path)
+    for part in left.values():
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def to_disk(path: Path) -> None:
+    """Bring a file, or a folder with all that is in it, to the disk: so far it may be in memory only."""
+    for inner in path.iterdir() if path.is_dir() else ():
+        to_disk(inner)
+    number = os.open(path, os.O_RDONLY)
     try:
-        yield partial
-        if path.exists():
-            path.rename(aside)
-        partial.rename(path)
+        # Some network file systems refuse folders, and bring them to the disk by themselves.
+        with suppress(OSError) if path.is_dir() else nullcontext():
+            os.fsync(number)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        os.close(number)
 
 
 def point_to(link: Path, path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.disk_errors import about
 from data.log import log
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -43,8 +44,9 @@ def held(path: Path, busy: str, patience: float = 0.0) -> Iterator[None]:
             taken = _take(file, path)
         if not taken:
             raise ValueError(busy.replace("{holder}", _holder(file)))
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        with about(path):
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
         os.close(file)

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from data.files import atomic_write
+
 SUFFIX = ".manifest.json"
 
 
@@ -34,7 +36,9 @@ def read_manifest(vocabulary: Path) -> dict[str, Any]:
 def copy_vocabulary(vocabulary: Path, folder: Path) -> Path:
     """Copies a vocabulary, and its manifest if it has one, to FOLDER/vocabulary.json. Returns the copy's path."""
     copy = folder / "vocabulary.json"
-    shutil.copyfile(vocabulary, copy)
-    if manifest_path(vocabulary).is_file():
-        shutil.copyfile(manifest_path(vocabulary), manifest_path(copy))
+    files = {manifest_path(vocabulary): manifest_path(copy), vocabulary: copy}  # whoever finds the copy finds both
+    for file, target in files.items():
+        if file == vocabulary or file.is_file():
+            with atomic_write(target) as partial:
+                shutil.copyfile(file, partial)
     return copy

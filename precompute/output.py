@@ -24,7 +24,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from data.files import atomic_write, write_json
+from data.disk_errors import about
+from data.files import atomic_write, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from precompute.config import EncodeConfig
 from precompute.totals import counts_text, totals
@@ -141,18 +142,13 @@ class OutputSet:
                 if self.is_encoded(shard):
                     self._compare(self._done(shard)["options"], options)
             partial = self.out / f".{OPTIONS}.{os.uname().nodename}.{os.getpid()}"
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(json.dumps(options, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                os.link(partial, path)  # unlike a rename, it fails where another rank was first
-            except FileExistsError:
-                pass
-            except OSError:  # a file system without hard links
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            with about(path, partial):
+                try:
+                    partial.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
+                    to_disk(partial)
+                    _link(partial, path)
+                finally:
+                    partial.unlink(missing_ok=True)
         self._compare(_read_json(path, remove=path), options)
 
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
@@ -175,9 +171,7 @@ class OutputSet:
         if self.copy is not None and not self.is_done(shard):
             self.upload(shard, partial)
         # On disk before the rename: after a power failure a finished shard must not be empty.
-        for path in partial.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        to_disk(partial)
         if final.is_dir() and not self.is_encoded(shard):
             shutil.rmtree(final)
         try:
@@ -286,6 +280,16 @@ def output_of(config: EncodeConfig, label: str, shards: list[str]) -> OutputSet:
     folder = f"{config.out}/{label}"
     copy = None if config.upload is None else Copy(Path(folder), f"{config.upload.rstrip('/')}/{label}")
     return OutputSet(folder, shards, copy)
+
+
+def _link(partial: Path, path: Path) -> None:
+    """Gives a file its name, unless another rank was first."""
+    try:
+        os.link(partial, path)  # unlike a rename, it fails where there is one
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(partial, path)
 
 
 def _read_json(path: Path, remove: Path) -> dict[str, Any]:

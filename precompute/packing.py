@@ -18,6 +18,7 @@ import numpy as np
 from streaming import MDSWriter
 
 from data.bpe import Vocabulary
+from data.disk_errors import about
 from data.files import write_text
 from data.log import every_rank, log
 from data.manifest import REJECTED
@@ -147,26 +148,27 @@ def _pack_shard(
         size_limit=config.size_limit,
     )
     try:
-        for row in packed.rows(texts()):
-            writer.write({"key": f"{shard}/{rows}", "tokens": row})
-            rows += 1
+        with about(folder):
+            for row in packed.rows(texts()):
+                writer.write({"key": f"{shard}/{rows}", "tokens": row})
+                rows += 1
+            writer.finish()
+            lines = "".join(f"{rejected_line(shard, one)}\n" for one in rejected)
+            (folder / REJECTED).write_text(lines, encoding="utf-8")
+            done = {
+                "shard": shard,
+                "samples": rows,
+                "texts": packed.texts,
+                "left_out": max(0, len(packed.left) - 1) if rows else len(packed.left),
+                "rejected": dict(Counter(one.reason for one in rejected)),
+                "bytes": sum(path.stat().st_size for path in folder.glob("shard.*")),
+                "options": options,
+            }
+            (folder / DONE).write_text(json.dumps(done, indent=1), encoding="utf-8")
     except BaseException:
         writer.cancel_future_jobs()
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    writer.finish()
-    lines = "".join(f"{rejected_line(shard, one)}\n" for one in rejected)
-    (folder / REJECTED).write_text(lines, encoding="utf-8")
-    done = {
-        "shard": shard,
-        "samples": rows,
-        "texts": packed.texts,
-        "left_out": max(0, len(packed.left) - 1) if rows else len(packed.left),
-        "rejected": dict(Counter(one.reason for one in rejected)),
-        "bytes": sum(path.stat().st_size for path in folder.glob("shard.*")),
-        "options": options,
-    }
-    (folder / DONE).write_text(json.dumps(done, indent=1), encoding="utf-8")
     output.publish(shard, rank.rank)
     log.info(f"pack: {shard}: {packed.texts:,} texts, {rows:,} rows")
 

@@ -171,7 +171,8 @@ class EncodePipeline:
         for shard, problem in batch.failures:
             self._fail(shard, problem)
         for shard in [shard for shard, writer in self.writers.items() if writer.complete]:
-            done = self.writers.pop(shard).finish()
+            done = self.writers[shard].finish()  # where that fails, `run` removes what it has written
+            del self.writers[shard]
             self.publish(shard)
             self.finished.add(shard)
             self.progress.shard_done(done["samples"] + sum(done["rejected"].values()))

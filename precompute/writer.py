@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from streaming import MDSWriter
 
+from data.disk_errors import about
 from data.manifest import REJECTED
 from data.sources.base import Rejected, rejected_line
 from precompute.columns import LatentColumns, TokenColumns
@@ -124,7 +125,8 @@ class ShardWriter:
             self.rejected[sample.reason] += 1
             self._rejected_lines.append(rejected_line(self.shard, sample) + "\n")
             return
-        self._mds.write(sample.columns)
+        with about(self.folder):
+            self._mds.write(sample.columns)
         self.samples += 1
         self.reencoded += sample.reencoded
         for resolution, sums in sample.sums.items():
@@ -135,6 +137,10 @@ class ShardWriter:
     def finish(self) -> dict[str, Any]:
         """Closes the files, writes done.json and returns its content."""
         assert self.complete and not self._early, self.shard
+        with about(self.folder):
+            return self._finish()
+
+    def _finish(self) -> dict[str, Any]:
         self._mds.finish()
         (self.folder / REJECTED).write_text("".join(self._rejected_lines), encoding="utf-8")
         done = {

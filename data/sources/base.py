@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ REASONS = {
 
 # Larger files are not read into memory. The largest photographs have a tenth of this.
 MAX_FILE_BYTES = 256 * 1024 * 1024
-MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of this machine, in bytes
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 

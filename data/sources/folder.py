@@ -161,7 +161,7 @@ def _take(row: dict[str, Any], columns: tuple[str, str], path: Path, line: int) 
             if not isinstance(value, str):
                 raise ValueError(f"{path}, line {line}: {column} is a {type(value).__name__}: give a string")
             return value
-    raise ValueError(f"{path}, line {line}: no column {columns[0]} or {columns[1]} (it has: {', '.join(row)})")
+    raise ValueError(f"{path}, line {line}: no column {columns[0]} or {columns[1]} (it has: {list(row)!r:.200})")
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -171,7 +171,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {line}: not JSON ({error})") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {line}: give one JSON object per line")

@@ -1,11 +1,13 @@
 """Parquet files with the images' bytes and their captions, as Hugging Face data sets store them."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data.aliases import InputPath
-from data.sources.base import MEMORY, ReadOnce, Rejected, Sample, assemble, shard_id
+from data.memory import MEMORY
+from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
 from data.sources.parquet_pages import check_pages
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
@@ -52,16 +54,17 @@ class ParquetSource:
     def _divide(self, file: Path, name: Path, shard_size: int) -> None:
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
+            columns = self._columns(parquet)
+            held = [_held(parquet.metadata, group, columns) for group in range(parquet.num_row_groups)]
             parts = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
         size = file.stat().st_size  # a file that was rewritten under the same name holds other shards
         for index, part in enumerate(parts):
             chunks = [part.column(column) for column in range(part.num_columns)]
             stored = sum(chunk.total_compressed_size for chunk in chunks)
-            held = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
-            if part.num_rows < 0 or not 0 <= stored <= size or not 0 <= held <= MEMORY:
+            if part.num_rows < 0 or not 0 <= stored <= size or not 0 <= held[index] <= MEMORY:
                 raise ValueError(
-                    f"{file}: row group {index} claims {stored:,} of the file's {size:,} bytes, and {held:,} of memory "
-                    "for one column, more than there are; write it with smaller row groups"
+                    f"{file}: row group {index} claims {stored:,} of the file's {size:,} bytes, and {held[index]:,} of "
+                    f"{MEMORY:,} bytes of memory for the columns that are read; write it with smaller row groups"
                 )
         sizes = [part.num_rows for part in parts]
         groups: list[int] = []
@@ -98,6 +101,7 @@ class ParquetSource:
 
         Raises:
             FileNotFoundError: the file is gone; the message names it.
+            ValueError: the row groups that all decoding processes hold at the same time do not fit into memory.
         """
         if shard not in self.parts:
             raise ValueError(f"no shard {shard!r} in this source: it has {len(self.parts)}")
@@ -106,7 +110,13 @@ class ParquetSource:
         file, groups, number = self.parts[shard]
         once = ReadOnce()
         with _open(file) as parquet:
-            columns = [field.name for field in parquet.schema_arrow if self._wanted(field)]
+            columns = self._columns(parquet)
+            held, workers = max(_held(parquet.metadata, group, columns) for group in groups), _workers()
+            if held * workers > MEMORY:
+                raise ValueError(
+                    f"{file}: row groups of {held:,} bytes in each of {workers} workers, more than the {MEMORY:,} of "
+                    "memory; give fewer `workers`, or write it with smaller row groups"
+                )
             try:
                 for group in groups:  # one by one, so that a damaged one takes none of those before it
                     check_pages(file, _chunks(parquet.metadata, [group], columns))
@@ -117,6 +127,10 @@ class ParquetSource:
                             number += 1
             except (pa.ArrowException, OSError, ValueError) as error:
                 yield Rejected(file.name, "broken_shard", f"{error} (from row {number} on)")
+
+    def _columns(self, parquet: Any) -> list[str]:
+        """Names of the columns that are read."""
+        return [field.name for field in parquet.schema_arrow if self._wanted(field)]
 
     def _wanted(self, field: Any) -> bool:
         """Whether a column is read: the named ones, and those of text, numbers or booleans as metadata."""
@@ -149,7 +163,7 @@ def _open(file: Path) -> Any:
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is not a Parquet file: {error}") from None
+        raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}") from None
 
 
 def _chunks(metadata: Any, groups: list[int], columns: list[str]) -> list[Any]:
@@ -157,6 +171,19 @@ def _chunks(metadata: Any, groups: list[int], columns: list[str]) -> list[Any]:
     parts = [metadata.row_group(group) for group in groups]
     chunks = [part.column(index) for part in parts for index in range(part.num_columns)]
     return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))]
+
+
+def _held(metadata: Any, group: int, columns: list[str]) -> int:
+    """Bytes of memory of some columns of a row group; -1 if one claims a negative size."""
+    sizes = [chunk.total_uncompressed_size for chunk in _chunks(metadata, [group], columns)]
+    return -1 if min(sizes, default=0) < 0 else sum(sizes)
+
+
+def _workers() -> int:
+    """Number of processes of a DataLoader that read like this one."""
+    data = sys.modules.get("torch.utils.data")  # whoever has a DataLoader has imported it, which takes seconds
+    info = None if data is None else data.get_worker_info()
+    return 1 if info is None else info.num_workers
 
 
 def _is_text(kind: Any) -> bool:

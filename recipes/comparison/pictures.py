@@ -14,6 +14,7 @@ from PIL import Image
 
 from data.image_grid import cut_grid
 from data.log import log
+from data.sources.filters import FORMATS
 
 GRIDS = ("sample_grid", "token_grid")  # callbacks that write grids of prompts
 WHOLE = {"reconstructions": "Images and their reconstructions"}  # folder -> what its grids show
@@ -72,9 +73,9 @@ def _grids(folder: Path, moments: int) -> list[tuple[int, Image.Image]]:
     grids = []
     for batch in batches:
         try:
-            with Image.open(files[batch]) as image:
+            with Image.open(files[batch], formats=FORMATS) as image:
                 grids.append((batch, image.convert("RGB")))
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # on damaged files, Pillow's decoders raise almost anything
             raise ValueError(f"{files[batch]}: not readable as a picture ({error}); delete it") from None
     return grids
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from data.disk_errors import disk_error, disk_line
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import ROOT, Signature, read_section, read_signature, subsections
@@ -77,7 +78,8 @@ def fail(lines: list[str]) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError."""
+    """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError, and
+    those of disks that are full, read-only or the like (`data.disk_errors`)."""
     try:
         yield
     except FileNotFoundError as error:
@@ -88,6 +90,11 @@ def user_errors() -> Iterator[None]:
         if not own or _from_a_library(error):
             raise
         fail([str(error)])
+    except Exception as error:
+        found = disk_error(error)
+        if found is None:
+            raise
+        fail([disk_line(found)])
 
 
 def _from_a_library(error: ValueError) -> bool:

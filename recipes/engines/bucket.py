@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from recipes.training.newest import newest_checkpoint
 from recipes.training.ranks import by_first_rank
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+REMOVE = "remove that object, and the next checkpoint writes it anew"
 
 
 class Bucket:
@@ -57,7 +60,20 @@ class Bucket:
     def _latest(self) -> dict[str, Any] | None:
         if LATEST not in self._store.names(LATEST):
             return None
-        return json.loads(self._store.read(LATEST))
+        try:
+            latest = json.loads(self._store.read(LATEST))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.address}/{LATEST}: not JSON ({error}); {REMOVE}") from None
+        texts = [latest.get("checkpoint"), latest.get("link")] if isinstance(latest, dict) else [None]
+        kept = latest.get("kept") if isinstance(latest, dict) else None
+        named = [*texts, *(kept if isinstance(kept, list) else [None])]
+        record = latest.get("record", {}) if isinstance(latest, dict) else {}
+        plain = isinstance(record, dict) and all(isinstance(text, str) for text in record.values())
+        # They become names in the run's folder: a path, or the name of another object, must not.
+        named_well = all(isinstance(name, str) and NAME.fullmatch(name) for name in named)
+        if not (plain and named_well) or batch_of(texts[0]) is None:
+            raise ValueError(f"{self.address}/{LATEST}: does not name a checkpoint; {REMOVE}")
+        return latest
 
     # --- from the run's folder -----------------------------------------------------------------
 

@@ -7,13 +7,15 @@ over.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.files import point_to
+from torch.distributed.checkpoint.api import CheckpointException
+
+from data.disk_errors import ADVICE, disk_error
+from data.files import point_to, to_disk
 from data.log import log
 from recipes.engines.bucket import Bucket
 from recipes.engines.kinds import Kind, batch_of
@@ -24,6 +26,7 @@ from recipes.training.ranks import by_first_rank, is_first_rank, wait
 from recipes.training.run import Run
 
 PARTIAL = ".partial."  # before a name, whose suffix Composer looks at
+OLD = f"{PARTIAL}old."  # before the name of a folder whose successor gets it next
 
 
 @contextmanager
@@ -33,41 +36,33 @@ def whole(path: Path) -> Iterator[Path]:
     Every rank must enter and leave it. The first rank renames when all ranks have written; the others wait for it.
 
     Raises:
-        ValueError: the first rank cannot write there, for instance because the disk is full.
+        ValueError: a rank cannot write there, for instance because the disk is full.
     """
     partial = path.with_name(PARTIAL + path.name)
-    if is_first_rank():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove(partial)
-    wait()
     try:
+        if is_first_rank():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial)
+        wait()
         yield partial
         wait()
         if is_first_rank():
-            _to_disk(partial)
+            to_disk(partial)
             _replace(path, partial)
-    except (OSError, RuntimeError) as error:
-        # torch.save turns what the disk says into a RuntimeError of its own, and then fails at the file's end, too.
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+    except (Exception, CheckpointException) as error:
+        found = disk_error(error)
+        if found is None:
             raise
         remove(partial)
-        first = error.__context__ if isinstance(error.__context__, OSError | RuntimeError) else error
-        reason = str(first).split("\n")[0].rpartition("] . ")[2]
         raise ValueError(
-            f"checkpoints: {path} could not be written ({reason}); make room and start again, it goes on from the "
-            "checkpoint before"
+            f"checkpoints: {path} could not be written ({found.strerror}); {ADVICE[found.errno]} and start again, it "
+            "goes on from the checkpoint before"
         ) from error
     wait()
 
 
-def _to_disk(path: Path) -> None:
-    for file in path.iterdir() if path.is_dir() else [path]:
-        with open(file, "rb") as stream:
-            os.fsync(stream.fileno())
-
-
 def _replace(path: Path, partial: Path) -> None:
-    aside = path.with_name(f"{PARTIAL}old.{path.name}")
+    aside = path.with_name(OLD + path.name)
     if path.is_dir():  # a folder cannot be replaced in one step
         path.rename(aside)
     partial.replace(path)
@@ -76,7 +71,8 @@ def _replace(path: Path, partial: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file or a folder that may be there."""
-    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    with suppress(OSError):  # of a read-only disk, on which nothing was written either
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class CheckpointFiles:

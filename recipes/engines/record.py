@@ -167,6 +167,7 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
     record, text = output / CONFIG, to_yaml(recipe)
     if record.is_file() and (before := record.read_text(encoding="utf-8")) != text and has_checkpoints(output):
         number = 1 + sum(1 for _ in output.glob("config-*.yaml"))
+        # A copy, not a rename: if the disk is full now, the next start still finds what the run was.
         write_text(output / f"config-{number}.yaml", before)
     write_text(record, text)
     if data.manifest is not None:

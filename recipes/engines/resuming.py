@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipes.config.recipe import Checkpoints, Recipe
 from recipes.engines.bucket import Bucket
-from recipes.engines.checkpoint_files import PARTIAL, CheckpointFiles, remove
+from recipes.engines.checkpoint_files import OLD, PARTIAL, CheckpointFiles, remove
 from recipes.engines.damaged import DamagedCheckpoint
 from recipes.engines.kinds import KINDS, Kind, check_engine
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
@@ -63,6 +63,9 @@ def remove_halves(output: Path) -> None:
 
     Only the first rank calls this, before it writes anything.
     """
+    for old in (output / "checkpoints").glob(f"{OLD}*"):
+        if not (path := old.with_name(old.name.removeprefix(OLD))).exists():
+            old.rename(path)
     for folder in ("checkpoints", "fetched", RECORDS):
         for path in (output / folder).glob(".*"):
             if path.name.startswith(PARTIAL) or HALF.fullmatch(path.name):

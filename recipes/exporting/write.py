@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from data.disk_errors import about
 from data.files import atomic_folder, write_text
 from data.log import log
 from recipes.exporting.card import model_card
@@ -46,8 +47,10 @@ def write_export(
     """
     check_folder(out)
     checkpoint = find_checkpoint(source)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+    with about(out, out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
+    with about(out), scratch as temporary:
         native = Path(temporary, "native")
         if checkpoint is None:
             from_export(find_export(source), native, weights)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data.cost import count_text, size_text
+from data.memory import MEMORY
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.link_checks import all_reduce_rate
 
@@ -155,10 +156,10 @@ def checked_rate(device: torch.device, group: ProcessGroup) -> float:
 
 
 def memory(kind: str) -> float:
-    """Bytes of memory of the GPU, or of this machine."""
+    """Bytes of memory of the GPU, or that this process may take."""
     if kind == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return MEMORY
 
 
 def median_seconds(kind: str, work: Callable[[], Any]) -> float:

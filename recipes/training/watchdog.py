@@ -153,7 +153,10 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
             + (f"; its data workers in {', '.join(workers_at)}" if workers_at else "")
             + f"; all stacks: {file}"
         )
-        write_text(file, _report(frames, workers))
+        try:
+            write_text(file, _report(frames, workers))
+        except OSError as error:  # this thread must live: it also tells a health check that the process does
+            _print(f"rank {rank}: {file} could not be written ({error.strerror})")
 
 
 def position(last: Progress) -> str:

@@ -1,6 +1,9 @@
 """Files appear whole or not at all."""
 
+import errno
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,3 +36,51 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
         raise KeyError
     assert [file.name for file in folder.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Otherwise it could hold half a file after a power failure, beside one that says that all is done."""
+    done, rename = [], Path.rename
+    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
+    monkeypatch.setattr(Path, "rename", lambda path, new: done.append(f"{path} gets its name") or rename(path, new))
+    with atomic_folder(tmp_path / "export") as partial:
+        (partial / "unet").mkdir()
+        for name in ("unet/weights", "done.json"):
+            (partial / name).write_text("x")
+    parts = {f"{partial}{name}" for name in ("", "/unet", "/unet/weights", "/done.json")}
+    assert set(done[:-1]) == parts and done[-1] == f"{partial} gets its name"
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_kill_between_two_renames_costs_no_folder(tmp_path, monkeypatch, renames):
+    folder = tmp_path / "export[1]"
+    with atomic_folder(folder) as partial:
+        (partial / "old").touch()
+    child = os.fork()
+    if not child:
+        left = [Path.rename] * renames
+        Path.rename = lambda *paths: left.pop()(*paths) if left else os.kill(os.getpid(), signal.SIGKILL)
+        with atomic_folder(folder) as partial:
+            (partial / "new").touch()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with pytest.raises(KeyError), atomic_folder(folder):
+        raise KeyError
+    assert [file.name for file in folder.iterdir()] == ["new" if renames else "old"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_the_old_folder_comes_back_where_the_new_one_cannot_get_its_name(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "export", Path.rename
+    with atomic_folder(folder) as partial:
+        (partial / "old").touch()
+
+    def refuse(path, new):
+        if path == partial:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return rename(path, new)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match=f"Input/output error: '{folder}'"), atomic_folder(folder) as partial:
+        (partial / "new").touch()
+    assert [file.name for file in folder.iterdir()] == ["old"] and list(tmp_path.iterdir()) == [folder]

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.sources.base import MEMORY, REASONS, Rejected, Sample, rejected_line, shard_id
+from data.memory import MEMORY
+from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id
 from data.sources.folder import FolderSource
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource

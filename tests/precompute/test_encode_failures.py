@@ -10,12 +10,14 @@ import time
 import pytest
 from torch.utils.data import get_worker_info
 
-from benchmarks.killing import fork
+from benchmarks.killing import digests, fork
 from data.locks import held
 from data.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
 from precompute.encode import main
+from precompute.output import OutputSet
+from tests.disks import fill, read_only, small_disk, small_files
 from tests.precompute.encode_checks import assert_same, expect_error
 
 
@@ -82,6 +84,31 @@ def test_a_picture_that_kills_the_decoder_is_rejected_and_the_job_goes_on(
     assert_same([s for s in read(encoded) if s["key"] != "00001_003"], read(tmp_path / "out" / "train"))
     assert Manifest.read(tmp_path / "out" / "train").rejected["kills_decoder"] == 1
     assert "at sample 3 of 00001" in capsys.readouterr().out
+
+
+def test_a_full_or_read_only_disk_costs_one_line_and_a_job_with_room_goes_on(encoded, recipe, tmp_path, capsys):
+    with small_disk(tmp_path / "out", 1) as out:
+        path = recipe()
+        read_only(out)
+        assert f"{out}/.lock-0: Read-only file system; check permissions" in expect_error([path], capsys)
+        read_only(out, False)
+        places = {0: ".lock-0", 12_288: "null_text.npy", 40_000: ".place-0", 80_000: "00000-", 130_000: "0000[12]-"}
+        for room, place in places.items():
+            filler = fill(out, room)
+            error = expect_error([path], capsys)
+            assert re.match(rf"error: {out}/.*{place}.*: No space left on device; make room there", error), error
+            filler.unlink()
+            left = [file.name for file in out.rglob("*") if file.name.startswith(".") or ".tmp-" in file.name]
+            assert left == [".lock-0"]
+        main([path])
+        assert digests(out) == digests(encoded.parent)
+
+
+def test_options_that_cannot_be_written_leave_nothing(tmp_path):
+    output = OutputSet(tmp_path, [])
+    with small_files(10), pytest.raises(OSError, match=f"File too large: '{tmp_path}/options.json'"):
+        output.claim({"seed": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
 def test_a_picture_that_kills_a_job_without_workers_is_rejected_at_the_third_start(

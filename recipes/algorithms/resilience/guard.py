@@ -116,7 +116,10 @@ class Guard(Lever):
             "last_good_checkpoint": None if newest is None else str(newest),
         }
         if is_first_rank():
-            write_text(self.output / REPORT, json.dumps(report, indent=1) + "\n")
+            try:
+                write_text(self.output / REPORT, json.dumps(report, indent=1) + "\n")
+            except OSError as error:  # which is not why the run ends
+                log.warning(f"{self.output / REPORT} could not be written ({error.strerror})")
         wait()  # a launcher would end the first rank when another has ended
         return (
             f"training: {run.nonfinite} batches in a row were not finite, since batch {self._first} (loss {run.loss}); "

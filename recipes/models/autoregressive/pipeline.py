@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data.bpe import Vocabulary
 from data.image_grid import to_uint8
+from data.sources.filters import FORMATS
 from data.transforms import resize_and_crop
 from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_tokens, uniforms
 from recipes.models.autoregressive.task import load_transformer
@@ -98,9 +99,9 @@ class TokenPipeline:
         if not 0 <= rows <= side:
             raise ValueError(f"--rows: {rows}; the grid of tokens has {side} rows")
         try:
-            with Image.open(picture) as image:
+            with Image.open(picture, formats=FORMATS) as image:
                 upright = ImageOps.exif_transpose(image).convert("RGB")
-        except OSError as error:  # Pillow's error for a file that is not an image is one too
+        except Exception as error:  # on damaged files, Pillow's decoders raise almost anything
             raise ValueError(f"--picture: {picture} is not readable as a picture ({error})") from None
         pixels, _ = resize_and_crop(upright, self.resolution)
         pixels = torch.from_numpy(pixels.copy())[None, None].to(self.device)  # (1, 1, R, R, 3)

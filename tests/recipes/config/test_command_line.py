@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from data.files import write_text
 from precompute.config import EncodeConfig
 from recipes.config.command_line import groups_of, help_text, read_command_line, user_errors
 from recipes.config.recipe import Recipe, load_config
+from tests.disks import small_files
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN, ENCODE = "recipes/train.py", "precompute/encode.py"
@@ -123,7 +125,7 @@ def test_help_lists_what_a_config_can_hold():
     assert "image_encoder" not in groups_of(Recipe)
 
 
-def test_errors_that_a_user_can_mend_have_no_traceback(capsys):
+def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
     import data.manifest
 
     with pytest.raises(SystemExit) as left, user_errors():
@@ -133,6 +135,11 @@ def test_errors_that_a_user_can_mend_have_no_traceback(capsys):
 
     with pytest.raises(SystemExit), user_errors():
         raise FileNotFoundError("no file a")
+
+    with small_files(1), pytest.raises(SystemExit) as left, user_errors():
+        write_text(tmp_path / "a.json", "long")
+    assert left.value.code == 2 and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path}/a.json: File too large; raise the ")
 
     class OtherError(ValueError):
         pass

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -33,7 +34,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.engines import checkpoint_files
 from recipes.train import main
 from recipes.training import ranks
-from tests.recipes.engines.killed_worlds import ALONE, OVERFLOWS, SIGNALS, STARTS, WORLDS
+from tests.recipes.engines.killed_worlds import ALONE, FULL, OVERFLOWS, SIGNALS, STARTS, WORLDS
 
 
 def kill():
@@ -82,6 +83,8 @@ def arrange(what, batch):
         half_written(batch)
     elif what == "unlinked":
         at_batch(batch, lambda: setattr(checkpoint_files, "point_to", lambda *_: kill()))
+    elif what == "full":  # no file of a checkpoint is as small
+        at_batch(batch, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, 1 << 15)))
     elif what == "export":
         callbacks.export.write_json = lambda *_, **__: kill()
     elif what != "none":
@@ -160,6 +163,8 @@ def on_other_ranks(folder, recipes):
         arguments = [recipes[kind], f"training.engine={engine}", *overrides, f"output={folder}/{name}"]
         for number, world in enumerate(worlds):
             what, batch = ("none", 0) if number + 1 == len(worlds) else ("kill", 3 + 2 * number)
+            if (name, number) in FULL:
+                what, batch = "full", 4
             report[f"{name} {number}"] = start(what, batch, arguments, log, world, (f"{folder}/{name}.jsonl", number))
     return report
 

@@ -16,6 +16,8 @@ WORLDS = {
     "diffusion-composer": ("recipe", "composer", [*DIFFUSION, "training.fsdp={}"], [2, 1]),
     "diffusion-lightning": ("recipe", "lightning", DIFFUSION, [1, 2]),
 }
+# Starts of these runs in which the last rank's disk is full in the checkpoint of batch 4 instead: (run, number).
+FULL = [("tokens-composer", 1)]
 # What is trained -> which of these runs is also made on one rank, not sharded, and left alone.
 ALONE = {"tokens": "tokens-composer", "scaled": "scaled-composer", "recipe": "diffusion-composer"}
 SIGNALS = {"composer": "SIGTERM", "lightning": "SIGUSR1"}

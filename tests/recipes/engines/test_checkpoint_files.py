@@ -5,10 +5,13 @@ import os
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from recipes.config.recipe import FSDP
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
 from recipes.engines.kinds import KINDS
 from recipes.training.stop import StartAgain
+from tests.disks import fill, read_only, small_disk, small_files
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 from tests.recipes.training.fake_run import FakeRun
 
@@ -18,7 +21,14 @@ def names(folder):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left"), RuntimeError("[enforce fail at inline_container.cc:1] . failed")]
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left"),
+        RuntimeError("[enforce fail at inline_container.cc:1] . failed"),
+        # Of another rank, as the collective calls of torch.distributed.checkpoint raise it on all; it is no Exception.
+        CheckpointException("write", {1: _wrap_exception(OSError(errno.ENOSPC, "No space left"))}),
+    ],
+    ids=lambda error: type(error).__name__,
 )
 def test_a_full_disk_leaves_what_was_there_and_costs_one_line(tmp_path, error):
     with whole(tmp_path / "ep0-ba1.ckpt") as partial:
@@ -41,9 +51,44 @@ def test_a_real_full_disk(tmp_path, monkeypatch):
     save_at(checkpoints, run, 1)
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda value, path: save(value, "/dev/full"))
-    with pytest.raises(ValueError, match="could not be written .PytorchStreamWriter failed .* file write failed"):
+    with pytest.raises(ValueError, match="could not be written .PyTorch cannot write all of it.; make room"):
         save_at(checkpoints, run, 2)
     assert names(tmp_path / "checkpoints") == ["ep0-ba1.ckpt", "latest"]
+
+
+SHARDED = FSDP(checkpoints="sharded")
+
+
+@pytest.mark.parametrize("fsdp", [None, SHARDED], ids=["full", "sharded"])
+def test_a_real_small_disk_and_then_room(tmp_path, fsdp):
+    with small_disk(tmp_path / "run") as output:
+        checkpoints, run, _ = new_checkpoints(output, keep=2, fsdp=fsdp)
+        save_at(checkpoints, run, 1)
+        before = sorted(output.rglob("*"))
+        for room in (0, 8192):
+            filler = fill(output, room)
+            with pytest.raises(ValueError, match=r"checkpoints: .*ep0-ba2.* could not be written .*; make room"):
+                save_at(checkpoints, run, 2)
+            filler.unlink()
+            assert sorted(output.rglob("*")) == before
+        read_only(output)
+        with pytest.raises(ValueError, match=r"ep0-ba2.* not be written .(Read-only|cannot be opened).*; check per"):
+            save_at(checkpoints, run, 2)
+        read_only(output, False)
+        again, run, _ = new_checkpoints(output, keep=2, fsdp=fsdp, autoresume=True)
+        assert run.counts.batch == 1
+        again.load()
+        save_at(again, run, 2)
+        assert len(names(output / "checkpoints")) == 3
+
+
+def test_a_sharded_checkpoint_that_cannot_be_written(tmp_path):
+    """As above, but where no file system may be mounted, too."""
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=2, fsdp=SHARDED)
+    save_at(checkpoints, run, 1)
+    with small_files(200), pytest.raises(ValueError, match=r"ep0-ba2 could not be written .File too large."):
+        save_at(checkpoints, run, 2)
+    assert names(tmp_path / "checkpoints") == ["ep0-ba1", "latest"]
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):

@@ -3,6 +3,7 @@
 import filecmp
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import from_composer, read_composer
 from recipes.engines.lightning.checkpoint_format import read_file
 from tests.ranks import launch
-from tests.recipes.engines.killed_worlds import SIGNALS, WORLDS
+from tests.recipes.engines.killed_worlds import FULL, SIGNALS, WORLDS
 from tests.recipes.engines.lightning.test_checkpoints import same
 from tests.recipes.engines.test_equality import AUTOREGRESSIVE
 
@@ -26,6 +27,7 @@ TOLERANCE = 5e-5
 MEAN_TOLERANCE_16, TOLERANCE_16 = 5 * 2e-3 * 2**-11, 2e-3
 KILLED = -9
 AGAIN = 85
+FULL_DISK = 2
 pytestmark = pytest.mark.slow
 
 
@@ -121,7 +123,8 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(killed, name):
     folder, report = killed
     kind, engine, overrides, worlds = WORLDS[name]
     codes = [report[f"{name} {number}"][0] for number in range(len(worlds))]
-    assert codes == [KILLED] * (len(worlds) - 1) + [0], json.dumps(report, indent=1)
+    expected = [FULL_DISK if (name, number) in FULL else KILLED for number in range(len(worlds) - 1)]
+    assert codes == [*expected, 0], json.dumps(report, indent=1)
     assert samples_of(folder / f"{name}.jsonl") == samples_of(folder / f"{kind}-alone.jsonl")
     one, other = final(folder / f"{kind}-alone", "composer"), final(folder / name, engine)
     assert one["counts"]["sample"] == other["counts"]["sample"] == 56
@@ -133,6 +136,18 @@ def test_a_killed_run_goes_on_with_another_number_of_ranks(killed, name):
         differences = torch.cat([(tensor - others[name]).abs().flatten() for name, tensor in weights.items()])
         assert differences.max() <= (TOLERANCE_16 if kind == "scaled" else TOLERANCE)
         assert differences.mean() <= (MEAN_TOLERANCE_16 if kind == "scaled" else TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "number"), FULL)
+def test_a_full_disk_costs_one_line(killed, name, number):
+    """Also where the disk of one rank is full and all write parts of one checkpoint; the run went on, see above."""
+    folder, report = killed
+    _, text = report[f"{name} {number}"]
+    assert "Traceback" not in text
+    assert re.findall("error: .*", text) == [
+        f"error: checkpoints: {folder}/{name}/checkpoints/ep0-ba4 could not be written (File too large); raise the "
+        "limit of file sizes (ulimit -f) and start again, it goes on from the checkpoint before"
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in WORLDS if name.startswith("scaled")])

@@ -27,6 +27,13 @@ def test_halves_of_killed_processes_are_removed(quick_recipe, tmp_path):
         assert {path.name for path in (tmp_path / "fetched").iterdir()} == set(left)
 
 
+def test_a_checkpoint_whose_successor_got_no_name_comes_back(tmp_path):
+    for name in ("ep0-ba2", ".partial.old.ep0-ba2", ".partial.old.ep0-ba4"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    remove_halves(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["ep0-ba2", "ep0-ba4"]
+
+
 def folder_with(folder, files, links):
     """Checkpoints, some of them sharded ones of Lightning, and links to the newest."""
     for name in files:

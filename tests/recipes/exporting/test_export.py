@@ -1,6 +1,7 @@
 """Checkpoints of both engines, whole and sharded, as folders that other programs open: the same weights, the same
 pictures, and one clear line for what cannot be exported."""
 
+import filecmp
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from recipes.export import main
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
 from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.latent_diffusion.unet import UNet
+from tests.disks import fill, read_only, small_disk
 from tests.recipes.exporting.runs import a_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -258,6 +260,25 @@ def test_other_models_keep_their_own_format(tmp_path, drawings):
     known = task.network.state_dict()
     assert all(torch.equal(tensor, known[name]) for name, tensor in vae.state_dict().items())
     assert recipe.run_name in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_full_or_read_only_disk_costs_one_line(exported, tmp_path, capsys):
+    source, whole = Path(exported[0].output, "export"), tmp_path / "whole"
+    export(source, whole, "--layout", "native")
+    files = sorted(file.relative_to(whole) for file in whole.rglob("*") if file.is_file() and file.suffix != ".md")
+    size = sum((whole / file).stat().st_size for file in files)
+    with small_disk(tmp_path / "disk", 32) as disk:
+        for room in (0, size // 2, size - 4096):
+            filler = fill(disk, room)
+            error = refuse(capsys, source, disk / "out", "--layout", "native")
+            assert error.startswith(f"error: {disk}/out: No space left on device; make room there")
+            filler.unlink()
+            assert not list(disk.iterdir())
+        read_only(disk)
+        assert f"{disk}/out: Read-only file system" in refuse(capsys, source, disk / "out", "--layout", "native")
+        read_only(disk, False)
+        export(source, disk / "out", "--layout", "native")
+        assert filecmp.cmpfiles(whole, disk / "out", files, shallow=False)[0] == files
 
 
 def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):

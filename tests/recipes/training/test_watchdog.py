@@ -61,6 +61,17 @@ def test_the_rank_the_batch_and_the_calls_are_named(tmp_path, monkeypatch, capfd
     assert "thread MainThread:" in text and f"data worker {worker.pid}, innermost call first:" in text
 
 
+def test_it_goes_on_where_it_cannot_write(tmp_path, capfd):
+    """Its thread also tells a health check that the run is well."""
+    (tmp_path / "stacks").touch()  # where the folder should be
+    printed = []
+    with watched(0.2, tmp_path):
+        run = FakeRun().at(7)
+        for moment, line in (("batch_start", "could not be written (File exists)"), ("step_end", "goes on after")):
+            alive(moment, run)
+            wait_for(lambda line=line: printed.append(capfd.readouterr().err) or line in "".join(printed))
+
+
 @pytest.mark.parametrize("moment, status", [("before_forward", 86), ("step_end", 7), ("start", 7)])
 def test_a_run_that_hangs_in_a_batch_ends_where_it_is_asked_to(tmp_path, monkeypatch, moment, status):
     """After other moments it may compile, save a checkpoint or export, so that it only reports for the first hour."""

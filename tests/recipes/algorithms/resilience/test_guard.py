@@ -12,6 +12,7 @@ from recipes.algorithms.resilience.guard import REPORT, Guard
 from recipes.training import stop
 from recipes.training.finite import has_finite_weights, is_worth_keeping, largest_magnitude
 from recipes.training.levers import Levers
+from tests.disks import small_files
 from tests.recipes.algorithms.resilience import guard_ranks
 from tests.recipes.training.fake_run import FakeRun
 
@@ -84,6 +85,13 @@ def test_too_many_in_a_row_end_the_run_with_a_report(tmp_path):
     (block,) = report["blocks"]
     weights = torch.nn.utils.get_total_norm([p.detach() for p in run.task.parameters()])
     assert block["gradients"] == "nan" and block["weights"] == pytest.approx(weights.item())
+
+
+def test_a_full_disk_does_not_hide_why_the_run_ends(tmp_path, capsys):
+    run, levers = new_run(tmp_path, limit=1)
+    with small_files(10), pytest.raises(ValueError, match="1 batches in a row were not finite"):
+        step(run, levers, 1, math.nan)
+    assert f"{tmp_path / REPORT} could not be written (File too large)" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_so_is_an_error(tmp_path):

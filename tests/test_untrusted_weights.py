@@ -1,0 +1,208 @@
+"""Exports, weights and checkpoints that nobody should trust: they are read, or refused in one line; no code runs."""
+
+import io
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.encoded_sets import EncodedSet
+from tests.fuzzing import Bomb, changed_bytes, changed_json, few, reads_or_refuses, values
+
+# --- exports -----------------------------------------------------------------------------------------------------
+
+
+@few
+@given(st.data())
+def test_exports(tmp_path, data):
+    from recipes.generation.exports import find_export
+
+    record = {"family": "latent_diffusion", "network": "unet"}
+    (tmp_path / "export.json").write_text(json.dumps(data.draw(changed_json(record) | values)))
+    reads_or_refuses(find_export, tmp_path)
+    (tmp_path / "export.json").write_bytes(data.draw(st.binary(max_size=20)))
+    reads_or_refuses(find_export, tmp_path)
+
+
+@few
+@given(st.data())
+def test_arrays_of_exports(tmp_path, data):
+    out = io.BytesIO()
+    np.save(out, np.ones((3, 2), np.float16))
+    (tmp_path / "null_text.npy").write_bytes(data.draw(changed_bytes(out.getvalue()) | st.binary(max_size=20)))
+    found = reads_or_refuses(EncodedSet(str(tmp_path), None, {}).null_text)
+    assert found is None or found.ndim == 2
+
+
+def test_an_array_that_claims_too_much_and_one_that_is_an_archive(tmp_path):
+    out = io.BytesIO()
+    np.save(out, np.ones((3, 2), np.float16))
+    header = out.getvalue()[:128].replace(b"(3, 2), }" + b" " * 12, b"(300000000000, 2), }"[:21].ljust(21))
+    np.savez(tmp_path / "archive.npz", a=np.ones(3))
+    for data in (header, (tmp_path / "archive.npz").read_bytes()):
+        (tmp_path / "null_text.npy").write_bytes(data)
+        assert reads_or_refuses(EncodedSet(str(tmp_path), None, {}).null_text) is None
+
+
+# --- weights and checkpoints -------------------------------------------------------------------------------------
+
+
+@few
+@given(st.data())
+def test_files_of_weights(tmp_path, data):
+    import torch
+    from safetensors.torch import save
+
+    from recipes.models.weights import read_tensors
+
+    tensors = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
+    (tmp_path / "w.safetensors").write_bytes(data.draw(changed_bytes(save(tensors))))
+    reads_or_refuses(read_tensors, tmp_path / "w.safetensors")
+    pickled = io.BytesIO()
+    torch.save(tensors, pickled)
+    (tmp_path / "w.pt").write_bytes(data.draw(changed_bytes(pickled.getvalue())))
+    reads_or_refuses(read_tensors, tmp_path / "w.pt")
+
+
+def test_bombs_in_weights_and_full_checkpoints_do_not_go_off(tmp_path):
+    import torch
+
+    from recipes.engines.conversion import read_composer
+    from recipes.engines.lightning.checkpoint_format import read_file
+    from recipes.engines.plain_pickles import load_plain
+    from recipes.models.weights import read_tensors
+
+    path, mark = tmp_path / "ep0-ba1-rank0.pt", tmp_path / "mark"
+    for content in (Bomb(mark), {"state": {"timestamp": Bomb(mark)}}, {"format": Bomb(mark)}):
+        torch.save(content, path)
+        for read in (load_plain, read_composer, read_file, read_tensors):
+            with pytest.raises(ValueError):
+                read(path)
+    path.write_bytes(pickle.dumps(Bomb(mark)))  # and a bare pickle
+    for read in (load_plain, read_composer, read_file, read_tensors):
+        with pytest.raises(ValueError):
+            read(path)
+    assert not mark.exists()
+    with pytest.raises(FileExistsError):  # the bomb itself works
+        mark.mkdir()
+        pickle.loads(pickle.dumps(Bomb(mark)))
+
+
+def test_bombs_in_sharded_checkpoints_do_not_go_off(tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from recipes.engines.conversion import read_parts
+
+    mark = tmp_path / "mark"
+    state = {"weights": {"w": torch.arange(6.0), "half": torch.ones(2, dtype=torch.bfloat16)}, "counts": {"batch": 3}}
+    dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
+    found = read_parts(tmp_path / "whole")
+    assert found["counts"] == {"batch": 3} and torch.equal(found["weights"]["w"], torch.arange(6.0))
+
+    dcp.save({**state, "extra": Bomb(mark)}, checkpoint_id=tmp_path / "value", no_dist=True)
+    with pytest.raises(ValueError, match="not readable as a part of a checkpoint"):
+        read_parts(tmp_path / "value")
+    (tmp_path / "whole" / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
+    with pytest.raises(ValueError, match="not what PyTorch writes"):
+        read_parts(tmp_path / "whole")
+    assert not mark.exists()
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A small sharded checkpoint."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    folder = tmp_path_factory.mktemp("sharded") / "whole"
+    state = {"weights": {"w": torch.arange(6.0)}, "counts": {"batch": 3}}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@few
+@given(st.data())
+def test_sharded_checkpoints(sharded, tmp_path, data):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from recipes.engines.conversion import read_parts
+    from recipes.engines.plain_pickles import plain_pickles
+
+    folder = tmp_path / "copy"
+    shutil.copytree(sharded, folder, dirs_exist_ok=True)
+    name = data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
+    (folder / name).write_bytes(data.draw(changed_bytes((sharded / name).read_bytes())))
+    reads_or_refuses(read_parts, folder)
+
+    def load():
+        with plain_pickles():
+            dcp.load({"weights": {"w": torch.zeros(6)}}, checkpoint_id=folder, no_dist=True)
+
+    reads_or_refuses(load)
+
+
+@few
+@given(st.data())
+def test_the_newest_checkpoint_of_a_bucket(tmp_path, monkeypatch, data):
+    from recipes.engines import bucket
+
+    good = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": ["ep0-ba2.ckpt"]}
+    text = data.draw(st.one_of(changed_json(good).map(json.dumps), values.map(json.dumps), st.text(max_size=20)))
+    objects = {"latest.json": text.encode(), "ep0-ba2.ckpt": b"x"}
+
+    class Store:
+        errors = ()
+
+        def names(self, prefix=""):
+            return [name for name in objects if name.startswith(prefix)]
+
+        def read(self, name):
+            return objects[name]
+
+        def download(self, name, path):
+            path.write_bytes(objects[name])
+
+    monkeypatch.setattr(bucket, "open_store", lambda address: Store())
+    folder = tmp_path / "deep" / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    reads_or_refuses(bucket.Bucket("s3://b/run").pull, folder)
+    assert {path.parent for path in tmp_path.rglob("*") if not path.is_dir()} <= {folder / "checkpoints"}
+
+
+@pytest.mark.parametrize("name", ["link", "checkpoint"])
+def test_a_bucket_names_no_paths(tmp_path, monkeypatch, name):
+    from recipes.engines import bucket
+
+    latest = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": [], name: ".."}
+
+    class Store:
+        errors = ()
+
+        def names(self, prefix=""):
+            return ["latest.json"]
+
+        def read(self, name):
+            return json.dumps(latest).encode()
+
+    monkeypatch.setattr(bucket, "open_store", lambda address: Store())
+    with pytest.raises(ValueError, match="latest.json: does not name a checkpoint; remove that object"):
+        bucket.Bucket("s3://b/run").pull(tmp_path)
+
+
+def test_composer_loads_no_code(tmp_path):
+    import torch
+    from composer.utils import checkpoint
+
+    from recipes.engines.composer.trainer import own_unpickling
+
+    mark = tmp_path / "mark"
+    torch.save({"state": Bomb(mark)}, tmp_path / "c.pt")
+    with own_unpickling(), pytest.raises(ValueError, match="not a checkpoint that this repository wrote"):
+        checkpoint.safe_torch_load(tmp_path / "c.pt")
+    assert not mark.exists()
