@@ -1,7 +1,6 @@
 """Run on two ranks by `lever_ranks`: ranks that wait for each other, and what the watchdog says of those that do."""
 
 import os
-import re
 import time
 from types import SimpleNamespace
 
@@ -10,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from data.files import write_text
-from recipes.engines import bucket, checkpoint_files, parts
+from recipes.engines import bucket, checkpoint_files, resuming
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
-from recipes.engines.parts import fetch_checkpoint
+from recipes.engines.kinds import KINDS
+from recipes.engines.resuming import prepare_folder
 from recipes.training import ranks
 from recipes.training.levers import Levers
 from recipes.training.watchdog import watched
@@ -40,7 +40,7 @@ class SlowBucket:
     def __init__(self, address):
         pass
 
-    def pull(self, output):
+    def pull(self, output, check=None):
         assert dist.get_rank() == 0
         until(self.said.is_file)
         assert self.said.read_text() == "it asks"
@@ -68,17 +68,18 @@ def tells(call, what):
 def a_slow_bucket(folder):
     """No collective waits for it, when a checkpoint is fetched at the start, copied in the run, and named by its
     address. What it refuses reaches both ranks."""
-    recipe = SimpleNamespace(checkpoints=SimpleNamespace(bucket="s3://sets/run", resumes=True), output=str(folder))
+    checkpoints = SimpleNamespace(bucket="s3://sets/run", resumes=True, keep=1)
+    recipe = SimpleNamespace(checkpoints=checkpoints, output=str(folder))
     (folder / "ep0-ba9").touch()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (bucket, checkpoint_files, parts):
+        for module in (bucket, checkpoint_files, resuming):
             patch.setattr(module, "Bucket", SlowBucket)
         for name in ("barrier", "all_reduce", "broadcast_object_list"):
             patch.setattr(dist, name, tells(getattr(dist, name), f"it waits in {name}"))
         patch.setattr(ranks, "time", SimpleNamespace(sleep=tells(time.sleep, "it asks")))
-        files = CheckpointFiles(folder, "latest", re.compile(r"ep\d+-ba(\d+)"), keep=1, bucket="s3://sets/run")
+        files = CheckpointFiles(folder, KINDS["lightning"], keep=1, bucket="s3://sets/run")
         waits = {
-            "fetch": lambda: fetch_checkpoint(recipe),
+            "fetch": lambda: prepare_folder(recipe, "lightning"),
             "copy": lambda: files.newest_is(folder / "ep0-ba9", 9),
             "load": lambda: fetched("s3://sets/run/ep0-ba9", folder),
         }
