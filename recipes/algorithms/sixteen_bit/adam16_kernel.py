@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recipes.algorithms.sixteen_bit.formats import Format, Format16
 from recipes.algorithms.sixteen_bit.formats_kernel import decode_tile, encode_tile
-from recipes.algorithms.sixteen_bit.transfer import sent
+from recipes.training.transfer import sent
 
 PIECE = 8192  # elements per program
 TILE = 1024  # elements that a program handles at a time
