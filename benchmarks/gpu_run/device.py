@@ -27,6 +27,7 @@ MODULES = (
     "benchmarks.decoder",
     "benchmarks.ema",
     "benchmarks.encode",
+    "benchmarks.geglu",
     "benchmarks.norms",
     "benchmarks.powersgd_cost",
     "benchmarks.steady",

@@ -56,6 +56,7 @@ def items(small: bool) -> list[Item]:
         trained("unet_512", "all that pay", 150, profiled=True, like="unet_256"),
         other("attention", "decoder", 120, ["--parts", "attention", "--rounds", "10"], ["--rounds", "1"]),
         other("norms", "norms", 90, ["--seconds", "0.05", "--most", "3"], ["--seconds", "0", "--most", "1"]),
+        other("geglu", "geglu", 60, ["--seconds", "0.05"], ["--seconds", "0", "--uncompiled"]),
         other("adam16", "adam16", 90, ["--rounds", "10"], ["--width", "64", "--layers", "1", "--rounds", "1"]),
         other(
             "powersgd cost",
