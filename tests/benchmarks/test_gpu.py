@@ -190,7 +190,7 @@ def test_optimizers_are_measured_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizer, "_compiled_update", lambda: optimizer.adamw_update)
 
     def counted(*sizes):
-        assert not any(parameter() for parameter in alive)
+        assert all(parameter() is None for parameter in alive)
         found = made(*sizes)
         alive[:] = [weakref.ref(parameter) for parameter in found]
         return found
