@@ -2,10 +2,6 @@
 
 import sys
 
-# timm imports wandb where it is installed. No step needs it, and after so many other modules it takes a minute, because
-# pydantic looks through all of them for the source of each of its classes.
-sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
-
 import torch
 
 from benchmarks.gpu_run.device import MODULES, failed_imports
