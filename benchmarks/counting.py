@@ -12,6 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recipes.algorithms.sixteen_bit import adam16_kernel
+from recipes.algorithms.sixteen_bit.adam16 import FORMATS, Adam16
 from recipes.models.kernels import fused_norm, geglu, geglu_kernels, group_norm_kernels, group_norm_silu
 
 # Operations that only describe memory, besides views.
@@ -103,10 +105,18 @@ def counting(launches: Launches, kernels: bool = False) -> Iterator[None]:
     def launch_norm(kernel: Any, plan: Any, *arguments: Any) -> None:
         launches.launches[f"triton_norm{kernel.fn.__name__}"] += 1 if plan.splits == 1 else 2
 
+    def update(optimizer: Adam16, group: Any, step: float, device: Any, tensors: Any) -> None:
+        adam16_kernel.update_all(tensors, (0.0, 0.0, 1.0), FORMATS[group["moment_bits"]], group["betas"], 0.0, None)
+
+    def launch_update(*arguments: Any) -> None:
+        launches.launches["triton_adam16"] += 1
+
     with ExitStack() as stack:
         if kernels:
             for module in (fused_norm, group_norm_silu, geglu):
                 stack.enter_context(patch.object(module, "INTERPRETED", True))
+            stack.enter_context(patch.object(Adam16, "_update", update))
+            stack.enter_context(patch.object(adam16_kernel, "_launch", launch_update))
             stack.enter_context(patch.object(geglu_kernels, "_launch", launch))
             stack.enter_context(patch.object(group_norm_kernels, "_launch", launch_norm))
         stack.enter_context(HostReads(launches.waits))

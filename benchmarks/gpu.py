@@ -58,7 +58,8 @@ def prepare(options: argparse.Namespace) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     # The server process must not touch the GPU, because CUDA does not survive a fork: whether there is one is asked of
     # the driver's library. Nor may it start the compiler's workers, as importing inductor does otherwise.
-    os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
+    # Nor may it ask for the GPU's capability, as xformers does otherwise to find out whether it can use Triton.
+    os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0", "XFORMERS_ENABLE_TRITON": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.counting import Launches, counting
 from benchmarks.reporting import write_results
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
+from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.parts import Place, build_levers
@@ -36,12 +42,20 @@ from recipes.training.run import Run
 SAMPLES = 2  # per microbatch
 # The recipes of each kind of model, with overrides for a small width, and one microbatch.
 NARROW = {
-    "sd2_base": ["channels=[32,32,64,64]", "heads=[1,1,2,2]", "text_width=16"],
+    "sd2_base": ["denoiser.channels=[32,32,64,64]", "denoiser.heads=[1,1,2,2]", "denoiser.text_width=16"],
     "dalle_1b": ["width=32", "heads=2", "codes=32", "text_vocabulary=64", "text_positions=16", "side=8"],
     "dvae": ["hidden=8", "initial=8", "codes=32"],
     "openmoji_text": [],
     "openmoji_vae": [],
-}
+    "openmoji_diffusion": ["denoiser.width=64", "denoiser.text_width=16"],
+    "docs_gpt2": ["width=32", "vocabulary=64"],
+    # The optimizer with 16-bit moments, one gradient scale per block and compression between machines.
+    "dalle_2b": [
+        "layers=4", "width=64", "heads=2", "codes=32", "text_vocabulary=64", "text_positions=16", "side=8",
+    ],
+}  # fmt: skip
+# Changes besides those of the model, for which one process stands for a machine of one device.
+SECTIONS = {"dalle_2b": ["training.fsdp=null", "algorithms.powersgd.overlap=false", "algorithms.powersgd.rank=16"]}
 # Levers that change how a model computes; without them it is the plain one.
 CHANGES = (
     "attention", "channels_last", "cudnn_benchmark", "fused_geglu", "fused_group_norm", "lean_blocks",
@@ -51,8 +65,7 @@ CHANGES = (
 
 def narrow_recipe(name: str, *overrides: str) -> Recipe:
     """A shipped recipe with a model of small width. Blocks are not compiled, which on a CPU takes minutes."""
-    section = "model.denoiser." if name.startswith("sd2") else "model."
-    changes = [section + change for change in NARROW[name]]
+    changes = [f"model.{change}" for change in NARROW[name]] + SECTIONS.get(name, [])
     recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*changes, *overrides], Recipe, missing=[])
     recipe.algorithms = {label: one for label, one in recipe.algorithms.items() if one.name != "compile"}
     return recipe
@@ -75,6 +88,8 @@ def batch_of(recipe: Recipe) -> dict[str, Tensor]:
     if recipe.model.name == "autoregressive":
         text = integers(arguments["text_vocabulary"], arguments["text_positions"])
         return {"text": text, "image": integers(arguments["codes"], arguments["side"] ** 2)}
+    if recipe.model.name == "language":
+        return {"tokens": integers(arguments["vocabulary"], arguments["positions"] + 1)}
     if recipe.model.name == "contrastive_text":
         side = arguments["picture_size"]
         tokens = integers(256, arguments["context_length"])
@@ -85,8 +100,10 @@ def batch_of(recipe: Recipe) -> dict[str, Tensor]:
 class StepRun(Run):
     """A run of one step on the CPU, as levers see it."""
 
-    def __init__(self, task: nn.Module, precision: str, passes: int, optimizer: torch.optim.Optimizer) -> None:
-        self.task = task
+    def __init__(
+        self, module: nn.Module, task: nn.Module, precision: str, passes: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._module, self.task = module, task
         self.device = torch.device("cpu")
         self.precision = precision
         self.batch, self.outputs = {}, {}
@@ -96,7 +113,7 @@ class StepRun(Run):
         self._optimizer = optimizer
 
     clock = Clock(1, SAMPLES, 0, "1000000ba", None)  # not a multiple of the intervals at which levers log
-    module = property(lambda self: self.task)
+    module = property(lambda self: self._module)
     optimizer = property(lambda self: self._optimizer)
 
     def autocast(self) -> AbstractContextManager:
@@ -177,19 +194,35 @@ def count_step(recipe: Recipe, passes: int) -> Step:
     """
     torch.manual_seed(0)
     task = build(recipe.model).train()
-    precision = "amp_bf16" if recipe.training.precision == "auto" else recipe.training.precision
-    levers = Levers(build_levers(recipe, Place(False, precision, 1), {"task": task}, SAMPLES * passes))
-    optimizer = build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task)
-    run = StepRun(task, precision, passes, optimizer)
-    levers.prepare(run)
-    if "fused_group_norm" in {algorithm.name for algorithm in recipe.algorithms.values()}:
-        fuse_group_norms(task, measured=False)  # the lever leaves it on a CPU
-    levers.compile(run)
-    levers.at("begin", run)
-    _step(run, levers, batch_of(recipe), Launches(), Launches(), Launches())
-    step = Step(Launches(), Launches(), Launches())
-    _step(run, levers, batch_of(recipe), *step.parts)
+    precision = "amp_bf16" if recipe.training.precision in ("auto", "fastest") else recipe.training.precision
+    names = {algorithm.name for algorithm in recipe.algorithms.values()}
+    with two_machines() if "powersgd" in names else nullcontext(lambda module: module) as wrapped:
+        levers = Levers(build_levers(recipe, Place(False, precision, 1), {"task": task}, SAMPLES * passes))
+        optimizer = build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task)
+        levers_run = StepRun(task, task, precision, passes, optimizer)
+        levers.prepare(levers_run)
+        if "fused_group_norm" in names:
+            fuse_group_norms(task, measured=False)  # the lever leaves it on a CPU
+        levers.compile(levers_run)
+        run = StepRun(wrapped(task), task, precision, passes, optimizer)
+        levers.at("begin", run)
+        _step(run, levers, batch_of(recipe), Launches(), Launches(), Launches())
+        step = Step(Launches(), Launches(), Launches())
+        _step(run, levers, batch_of(recipe), *step.parts)
     return step
+
+
+@contextmanager
+def two_machines() -> Iterator[Callable[[nn.Module], nn.Module]]:
+    """A context in which this process believes to be one of two that average gradients, as on GPUs. It gives the
+    function that wraps a model for that."""
+    store = torch.testing._internal.distributed.fake_pg.FakeStore()
+    dist.init_process_group("fake", rank=0, world_size=2, store=store)
+    try:
+        with patch.object(LowRank, "_by_cholesky", return_value=True):
+            yield DistributedDataParallel
+    finally:
+        dist.destroy_process_group()
 
 
 def _step(
@@ -205,7 +238,7 @@ def _step(
         with counting(forward, kernels=True):
             levers.at("before_forward", run)
             with run.autocast():
-                loss = run.task(batch)["total"] / run.passes
+                loss = run.module(batch)["total"] / run.passes
             levers.at("after_forward", run)
         with counting(backward, kernels=True):
             levers.at("before_backward", run)

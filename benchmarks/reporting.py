@@ -6,7 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +20,7 @@ COMMIT = "PRECOMPOSE_COMMIT"  # variable that names the commit where the code wa
 PACKAGES = ("torch", "triton", "xformers", "mosaicml", "mosaicml-streaming", "diffusers", "webdataset", "tokenizers")
 
 
-_collected: list[dict[str, Any]] | None = None  # records of `collected`
+_keep: Callable[[dict[str, Any]], None] | None = None  # of `collected`
 
 
 def write_results(name: str, size: str, rows: list[dict[str, Any]], notes: str = "") -> Path:
@@ -37,11 +37,14 @@ def write_results(name: str, size: str, rows: list[dict[str, Any]], notes: str =
     """
     record = {"benchmark": name, "size": size, **surroundings(), "notes": notes, "rows": rows}
     print(as_text(record))
-    if _collected is None:
-        save(record)
-    else:
-        _collected.append(record)
+    (_keep or save)(record)
     return markdown_file(record)
+
+
+def keep_results(name: str, size: str, rows: list[dict[str, Any]]) -> None:
+    """Keep the rows so far where `collected` says so, for the case that the run is cut off before `write_results`."""
+    if _keep is not None:
+        _keep({"benchmark": name, "size": size, **surroundings(), "notes": "", "rows": list(rows)})
 
 
 def as_text(record: dict[str, Any]) -> str:
@@ -64,14 +67,15 @@ def save(record: dict[str, Any]) -> None:
 
 
 @contextmanager
-def collected() -> Iterator[list[dict[str, Any]]]:
-    """A context in which `write_results` appends its records to a list and writes no files."""
-    global _collected
-    _collected = []
+def collected(keep: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """A context in which `keep` is called with the records of `write_results` and `keep_results`, and no files are
+    written. Of several records of one benchmark and size, the last has all rows."""
+    global _keep
+    _keep = keep
     try:
-        yield _collected
+        yield
     finally:
-        _collected = None
+        _keep = None
 
 
 def surroundings() -> dict[str, Any]:

@@ -20,6 +20,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import dataclasses
 
+from data.threads import set_default_threads
 from recipes.config.command_line import fail, user_errors
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
@@ -93,4 +94,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    set_default_threads()
     main(sys.argv[1:])

@@ -36,7 +36,7 @@ class Context:
 
 
 def benchmark(context: Context, *, module: str, arguments: list[str], small: list[str]) -> None:
-    """Run the `main(arguments)` of another benchmark, and keep its tables.
+    """Run the `main(arguments)` of another benchmark, and keep each of its tables as soon as it is there.
 
     Args:
         module: its name in `benchmarks`.
@@ -46,9 +46,5 @@ def benchmark(context: Context, *, module: str, arguments: list[str], small: lis
     import importlib
 
     main: Any = importlib.import_module(f"benchmarks.{module}").main
-    with collected() as tables:
-        try:
-            main(small if context.small else arguments)
-        finally:  # what was measured before an error counts
-            for record in tables:
-                context.records.add("record", record=record)
+    with collected(lambda record: context.records.add("record", record=record)):
+        main(small if context.small else arguments)

@@ -1,5 +1,13 @@
 """Imported once by the server process of `benchmarks/gpu.py`, so that its forks need not import anything."""
 
-from benchmarks.gpu_run.device import failed_imports
+import sys
 
-failed_imports()  # a step that needs what is missing says so itself
+import torch
+
+from benchmarks.gpu_run.device import MODULES, failed_imports
+
+for module in MODULES:
+    failed_imports([module])  # a step that needs what is missing says so itself
+    if torch.cuda.is_initialized():
+        print(f"importing {module} has initialised CUDA, so forks of this process cannot use the GPU", file=sys.stderr)
+        break

@@ -83,8 +83,10 @@ class Records:
         for name in dict.fromkeys(line["table"] for line in self.lines("row")):
             parts += [f"{below} {name}", table([line["values"] for line in self.rows(name)])]
             parts += [line["text"] for line in self.lines("note") if line["table"] == name]
-        for line in self.lines("record"):
-            parts.append(as_text(line["record"]).replace("# ", f"{below} ", 1).strip())
+        # The last one of a benchmark and size: those before have only its first rows.
+        records = [line["record"] for line in self.lines("record")]
+        tables = {(record["benchmark"], record["size"]): record for record in records}
+        parts += [as_text(record).replace("# ", f"{below} ", 1).strip() for record in tables.values()]
         return "\n\n".join(parts) + "\n"
 
     def _goals(self) -> list[dict[str, Any]]:

@@ -66,6 +66,8 @@ SMALL_DECODER = (
     "training.global_batch=4",
     "algorithms.compile=null",  # it takes a CPU minutes
 )
+# Words of two changes that no run has both of: CUDA graphs need weights that keep their addresses (`compile`).
+APART = (("training.fsdp={", "mode: reduce-overhead"),)
 UNET = ("training.fsdp=null", "training.microbatch=128")
 SUBJECTS = {
     "unet_256": Subject(
@@ -106,6 +108,7 @@ SUBJECTS = {
             **RECOMPUTED,
             "compiled": COMPILED["compiled"],
             "attention with a dense mask": ("model.attention=masked",),
+            "fp8": ("algorithms.fp8={name: fp8}",),
         },
         SMALL_DECODER,
         "tokens/s",
@@ -132,20 +135,27 @@ def recipe_for(subject: Subject, changes: list[str], small: bool, folder: Path) 
 def single_changes(subject: Subject, small: bool) -> dict[str, tuple[str, ...]]:
     """The subject's changes, and the removal of each lever that its starting point has; without those that change
     nothing."""
+    return {name: changes for name, (changes, _) in settings(subject, small).items()}
+
+
+def settings(subject: Subject, small: bool) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """Name -> the changes of `single_changes`, and whether the model is then compiled, be it by the recipe's own
+    lever."""
     with tempfile.TemporaryDirectory() as folder:
-
-        def resolved(changes: tuple[str, ...]) -> str:
-            return to_yaml(recipe_for(subject, [*subject.start, *changes], small, Path(folder)))
-
         start = recipe_for(subject, list(subject.start), small, Path(folder))
-        found = {f"without {label}": (f"algorithms.{label}=null",) for label in start.algorithms}
-        found |= subject.changes
-        plain = to_yaml(start)
-        return {name: changes for name, changes in found.items() if resolved(changes) != plain}
+        changes = {f"without {label}": (f"algorithms.{label}=null",) for label in start.algorithms}
+        changes |= subject.changes
+        plain, found = to_yaml(start), {}
+        for name, change in changes.items():
+            recipe = recipe_for(subject, [*subject.start, *change], small, Path(folder))
+            if to_yaml(recipe) != plain:
+                found[name] = change, any(lever.name == "compile" for lever in recipe.algorithms.values())
+        return found
 
 
 def all_that_pay(rows: list[dict[str, Any]], unit: str) -> list[str]:
-    """The changes of those rows that are faster than the starting point; of several of one key, the fastest's."""
+    """The changes of those rows that are faster than the starting point; of several of one key, or of two that exclude
+    each other, the fastest's."""
     rates = {row["setting"]: row["values"].get(unit) for row in rows}
     start = rates.get(START)
     if not isinstance(start, int | float):
@@ -155,6 +165,7 @@ def all_that_pay(rows: list[dict[str, Any]], unit: str) -> list[str]:
     kept: dict[str, str] = {}
     for row in faster:
         keys = [change.split("=", 1)[0] for change in row["change"]]
-        if not any(key in kept for key in keys):
+        together = "\n".join([*kept.values(), *row["change"]])
+        if not any(key in kept for key in keys) and not any(a in together and b in together for a, b in APART):
             kept |= dict(zip(keys, row["change"], strict=True))
     return list(kept.values())

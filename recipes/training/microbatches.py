@@ -7,6 +7,7 @@ from torch import Tensor
 
 from recipes.models.task import Task
 from recipes.training import ranks
+from recipes.training.transfer import sent
 
 
 def samples_of(batch: dict[str, Tensor]) -> int:
@@ -42,8 +43,7 @@ def with_batch_means(batch: dict[str, Tensor], task: Task, device: torch.device)
         return batch
     samples = samples_of(batch)
     # Sums of counts are exact in 64 bits, and so independent of the number of ranks.
-    sums = torch.stack([value.double().sum() for value in values.values()] + [torch.tensor(samples).double()])
-    sums = sums.to(device, non_blocking=True)
+    sums = sent([*(value.double().sum().item() for value in values.values()), samples], torch.float64, device)
     ranks.all_reduce(sums)
     means = (sums[:-1] / sums[-1]).float()
     return batch | {name: mean.expand(samples) for name, mean in zip(values, means, strict=True)}

@@ -1,23 +1,27 @@
 """The command for a machine with a GPU, at tiny sizes without one: its steps, its records, and what ends a step."""
 
+import inspect
 import json
 import multiprocessing
 import os
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import gpu, reporting
+from benchmarks import adam16, gpu, reporting
 from benchmarks.gpu_run import numbers, operators, suite, trained
-from benchmarks.gpu_run.context import Context
-from benchmarks.gpu_run.items import Item, items
+from benchmarks.gpu_run.context import Context, benchmark
+from benchmarks.gpu_run.items import FAMILIES, Item, items
 from benchmarks.gpu_run.numbers import SameDraws
 from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
 from benchmarks.gpu_run.subjects import BEST, SHIPPED, START, SUBJECTS, all_that_pay, single_changes
+from recipes.algorithms.sixteen_bit import adam16 as optimizer
 from recipes.config.recipe import load_config
+from recipes.models.autoregressive.flex import SHORTEST
 
 pytest_plugins = ["pytester"]
 
@@ -31,17 +35,18 @@ def unprepared(monkeypatch):
 def test_steps_in_this_process(tmp_path, unprepared, capsys):
     """A step of each kind that is quick; what fails is a row of its own, and the next step runs."""
     arguments = ["--small", "--device", "cpu", "--here", "--out", str(tmp_path), "--only"]
-    records = gpu.main([*arguments, "numbers dvae", "unet_256, st", "unet_256, without ch", "powersgd"])
+    records = gpu.main([*arguments, "numbers dvae", "unet_256, st", "unet_256, without ch", "powersgd", "geglu"])
     ends = {line["item"]: line["state"] for line in records.lines("end")}
-    assert ends == dict.fromkeys(ends, "done") and len(ends) == 4
+    assert ends == dict.fromkeys(ends, "done") and len(ends) == 5
     (start, *others) = [row["values"] for row in records.rows("U-Net at 256")]
     assert start["setting"] == START and start["images/s"] > 0 and start["TFLOP/s"] > 0
     assert others[0]["relative to start"] == pytest.approx(others[0]["images/s"] / start["images/s"], abs=1e-3)
     assert {row["values"]["result"] for row in records.rows(numbers.TABLE)} == {"passed"}
     assert records.rows("U-Net at 256, starting point: one step")
     assert (tmp_path / "trace_unet_256.json.gz").stat().st_size > 1000
-    (record,) = [line["record"] for line in records.lines("record")]
-    assert record["benchmark"] == "powersgd_cost" and record["commit"]
+    tables = {line["record"]["benchmark"]: line["record"] for line in records.lines("record")}
+    assert set(tables) == {"powersgd_cost", "geglu"} and tables["powersgd_cost"]["commit"]
+    assert [row["way"] for row in tables["geglu"]["rows"]] == ["PyTorch"]
     text = (tmp_path / MARKDOWN).read_text()
     for words in ("## The machine", "## U-Net at 256\n", "## powersgd_cost, d64", "| powersgd cost | done |"):
         assert (words in text) == (words != "## The machine")
@@ -50,14 +55,19 @@ def test_steps_in_this_process(tmp_path, unprepared, capsys):
 
 
 def test_every_step_has_its_function_and_a_limit():
-    for small in (False, True):
-        found = items(small)
+    steps = {small: items(small) for small in (False, True)}
+    for found in steps.values():
         assert len({item.name for item in found}) == len(found) > 20
         for item in found:
             module, function = item.work.split(":")
             assert callable(getattr(__import__(f"benchmarks.gpu_run.{module}", fromlist=[function]), function))
             assert 0 < item.limit <= 180
-    names = [item.name for item in items(False)]
+    names = [item.name for item in steps[False]]
+    # Whatever compiles has the time for it, also where its recipe names the lever: of the transformer, all but one.
+    limits = {item.name: item.limit for item in steps[False]}
+    compiled = ("without scheduled_ema", "microbatches of 32", "recomputed", "attention with a dense mask", "fp8")
+    assert {limits[f"transformer, {name}"] for name in compiled} == {150} and limits["unet_256, compiled"] == 150
+    assert limits["transformer, without compile"] == limits["unet_256, FSDP"] == 90
     assert (
         names.index("unet_256, starting point") < names.index("unet_256, compiled") < names.index(f"unet_256, {BEST}")
     )
@@ -81,6 +91,11 @@ def test_all_that_pay():
     rows += [row("d", "OutOfMemoryError: no", "z=1"), row("e", 110, "u=1", "v=1")]
     assert all_that_pay(rows, "images/s") == ["x=2", "u=1", "v=1"]
     assert all_that_pay([rows[0]], "images/s") == []
+    changes = SUBJECTS["unet_256"].changes  # CUDA graphs and FSDP refuse each other
+    apart = [row(name, rate, *changes[name]) for name, rate in (("FSDP", 120), ("CUDA graphs", 130), ("compiled", 125))]
+    assert all_that_pay([row(START, 100), *apart], "images/s") == list(changes["CUDA graphs"])
+    apart[1] = row("CUDA graphs", 110, *changes["CUDA graphs"])
+    assert all_that_pay([row(START, 100), *apart], "images/s") == [*changes["compiled"], *changes["FSDP"]]
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
@@ -125,6 +140,27 @@ def test_a_difference_beyond_the_tolerance_fails(tmp_path, monkeypatch):
     assert Records(tmp_path / RECORDS).rows(numbers.TABLE)[0]["values"]["result"] == "FAILED"
 
 
+@pytest.mark.parametrize("family", ["unet", "autoregressive", "language"])
+def test_numbers_of_a_family(family, tmp_path, monkeypatch):
+    """What has no draws, and the norms of the U-Net; the other families run in other tests."""
+    ways = numbers.ways(family)
+    chosen = {name: way for name, way in ways.items() if family != "unet" or name not in ("fp32", "bf16")}
+    assert list(chosen) == (["fused norms"] if family == "unet" else ["fp32", "bf16"])
+    monkeypatch.setattr(numbers, "SAMPLES", 1)
+    monkeypatch.setattr(numbers, "ways", lambda family: chosen)
+    numbers.compare(Context(tmp_path, True), family=family)
+    rows = [row["values"] for row in Records(tmp_path / RECORDS).rows(numbers.TABLE)]
+    assert {row["way"]: row["result"] for row in rows} == dict.fromkeys(chosen, "passed")
+
+
+def test_families_that_are_compared():
+    """Each is a step, and the transformer has the positions from which on a GPU takes FlexAttention."""
+    assert set(numbers.RECIPES) == set(FAMILIES) and set(numbers.FUSED) <= set(FAMILIES)
+    name, changes = numbers.RECIPES["autoregressive"]
+    sizes = load_config(gpu.ROOT / "yamls" / f"{name}.yaml", changes, trained.Recipe, []).model.args
+    assert sizes["text_positions"] + sizes["side"] ** 2 >= SHORTEST
+
+
 def test_how_busy_a_gpu_is():
     """Three kernels and a span around them: 10 us, then 20 us of which 10 overlap, then a gap of 10 us before 10 us."""
 
@@ -146,6 +182,51 @@ def test_how_busy_a_gpu_is():
     assert operators.busy(SimpleNamespace(events=lambda: events[-1:])) == {}
     assert operators.kind_of("cudnn_fprop_implicit_gemm") == "convolution"
     assert operators.kind_of("_backward") == "norm" and operators.kind_of("mystery") == "other"
+
+
+def test_optimizers_are_measured_one_after_the_other(tmp_path, monkeypatch):
+    """At no time are there the parameters of two; one that fails is a row, and each row is kept at once."""
+    alive, made = [], adam16.parameters
+    monkeypatch.setattr(optimizer, "_compiled_update", lambda: optimizer.adamw_update)
+
+    def counted(*sizes):
+        assert all(parameter() is None for parameter in alive)
+        found = made(*sizes)
+        alive[:] = [weakref.ref(parameter) for parameter in found]
+        return found
+
+    def failing(self, *groups, compiled, **options):
+        if not compiled:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        make(self, *groups, compiled=compiled, **options)
+
+    make = optimizer.Adam16.__init__
+    monkeypatch.setattr(optimizer.Adam16, "__init__", failing)
+    monkeypatch.setattr(adam16, "parameters", counted)
+    words = ["--width", "16", "--layers", "1", "--rounds", "1"]
+    benchmark(Context(tmp_path, True), module="adam16", arguments=[], small=words)
+    records = Records(tmp_path / RECORDS)
+    found = [line["record"]["rows"] for line in records.lines("record")]
+    assert [len(rows) for rows in found] == [1, 2, 3, 4, 5, 5]
+    failed = [row["optimizer"] for row in found[-1] if not isinstance(row["ms per step"], float)]
+    assert failed == ["adam16"] and found[-1][3]["ms per step"].startswith("OutOfMemoryError: CUDA out")
+    assert records.as_text().count("## adam16, d16") == 1
+
+
+def test_the_server_of_forks_asks_no_gpu(tmp_path, monkeypatch):
+    """xformers decides at import whether it can use Triton; asking for the capability would initialise CUDA."""
+    xformers = pytest.importorskip("xformers")
+    decide = inspect.getclosurevars(xformers._is_triton_available).nonlocals["func"]  # without what it remembers
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(gpu, "CACHE", tmp_path)
+    gpu.prepare(SimpleNamespace(device="gpu", commit=None))
+
+    def initialises(*device):
+        raise AssertionError("CUDA is initialised in the process that forks")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", initialises)
+    assert decide()
 
 
 # --- processes, which a step cannot take with it -----------------------------------------------
@@ -213,7 +294,8 @@ def test_tables_are_placed_where_they_belong(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "DOCUMENT", page)
     monkeypatch.setattr(reporting, "RESULTS", tmp_path / "results")
     records = Records(tmp_path / RECORDS)
-    with reporting.collected() as tables:
+    tables = []
+    with reporting.collected(tables.append):
         reporting.write_results("norms", "sd2", [{"a": 1}], "note")
     assert not (tmp_path / "results").exists()
     records.add("record", record=tables[0])

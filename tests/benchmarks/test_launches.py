@@ -13,7 +13,15 @@ LIMITS = {
     "dvae": (370, 450, 10),
     "openmoji_text": (240, 470, 20),
     "openmoji_vae": (250, 310, 20),
+    "openmoji_diffusion": (420, 770, 20),
+    "docs_gpt2": (250, 310, 20),
+    "dalle_2b": (180, 490, 4400),  # of compression; on a CPU the numbers on the wire have no kernels of their own
 }
+# Recipe -> operation -> times that the host reads values in a step; the others read none. On a GPU three of these are
+# waits for the device: `cpu`, whether blocks overflowed; two of `tolist`, of powersgd: which bases to compute again,
+# and the norm, by which an update is skipped. All else is in the host's memory: the optimizer's counters of steps, one
+# for each of 73 parameters, and what resblock_grad_scaling logs.
+WAITS = {"dalle_2b": {"cpu": 1, "tolist": 5, "_local_scalar_dense": 77}}
 PASSES = 2
 
 
@@ -34,7 +42,7 @@ def step_of():
 def test_a_step_stays_within_its_limits(step_of, name):
     step = step_of(name)
     forward, backward, rest = LIMITS[name]
-    assert step.waits == {}
+    assert step.waits == WAITS.get(name, {})
     assert step.forward.total <= forward * PASSES, step.forward.launches.most_common(20)
     assert step.backward.total <= backward * PASSES, step.backward.launches.most_common(20)
     assert step.rest.total <= rest, step.rest.launches

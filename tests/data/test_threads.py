@@ -1,8 +1,11 @@
 import os
+from pathlib import Path
 
 import pytest
 
 from data.threads import set_default_threads
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +30,14 @@ def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     set_default_threads()
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+# They compute nothing with torch's threads, or, as the doctor, tell the user of the variable that is set.
+OTHERS = {"recipes/compare.py", "recipes/doctor.py", "precompute/pack.py", "precompute/vocabulary.py"}
+
+
+def test_commands_set_their_threads():
+    files = [path for room in ("recipes", "precompute") for path in (ROOT / room).glob("*.py")]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
+    commands = {path: text for path, text in texts.items() if "__main__" in text}
+    assert {path for path, text in commands.items() if "set_default_threads(" not in text} == OTHERS

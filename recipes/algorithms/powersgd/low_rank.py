@@ -168,7 +168,7 @@ class LowRank:
             return []
         bad = 1.0 - torch.stack([block.orthonormal for block in blocks]).float()
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
-        numbers = bad.nonzero()[:, 0].tolist()
+        numbers = [number for number, is_bad in enumerate(bad.tolist()) if is_bad]
         for number in numbers:
             b = blocks[number]
             blocks[number] = self._factored(b.gradients, b.terms, b.finite[0], states[number], group, cholesky=False)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10, Format, Format16
 from recipes.algorithms.sixteen_bit.stored import factor_of
-from recipes.algorithms.sixteen_bit.transfer import sent
+from recipes.training.transfer import sent
 
 # `moment_bits` of a parameter group -> formats of the running mean and of the running variance.
 FORMATS: dict[int, tuple[Format, Format]] = {16: (MEAN_1_6_9, VARIANCE_0_6_10), 32: (FLOAT_32, FLOAT_32)}

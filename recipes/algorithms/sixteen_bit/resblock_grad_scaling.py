@@ -17,6 +17,7 @@ from recipes.algorithms.sixteen_bit.stored import store
 from recipes.training.lever import Lever
 from recipes.training.ranks import all_reduce
 from recipes.training.run import Run
+from recipes.training.transfer import sent
 
 
 class ResblockGradScaling(Lever):
@@ -148,7 +149,9 @@ class ResblockGradScaling(Lever):
         all_reduce(overflowed, "MAX")
         filtered = self.filtered.clone()
         self.filtered.zero_()
-        bad = overflowed.bool().cpu()
+        # The host waits once for the device, for both.
+        bad, values_filtered = torch.stack([overflowed.to(filtered.dtype), filtered]).cpu()
+        bad = bad.bool()
         self.nonfinite = self._count(filtered) if bad.any() else torch.zeros_like(self.nonfinite)
         self.counted = [None] * len(self.branches)
         if bad.any():
@@ -158,11 +161,12 @@ class ResblockGradScaling(Lever):
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
         metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
         self.scales = self.scales.after(~bad)
-        self.on_device.copy_(self.scales.values())  # in place, because the branches hold views of its elements
+        # In place, because the branches hold views of its elements.
+        self.on_device.copy_(sent(self.scales.values().tolist(), torch.float32, self.on_device.device))
         metrics |= {
             "resblock_grad_scaling/skipped": self.skipped,
             "resblock_grad_scaling/overflowed_blocks": int(bad.sum()),
-            "resblock_grad_scaling/filtered": int(filtered.sum()),
+            "resblock_grad_scaling/filtered": int(values_filtered.sum()),
         }
         run.log(metrics)
 

@@ -6,6 +6,9 @@ the rows that its neighbourhood reaches, both in ring buffers. A column layer ke
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +16,8 @@ from recipes.models.autoregressive.masks import Kind, TokenLayout, dense_mask, n
 from recipes.models.autoregressive.sparse_attention import Attend, attend_in_two
 
 # Letters: C captions, n sequences per caption (C * n = B), H heads, D head width, T text positions.
+
+Numbers = TypeVar("Numbers", int, Tensor)
 
 
 class LayerCache(Attend):
@@ -32,6 +37,7 @@ class LayerCache(Attend):
         distance = torch.arange(self.slots)
         self.distances = distance[near(kind, layout, distance)].tolist()  # of all visible tokens, itself first
         self.image = 0  # number of image tokens so far
+        self.seen = torch.empty(0)  # (tokens, distances) int64, the slots that each token of a convolutional layer sees
         self.text: tuple[Tensor, Tensor] | None = None  # (C, H, T, D), keys and values
         self.kept: tuple[Tensor, Tensor] | None = None  # (C, H, n, slots, D), keys and values
 
@@ -45,6 +51,9 @@ class LayerCache(Attend):
         self.text = k[:, :, :text].contiguous(), v[:, :, :text].contiguous()
         self.kept = self._keep(k[:, :, text:]), self._keep(v[:, :, text:])
         self.image = k.shape[2] - text
+        if self.kind == "convolution":  # on the device: a list of slots would be copied there for every token
+            numbers = torch.arange(self.layout.image, device=k.device)[:, None]
+            self.seen = self._slot(numbers - torch.tensor(self.distances, device=k.device))
         mask = dense_mask(visible(self.kind, self.layout), k.shape[2], q.device)
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -53,11 +62,11 @@ class LayerCache(Attend):
         captions, heads, count, width = given.shape
         kept = given.new_zeros(captions, heads, self.repeat, self.slots, width)
         first = max(0, count - self.slots)
-        kept[:, :, :, [self._slot(number) for number in range(first, count)]] = given[:, :, None, first:]
+        kept[:, :, :, self._slot(torch.arange(first, count, device=given.device))] = given[:, :, None, first:]
         return kept
 
-    def _slot(self, number: int) -> int:
-        """The slot of an image token: column by column, or in the ring buffer."""
+    def _slot(self, number: Numbers) -> Numbers:
+        """The slot of an image token, or of several: column by column, or in the ring buffer."""
         side = self.layout.side
         return number % side * side + number // side if self.kind == "column" else number % self.slots
 
@@ -80,7 +89,7 @@ class LayerCache(Attend):
             return kept[:, :, :, first : first + number // side + 1]
         if self.kind == "row":  # all of the ring buffer
             return kept[:, :, :, : number + 1]
-        return kept[:, :, :, [self._slot(number - distance) for distance in self.distances if distance <= number]]
+        return kept[:, :, :, self.seen[number, : bisect_right(self.distances, number)]]
 
 
 class Caches:

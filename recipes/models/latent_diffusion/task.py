@@ -82,6 +82,9 @@ class LatentDiffusion(Task):
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The loss of each sample at fixed times with fixed noise, so that checkpoints can be compared.
 
+        The noise is drawn on the CPU, because each device would draw other numbers from the same seed: the host waits
+        for the device once per microbatch, to read the seeds, and the noise is then copied to the device.
+
         Args:
             batch: as in `forward`, and `seed` (B,) int64, which fixes a sample's noise in any batch and on any rank.
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from recipes.models.task import Task
+from recipes.training import microbatches
 from recipes.training.microbatches import samples_of, split, with_batch_means
+from recipes.training.transfer import sent
 
 
 class Means(Task):
@@ -29,6 +31,14 @@ def test_means_are_those_of_the_whole_batch_in_every_part():
         assert (part["mean_length"] == 4).all() and torch.allclose(part["long"], torch.tensor(0.6))
         assert part["long"].dtype == torch.float32 and len(part["long"]) == samples_of(part)
     assert torch.equal(batch["length"], BATCH["length"])
+
+
+def test_means_are_sent_from_page_locked_memory(monkeypatch):
+    """A copy from ordinary memory would make the host wait for all that a GPU was given before."""
+    copies = []
+    monkeypatch.setattr(microbatches, "sent", lambda *arguments: copies.append(arguments) or sent(*arguments))
+    with_batch_means(BATCH, Means(), torch.device("cpu"))
+    assert copies == [([20.0, 3.0, 5], torch.float64, torch.device("cpu"))]
 
 
 def test_tasks_that_ask_for_nothing_get_the_batch_as_it_is():

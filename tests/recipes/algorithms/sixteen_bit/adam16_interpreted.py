@@ -26,6 +26,7 @@ def case(bits, size, seed):
 @pytest.mark.parametrize("bits", [16, 32])
 def test_one_launch_is_the_plain_update_of_each_tensor(bits, clip):
     ours = [case(bits, size, number) for number, size in enumerate(SIZES)]
+    ours.append(tuple(t[1:] for t in case(bits, 1025, len(SIZES))))  # at addresses that 16 does not divide
     plain = [tuple(t.clone() for t in parts) for parts in ours]
     before = [(parts[0].clone(), parts[2].clone()) for parts in ours]
     scalars = (2e-5, 5e-3, 0.2)

@@ -271,7 +271,7 @@ def test_the_kernel_compiles_for_hopper(bits, tmp_path, monkeypatch):
     names = adam16_kernel._update.arg_names
     pointers = ("*i64", "*i64", "*i32", "*i64")
     constants = [number for fmt in FORMATS[bits] for number in adam16_kernel._constants(fmt)]
-    constants += [adam16_kernel.PIECE, adam16_kernel.TILE]
+    constants += [True, adam16_kernel.PIECE, adam16_kernel.TILE]
     kinds = [*pointers, *["fp32"] * 7, *["constexpr"] * len(constants)]
     source = ASTSource(
         adam16_kernel._update,

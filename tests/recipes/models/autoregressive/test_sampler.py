@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
+from recipes.models.autoregressive.cache import LayerCache
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, choose, sample_tokens, uniforms
 from recipes.models.autoregressive.transformer import TokenTransformer
@@ -49,6 +51,28 @@ def sample_without_cache(network, text, uniform, choice, given=None):
                 tokens[:, place] = choose(logits, uniform[caption, number, place : place + 1], choice)
             grids[caption, number] = tokens[0]
     return grids
+
+
+def test_what_a_layer_reads_of_its_cache_is_on_the_device():
+    """A list of slots would be copied to a GPU for every token; a convolutional layer has a table of them."""
+    layout = TokenLayout(2, 4, 3)
+    cache = LayerCache("convolution", layout, repeat=1)
+    text = torch.zeros(1, 1, 2, 4)
+    cache(text, text, text)
+    read = []
+
+    class Indices(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+                read.extend(i for i in args[1] if isinstance(i, list | torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with Indices():
+        for _ in range(6):
+            cache(*[torch.zeros(1, 1, 1, 4)] * 3)
+    assert len(read) == 12
+    assert all(isinstance(i, torch.Tensor) for i in read)
+    assert {i.untyped_storage().data_ptr() for i in read} == {cache.seen.untyped_storage().data_ptr()}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ marked) and compiles. A kernel that no launch below reaches fails the test: add 
 
 import ast
 import importlib
+import re
 import textwrap
 from pathlib import Path
 
@@ -50,9 +51,11 @@ def formats(count):
         module.decode(torch.empty(count, dtype=torch.int16), fmt.constants)
 
 
-def adam(count, bits):
+def adam(count, bits, first=0):
+    """Tensors that begin `first` elements after an aligned address."""
     moment = torch.int16 if bits == 16 else torch.float32
-    tensors = [(torch.empty(count), torch.empty(count), *(torch.empty(count, dtype=moment) for _ in range(2)))]
+    dtypes = (torch.float32, torch.float32, moment, moment)
+    tensors = [tuple(torch.empty(first + count, dtype=dtype)[first:] for dtype in dtypes)]
     module = importlib.import_module(ADAM)
     module.update_all(tensors, (1e-3, 1e-3, 1.0), MOMENTS[bits], (0.9, 0.95), 1e-8, None)
 
@@ -120,6 +123,18 @@ def test_kernels_compile(module, name, compiler):
     for kernel, binary in compiler.compiled:
         assert f".target sm_{compiler.capability}" in binary.asm["ptx"], kernel.fn.__name__
         assert binary.asm["cubin"][:4] == b"\x7fELF"  # the assembler took it
+
+
+@pytest.mark.parametrize("compiler", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("count", "first", "widths"), [(4096, 0, {"v4.b32"}), (4096, 1, {"b16", "b32"}), (4097, 0, {"b16", "b32"})]
+)
+def test_the_optimizer_reads_and_writes_16_bytes_at_a_time(count, first, widths, compiler):
+    """Triton knows nothing of addresses from a table; where all are aligned, the kernel says so."""
+    adam(count, 16, first)
+    ((_, binary),) = compiler.compiled
+    inside = re.findall(r"@%p\d+ (?:ld|st)\.global\.(\S+)", binary.asm["ptx"])  # what a mask covers: not the table
+    assert set(inside) == widths
 
 
 # --- that nothing is left out ------------------------------------------------------------------
