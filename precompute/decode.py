@@ -18,9 +18,6 @@ from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sam
 from data.transforms import crop_box, resize
 from precompute.batch import CropBox, DecodedBatch, ImageFacts, ShardEnd
 
-# Seconds that the job waits for a batch of any worker: each may fetch a whole shard first, but its file system may also
-# answer no more.
-LONGEST_WAIT = 3600
 BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
 
 
@@ -201,7 +198,6 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
 
     Raises:
         RuntimeError: a worker died; see `data.deaths.worker_deaths`.
-        ValueError: no worker has given a batch for a long time.
     """
     loader = DataLoader(
         decoded,
@@ -214,20 +210,8 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         # they share a shard, batches come in turn: otherwise the writer would collect the faster worker's samples.
         in_order=len(decoded.shards) < workers,
         multiprocessing_context="fork" if workers else None,  # the tokenizer and the sources need not be picklable
-        timeout=LONGEST_WAIT if workers else 0,
     )
-    try:
-        yield from loader
-    except RuntimeError as error:
-        if "DataLoader timed out" not in str(error):
-            raise
-        places = decoded.places
-        at = sorted({f"sample {place.number} of {place.shard.shard}" for place in places.of(places.processes())})
-        places.end_all()  # PyTorch would wait for them
-        raise ValueError(
-            f"no decoding process has given a batch for {LONGEST_WAIT} s; they are at {', '.join(at) or 'no sample'}; "
-            "see whether the file system or the store answers, and start the job again"
-        ) from error
+    yield from loader
 
 
 def _same(batch: DecodedBatch) -> DecodedBatch:

@@ -1,11 +1,9 @@
 """The encode job where shards cannot be read, processes die, or another job is in the way."""
 
 import ctypes
-import multiprocessing
 import os
 import re
 import signal
-import time
 
 import pytest
 from torch.utils.data import get_worker_info
@@ -215,12 +213,3 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
     monkeypatch.setattr("data.quarantine.LIMIT", 3)  # PyTorch takes five seconds to notice each
     error = expect_error([recipe(workers=1)], capsys)
     assert "a decoding process died" in error and "shm" in error
-
-
-def test_a_worker_that_hangs_ends_the_job_and_says_where(recipe, monkeypatch, capsys):
-    before = multiprocessing.active_children()
-    monkeypatch.setattr(Filter, "decode", lambda *arguments, **keywords: time.sleep(600))
-    monkeypatch.setattr("precompute.decode.LONGEST_WAIT", 4)
-    error = expect_error([recipe(workers=1)], capsys)
-    assert "no decoding process has given a batch for 4 s; they are at sample 0 of " in error
-    assert "start the job again" in error and multiprocessing.active_children() == before

@@ -59,7 +59,9 @@ class Guard(Lever):
         """Look at the gradients, and agree with the other ranks."""
         gradients = [p.grad for p in run.task.parameters() if p.grad is not None]
         bad = ~largest_magnitude(gradients).isfinite()
-        flags = torch.stack([bad.to(run.device, torch.int32), torch.tensor(stop.requested(), device=run.device).int()])
+        # Filled on the device: the host would wait for the backward pass with a copy of its own memory.
+        stops = torch.full((), int(stop.requested()), dtype=torch.int32, device=run.device)
+        flags = torch.stack([bad.to(run.device, torch.int32), stops])
         all_reduce(flags, "MAX")
         found, run.stopping = (bool(flag) for flag in flags.tolist())
         self._bad = found and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)

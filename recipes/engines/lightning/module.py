@@ -101,7 +101,7 @@ class TaskModule(pl.LightningModule):
         microbatches = run.divide()
         self._moments.at("before_passes")
         run.optimizer.zero_grad(set_to_none=True)
-        samples = torch.tensor(samples_of(batch), device=run.device)
+        samples = torch.full((), samples_of(batch), dtype=torch.int64, device=run.device)  # no copy to wait for
         all_reduce(samples)
         total_samples = int(samples.item()) // self._parts.copies
         mean_batch = int(samples.item()) / world_size()  # of a rank
