@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.counting import Launches, counting
 from benchmarks.launches import CHANGES, count_step, narrow_recipe
@@ -23,6 +24,13 @@ LIMITS = {
 # for each of 73 parameters, and what resblock_grad_scaling logs.
 WAITS = {"dalle_2b": {"cpu": 1, "tolist": 5, "_local_scalar_dense": 77}}
 PASSES = 2
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    """Trainers of other tests leave their group of one process, and powersgd is counted in another one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

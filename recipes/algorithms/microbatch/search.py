@@ -67,7 +67,9 @@ class MicrobatchPlan:
         """
         room = HEADROOM * reading.usable - reading.held - to_come
         wall = reading.usable - reading.held - to_come
-        target = even(max(min(self._largest(room), self.ceiling), 1), self.batch)
+        largest = max(self._largest(room), 1)
+        # The ceiling is an even part already. Of 99 samples up to 83 make parts of 50, but up to 50 make parts of 33.
+        target = self.ceiling if largest >= self.ceiling else even(largest, self.batch)
         if target <= size:
             return target
         proportional = int(size * wall / self.growth[size])

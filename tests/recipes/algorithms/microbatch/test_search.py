@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from composer import Callback, Evaluator, Trainer
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -140,6 +140,7 @@ def test_too_little_for_headroom_stays_at_one():
     floor=st.floats(0.0, 0.99),
     to_come=st.floats(0.0, 0.1),
 )
+@example(batch=99, usable=1000, held=0.0, first=0.01171875, share=1.0, floor=0.5, to_come=0.0)  # down to 50, not 33
 def test_no_trial_runs_out_and_the_end_is_the_largest_that_fits(batch, usable, held, first, share, floor, to_come):
     """Over devices of all sizes: growth is constant, linear, or constant and then linear."""
     usable = usable * MB
