@@ -31,12 +31,7 @@ LONGEST = 600.0  # seconds after which a start that does not end is an error
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="+", help="YAML of an encode job, and overrides of its keys")
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_intermixed_args(arguments)
+    options = new_parser(__doc__, "an encode job", kills=50).parse_intermixed_args(arguments)
     same = True
     with tempfile.TemporaryDirectory(prefix="killing-") as folder:
         for report in killed_jobs(options.recipe, Path(folder), options.ranks, options.kills, options.seed):
@@ -48,6 +43,22 @@ def main(arguments: list[str]) -> int:
                 flush=True,
             )
     return 0 if same else 1
+
+
+def new_parser(description: str, what: str, kills: int) -> argparse.ArgumentParser:
+    """The options of a command that kills something: a recipe, numbers of kills and ranks, and a seed.
+
+    Args:
+        description: of the command.
+        what: the recipe is one of.
+        kills: how many there are by default.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="+", help=f"YAML of {what}, and overrides of its keys")
+    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
 def killed_jobs(recipe: list[str], folder: Path, ranks: list[int], kills: int, seed: int):

@@ -12,7 +12,6 @@ were trained twice. Checkpoints must be full ones, `training.fsdp.checkpoints: f
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -32,18 +31,14 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import numpy as np
 
-from benchmarks.killing import LONGEST, fork
+from benchmarks.killing import LONGEST, fork, new_parser
 
 LOSSES = "losses.jsonl"
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="+", help="YAML of a training run, and overrides of its keys")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser = new_parser(__doc__, "a training run", kills=20)
     parser.add_argument("--engines", nargs="+", default=["composer", "lightning"])
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_intermixed_args(arguments)
     import_slow()
     rng, same = np.random.default_rng(options.seed), True
