@@ -5,6 +5,7 @@ import os
 import re
 import time
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,29 @@ def hanging_worker(started):
     time.sleep(60)
 
 
-def test_the_rank_the_batch_and_the_calls_are_named(tmp_path, monkeypatch, capfd):
+@contextmanager
+def standard_error_in(file):
+    """pytest's `capfd.readouterr` loses what another thread writes between its read and its truncation."""
+    former = os.dup(2)
+    with file.open("ab") as opened:
+        os.dup2(opened.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(former, 2)
+        os.close(former)
+
+
+def test_the_rank_the_batch_and_the_calls_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     context = multiprocessing.get_context("fork")
-    started, printed = context.Event(), []
+    started, printed = context.Event(), tmp_path / "err"
 
     def lines():
-        printed.append(capfd.readouterr().err)
-        return [line for line in "".join(printed).splitlines() if line.startswith("rank 3: ")]
+        return [line for line in printed.read_text().splitlines() if line.startswith("rank 3: ")]
 
     file = tmp_path / "stacks" / "rank-3.txt"
-    with watched(0.2, tmp_path):
+    with standard_error_in(printed), watched(0.2, tmp_path):
         worker = context.Process(target=hanging_worker, args=(started,), daemon=True)
         worker.start()
         assert started.wait(60)
@@ -61,15 +74,15 @@ def test_the_rank_the_batch_and_the_calls_are_named(tmp_path, monkeypatch, capfd
     assert "thread MainThread:" in text and f"data worker {worker.pid}, innermost call first:" in text
 
 
-def test_it_goes_on_where_it_cannot_write(tmp_path, capfd):
+def test_it_goes_on_where_it_cannot_write(tmp_path):
     """Its thread also tells a health check that the run is well."""
     (tmp_path / "stacks").touch()  # where the folder should be
-    printed = []
-    with watched(0.2, tmp_path):
+    printed = tmp_path / "err"
+    with standard_error_in(printed), watched(0.2, tmp_path):
         run = FakeRun().at(7)
         for moment, line in (("batch_start", "could not be written (File exists)"), ("step_end", "goes on after")):
             alive(moment, run)
-            wait_for(lambda line=line: printed.append(capfd.readouterr().err) or line in "".join(printed))
+            wait_for(lambda line=line: line in printed.read_text())
 
 
 @pytest.mark.parametrize("moment, status", [("before_forward", 86), ("step_end", 7), ("start", 7)])
