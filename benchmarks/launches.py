@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.counting import Launches, counting
 from benchmarks.reporting import write_results
@@ -218,8 +219,19 @@ def two_machines() -> Iterator[Callable[[nn.Module], nn.Module]]:
     function that wraps a model for that."""
     store = torch.testing._internal.distributed.fake_pg.FakeStore()
     dist.init_process_group("fake", rank=0, world_size=2, store=store)
+    send = dist.all_to_all_single
+
+    def exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+        """A fake group sends nothing. What happened to lie in memory would decide which bases are computed again."""
+        send(received, sent, group=group)
+        with _disable_current_modes():  # the copy is not counted
+            received.copy_(sent)
+
     try:
-        with patch.object(LowRank, "_by_cholesky", return_value=True):
+        with (
+            patch.object(LowRank, "_by_cholesky", return_value=True),
+            patch.object(dist, "all_to_all_single", exchange),
+        ):
             yield DistributedDataParallel
     finally:
         dist.destroy_process_group()
