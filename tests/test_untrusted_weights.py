@@ -125,6 +125,25 @@ def sharded(tmp_path_factory):
     return folder
 
 
+def test_a_sharded_checkpoint_of_another_model_or_larger_than_its_files(sharded, tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from recipes.engines.plain_pickles import plain_pickles
+    from recipes.engines.sharded_files import Sharded
+
+    with pytest.raises(ValueError, match=r"not of this model \(Missing key .*weights.other"), plain_pickles():
+        dcp.load({"weights": {"other": torch.zeros(6)}}, checkpoint_id=sharded, no_dist=True)
+    opened = Sharded.open(sharded)
+    opened.metadata.state_dict_metadata["weights.w"].size = torch.Size([2**50])
+    with pytest.raises(ValueError, match="weights.w is not complete; it is larger than all files together"):
+        opened.nested()
+    opened.metadata.planner_data["counts.batch"] = ("counts", 2**50)
+    opened.metadata.state_dict_metadata["weights.w"].size = torch.Size([6])
+    with pytest.raises(ValueError, match="no list has the places of counts.batch"):
+        opened.nested()
+
+
 @few
 @given(st.data())
 def test_sharded_checkpoints(sharded, tmp_path, data):

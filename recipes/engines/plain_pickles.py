@@ -122,10 +122,12 @@ def plain_pickles() -> Iterator[None]:
         yield
     except CheckpointException as error:  # what the loader makes of any error, with the tracebacks of all ranks
         for cause, *_ in error.failures.values():
-            if isinstance(cause, ValueError | FileNotFoundError):
+            if isinstance(cause, ValueError | FileNotFoundError) and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
-            if error.args[0] == "read" and isinstance(cause, Exception):  # damaged bytes raise nearly anything
-                reason = (str(cause) or type(cause).__name__).split("\n")[0][:200]
+            reason = (str(cause) or type(cause).__name__).split("\n")[0][:200]
+            if "Missing key" in reason:
+                raise ValueError(f"a sharded checkpoint: not of this model ({reason})") from error
+            if error.args[0] in ("read", "plan") and isinstance(cause, Exception):  # damaged bytes raise anything
                 raise DamagedCheckpoint(f"a part of a sharded checkpoint: damaged ({reason})") from error
         raise
     finally:

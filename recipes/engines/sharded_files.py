@@ -8,9 +8,10 @@ types that such files need; nothing else is imported or called.
 from __future__ import annotations
 
 import io
-import pickle
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,8 @@ class Sharded:
         file = folder / METADATA
         if not file.is_file():
             raise ValueError(f"{folder}: not a sharded checkpoint; it has no file {METADATA}")
-        try:
+        with _damaged(f"{file}: not what PyTorch writes"):
             metadata = MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError) as error:
-            raise ValueError(f"{file}: not what PyTorch writes: {str(error) or type(error).__name__}") from None
         if any(not hasattr(metadata, name) for name in ("state_dict_metadata", "planner_data", "storage_data")):
             raise ValueError(f"{file}: not what PyTorch writes: {type(metadata).__name__}")
         return cls(folder, metadata)
@@ -63,10 +62,10 @@ class Sharded:
             ValueError: a part is missing or damaged, or a value holds another type.
         """
         places = defaultdict(list)
-        for index, info in self.metadata.storage_data.items():
-            places[index.fqn].append((index.offset, info))
         found = {}
-        with torch.serialization.safe_globals(list(allowed)):
+        with _damaged(f"{self.folder}: damaged"), torch.serialization.safe_globals(list(allowed)):
+            for index, info in self.metadata.storage_data.items():
+                places[index.fqn].append((index.offset, info))
             for name, kind in self.metadata.state_dict_metadata.items():
                 if wanted(name):
                     whole = hasattr(kind, "chunks")
@@ -76,15 +75,22 @@ class Sharded:
     def nested(self, allowed: Iterable[Any] = ()) -> dict[str, Any]:
         """All values as they were nested when they were saved. Raises as `values`."""
         root: dict[Any, Any] = {}
-        for name, value in self.values(allowed=allowed).items():
-            path = self.metadata.planner_data[name]
-            at = root
-            for key, following in zip(path, path[1:], strict=False):
-                at = _step(at, key, [] if isinstance(following, int) else {})
-            _step(at, path[-1], value)
+        values = self.values(allowed=allowed)
+        with _damaged(f"{self.folder / METADATA}: damaged"):
+            for name, value in values.items():
+                path = self.metadata.planner_data[name]
+                if any(isinstance(key, int) and not 0 <= key <= len(values) for key in path):
+                    raise ValueError(f"no list has the places of {name}")
+                at = root
+                for key, following in zip(path, path[1:], strict=False):
+                    at = _step(at, key, [] if isinstance(following, int) else {})
+                _step(at, path[-1], value)
         return root
 
     def _tensor(self, name: str, kind: Any, places: list[tuple[Any, Any]]) -> Tensor:
+        there = sum(file.stat().st_size for file in self.folder.iterdir())
+        if math.prod(kind.size) * kind.properties.dtype.itemsize > there:
+            raise ValueError(f"{self.folder}: {name} is not complete; it is larger than all files together")
         tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
         filled = 0
         for offsets, info in places:
@@ -108,11 +114,20 @@ class Sharded:
         with file.open("rb") as stream:
             stream.seek(info.offset)
             data = stream.read(info.length)
-        try:
+        with _damaged(f"{file}: not readable as a part of a checkpoint"):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            reason = str(error).split("\n")[0]
-            raise ValueError(f"{file}: not readable as a part of a checkpoint: {reason}") from error
+
+
+@contextmanager
+def _damaged(what: str) -> Iterator[None]:
+    """Inside, damaged bytes raise nearly anything: from here only ValueError, in one line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(what.split(":")[0]):
+            raise  # it says where, already
+        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
+        raise ValueError(f"{what}: {reason}") from error
 
 
 def _step(at: Any, key: Any, value: Any) -> Any:
