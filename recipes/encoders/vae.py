@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from recipes.encoders.base import LatentEncoder, ModelPath, cannot_load
+from recipes.models.config_files import build_from
 from recipes.models.sampling import Precision
+from recipes.models.weights import read_safetensors
+
+CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"  # of a folder of diffusers
 
 
 def kl_vae(
@@ -39,25 +43,38 @@ def kl_vae(
 
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
-        ValueError: a VAE that normalises its latents per channel, or one that cannot be loaded.
+        ValueError: a VAE that normalises its latents per channel, lacks weights, or cannot be loaded.
     """
     from diffusers import AutoencoderKL
 
     folder = Path(path).expanduser() / (subfolder or "")
     local = Path(path).expanduser().is_dir()
     if local:
-        for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+        for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"image_encoder.path: no file {folder / name}: name a diffusers VAE folder")
 
     def load() -> nn.Module:
         source = {"local_files_only": True} if local else {"subfolder": subfolder, "revision": revision}
-        try:
-            vae = AutoencoderKL.from_pretrained(
-                str(folder) if local else path, use_safetensors=True, low_cpu_mem_usage=False, **source
+
+        def opened(config: dict[str, Any] | None = None) -> tuple[nn.Module, dict[str, Any]]:
+            return AutoencoderKL.from_pretrained(
+                str(folder) if local else path,
+                use_safetensors=True,
+                low_cpu_mem_usage=False,
+                output_loading_info=True,
+                **source,
             )
+
+        try:
+            if local:
+                vae, found = build_from(folder / CONFIG, opened, read_safetensors(folder / WEIGHTS))
+            else:
+                vae, found = opened()
         except OSError as error:  # the hub client's error for a missing network, repository or file
             raise cannot_load("image_encoder.path", path, error) from error
+        if missing := found["missing_keys"]:  # diffusers draws random numbers for them
+            raise ValueError(f"image_encoder.path: {path} lacks weights, such as {sorted(missing)[0]}; copy it again")
         vae.use_slicing = slicing
         if fused:
             fuse(vae, norms=channels_last)

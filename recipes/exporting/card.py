@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
+from recipes.models.config_files import read_object
 
 SNIPPETS = {
     "diffusers": """\
@@ -33,7 +33,7 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
         out: name of the folder, for the snippet.
         guidance: default of the guidance of the model's family; None: it generates nothing from captions.
     """
-    record = json.loads((export / "export.json").read_text(encoding="utf-8"))
+    record = read_object(export / "export.json")
     facts = {
         "Run": record["run_name"],
         "Trained for": f"{record['batches']:,} batches, {record['samples']:,} samples",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from data.cycles import rare_searches
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
 from recipes.config.components import COMPONENTS
+from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
 
 Weights = Literal["ema", "raw"]
@@ -78,14 +78,7 @@ def read_record(export: Path) -> dict[str, Any]:
         FileNotFoundError: there is none.
         ValueError: it is not a JSON object.
     """
-    file = export / "export.json"
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{file}: expected a JSON object")
-    return record
+    return read_object(export / "export.json")
 
 
 def find_network(export: Path, weights: Weights | None) -> Path:

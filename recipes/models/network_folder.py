@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from data.files import write_json
-from recipes.models.weights import Upgrade, load_safetensors
+from recipes.models.config_files import build_from
+from recipes.models.weights import Upgrade, load_tensors, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"  # of a transformer in an export, and of its average
@@ -40,12 +40,13 @@ def load_network(folder: Path, build: Callable[..., Network], upgrade: Upgrade |
     Args:
         folder: of the network.
         build: takes the sizes, and returns a network with new weights.
-        upgrade: see `load_safetensors`.
+        upgrade: see `read_safetensors`.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the tensors do not have the sizes of config.json.
+        ValueError: the tensors do not have the sizes of config.json, or a file is damaged.
     """
-    network = build(**json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-    load_safetensors(network, folder / WEIGHTS, upgrade)
+    tensors = read_safetensors(folder / WEIGHTS, upgrade)
+    network = build_from(folder / CONFIG, lambda sizes: build(**sizes), tensors)
+    load_tensors(network, tensors, folder / WEIGHTS)
     return network

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from recipes.models.config_files import build_from, read_object
+
 Upgrade = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+Network = TypeVar("Network", bound=nn.Module)
 
 
 def load_safetensors(module: nn.Module, file: Path, upgrade: Upgrade | None = None) -> None:
-    """Load every tensor of `file` into `module`.
+    """Load every tensor of `file` into `module`. Arguments of the file and errors as of `read_safetensors`.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape.
+    """
+    load_tensors(module, read_safetensors(file, upgrade), file)
+
+
+def read_safetensors(file: Path, upgrade: Upgrade | None = None) -> dict[str, Tensor]:
+    """The tensors of a file that a training run exported.
 
     Args:
-        module: the module to load into.
-        file: its state dict.
+        file: a state dict.
         upgrade: from the tensors of a file, which an earlier version may have written, to those of this version.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a tensor is missing, unknown, or of another shape.
+        ValueError: it is not a whole file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such weights; expected a folder that a training run exported")
     tensors = _load_safetensors(file)
-    load_tensors(module, tensors if upgrade is None else upgrade(tensors), file)
+    return tensors if upgrade is None else upgrade(tensors)
 
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:
@@ -91,17 +101,29 @@ def load_diffusers(module: Any, folder: Path, part: str | None = None) -> None:
         folder = folder / part
     tensors, file = _read_diffusers(folder)
     load_tensors(module, tensors, file)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder / "config.json")
     for name, own in module.config.items():
         if not name.startswith("_") and name not in FREE and name in config and not _same(own, config[name]):
             differs = f"{name} is {config[name]}, the recipe's network has {_plain(own)}"
             raise ValueError(f"{folder / 'config.json'}: {differs}")
 
 
+def open_diffusers(kind: type[Network], folder: Path) -> Network:
+    """A new network of diffusers in evaluation mode, from what its `save_pretrained` wrote. Errors as of
+    `load_diffusers`, and as of `recipes.models.config_files.build_from`."""
+    tensors, file = _read_diffusers(folder)
+    network = build_from(folder / "config.json", kind.from_config, tensors)
+    load_tensors(network, tensors, file)
+    return network.eval()
+
+
 def _read_diffusers(folder: Path) -> tuple[dict[str, Tensor], Path]:
     whole, index = folder / f"{DIFFUSERS}.safetensors", folder / f"{DIFFUSERS}.safetensors.index.json"
     if index.is_file() and not whole.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        parts = read_object(index).get("weight_map")
+        if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts.values()):
+            raise ValueError(f"{index}: no `weight_map` from tensors to files; copy the folder again")
+        names = sorted(set(parts.values()))
         files = [folder / Path(name).name for name in names]
     else:
         files = [next((f for f in (whole, folder / f"{DIFFUSERS}.fp16.safetensors") if f.is_file()), whole)]
@@ -111,7 +133,7 @@ def _read_diffusers(folder: Path) -> tuple[dict[str, Tensor], Path]:
         raise FileNotFoundError(
             f"{missing[0]}: no such weights{pickled}; expected a folder that diffusers or a training run wrote"
         )
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}, files[0]
+    return {name: tensor for file in files for name, tensor in _load_safetensors(file).items()}, files[0]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from recipes.models.config_files import build_from
 from recipes.models.dvae.network import DVAE
 from recipes.models.weights import load_tensors, read_tensors
 
@@ -52,7 +54,7 @@ def load_dvae(folder: Path) -> DVAE:
     """
     parts = _read(folder)
     with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
-        network = DVAE(**_sizes(folder, parts))
+        network = _network(folder, parts)
     network.to_empty(device="cpu")
     _fill(network, parts)
     return network.eval()
@@ -108,12 +110,23 @@ def _release_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {release(name): tensor for name, tensor in tensors.items()}
 
 
-def _sizes(folder: Path, parts: PartTensors) -> dict[str, int | None]:
-    """The sizes in the config.json of an export, otherwise those of the tensors."""
+def _network(folder: Path, parts: PartTensors) -> DVAE:
+    """A network of the sizes in the config.json of an export, otherwise of those of the tensors."""
     file, encoder = parts["encoder"]
-    if (folder / CONFIG).is_file() and file.name not in FLAVA:  # whose config.json is of another kind
-        sizes = _config(folder / CONFIG)
-        return sizes if "decoder" in parts else {**sizes, "initial": None}
+    if not (folder / CONFIG).is_file() or file.name in FLAVA:  # whose config.json is of another kind
+        return DVAE(**_sizes(folder, parts))
+
+    def build(values: dict[str, Any]) -> DVAE:
+        sizes = _sizes_of_config(values, folder / CONFIG)
+        return DVAE(**(sizes if "decoder" in parts else {**sizes, "initial": None}))
+
+    tensors = {f"{part}.{name}": tensor for part, (_, own) in parts.items() for name, tensor in own.items()}
+    return build_from(folder / CONFIG, build, tensors)
+
+
+def _sizes(folder: Path, parts: PartTensors) -> dict[str, int | None]:
+    """The sizes of the tensors."""
+    encoder = parts["encoder"][1]
     try:
         hidden, colours = encoder["blocks.input.w"].shape[:2]
         codes, initial = len(encoder["blocks.output.conv.w"]), None
@@ -129,12 +142,8 @@ def _sizes(folder: Path, parts: PartTensors) -> dict[str, int | None]:
     return {"codes": codes, "hidden": hidden, "blocks": blocks, "initial": initial}
 
 
-def _config(file: Path) -> dict[str, int]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not readable as JSON: {error}") from None
-    if not isinstance(values, dict) or values.get("kind") != KIND:
+def _sizes_of_config(values: dict[str, Any], file: Path) -> dict[str, int]:
+    if values.get("kind") != KIND:
         raise ValueError(f'{file}: is not that of a dVAE, whose "kind" is "{KIND}"')
     sizes = {name: values.get(name) for name in ("codes", "hidden", "blocks", "initial")}
     if not all(type(size) is int for size in sizes.values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,6 +10,7 @@ from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 
 from data.draws import Draws
+from recipes.models.config_files import build_from
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 from recipes.models.latent_diffusion.samplers import integrate, make_scheduler
 
@@ -102,12 +102,17 @@ class DDPM(Objective):
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """An objective for sampling from the scheduler_config.json of a `DDIMScheduler`, which is kept as it is."""
-        saved = json.loads((folder / "scheduler_config.json").read_text(encoding="utf-8"))
+        """An objective for sampling from the scheduler_config.json of a `DDIMScheduler`, which is kept as it is. Errors
+        as of `recipes.models.config_files.build_from`."""
+        return build_from(folder / "scheduler_config.json", cls._from_scheduler)
+
+    @classmethod
+    def _from_scheduler(cls, saved: dict[str, Any]) -> Self:
         names = {"num_train_timesteps": "steps", "prediction_type": "prediction"}
         names |= {name: name for name in ("beta_start", "beta_end", "beta_schedule")}
         objective = cls(**{own: saved[name] for name, own in names.items()}, eval_timesteps=[0])
         objective.scheduler_config = {name: value for name, value in saved.items() if not name.startswith("_")}
+        make_scheduler(cls.samplers[0], objective.scheduler_config)  # its mistakes are known now, not when it samples
         return objective
 
 

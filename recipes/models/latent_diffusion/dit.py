@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -15,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.files import write_json
+from recipes.models.config_files import build_from
 from recipes.models.earlier import separated
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.tensor_plan import DividedBranch, TensorPlan
-from recipes.models.weights import load_safetensors
+from recipes.models.weights import load_tensors, read_safetensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FREQUENCIES = 256  # width of the sinusoidal time embedding, as in DiT
@@ -174,14 +174,19 @@ class DiT(Denoiser):
 
     def load(self, folder: Path) -> None:
         """See `Denoiser.load`."""
-        load_safetensors(self, folder / WEIGHTS, partial(separated, prefix="denoiser."))
+        load_tensors(self, _tensors(folder), folder / WEIGHTS)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
         """See `Denoiser.open`."""
-        network = cls(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        network.load(folder)
+        tensors = _tensors(folder)
+        network = build_from(folder / "config.json", lambda sizes: cls(**sizes), tensors)
+        load_tensors(network, tensors, folder / WEIGHTS)
         return network
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return read_safetensors(folder / WEIGHTS, partial(separated, prefix="denoiser."))
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal, Self
 
@@ -11,6 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
 from data.draws import Draws
+from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 
 # Networks embed times as they embed the timesteps of diffusion, whose range is [0, 1000).
@@ -100,10 +100,12 @@ class RectifiedFlow(Objective):
         """An objective for sampling.
 
         Raises:
-            ValueError: a scheduler with shifted times, which `integrate` does not support.
+            FileNotFoundError: no scheduler_config.json.
+            ValueError: a damaged file; a scheduler with shifted times, which `integrate` does not support.
         """
         file = folder / "scheduler_config.json"
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        if saved["shift"] != 1.0 or saved["num_train_timesteps"] != TIME_SCALE or saved["use_dynamic_shifting"]:
+        saved = read_object(file)
+        wanted = {"shift": 1.0, "num_train_timesteps": TIME_SCALE, "use_dynamic_shifting": False}
+        if any(saved.get(name) != value for name, value in wanted.items()):
             raise ValueError(f"{file}: rectified_flow samples with shift 1.0 and {TIME_SCALE} training timesteps only")
         return cls()

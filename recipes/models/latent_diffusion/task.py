@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from data.draws import draws_of
 from data.log import log
+from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
 from recipes.models.task import Task
@@ -123,7 +123,7 @@ class LatentDiffusion(Task):
         self.denoiser.load(network if network.is_dir() else folder)
         scheduler = folder / SCHEDULER / "scheduler_config.json"
         if scheduler.is_file():
-            trained = prediction_of(json.loads(scheduler.read_text(encoding="utf-8")))
+            trained = prediction_of(read_object(scheduler))
             if trained != self.objective.prediction:
                 log.warning(
                     f"{scheduler}: the weights were trained to predict {trained}, and the recipe's objective is "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recipes.models.blocks.formats import in_autocast_dtype
 from recipes.models.latent_diffusion.denoiser import Denoiser
-from recipes.models.weights import load_diffusers
+from recipes.models.weights import load_diffusers, open_diffusers
 
 
 class UNet(Denoiser):
@@ -58,11 +58,7 @@ class UNet(Denoiser):
     @classmethod
     def open(cls, folder: Path) -> Self:
         """See `Denoiser.open`."""
-        # low_cpu_mem_usage needs a package that is not installed; left to choose, diffusers warns about it at length.
-        network = UNet2DConditionModel.from_pretrained(
-            str(folder), use_safetensors=True, local_files_only=True, low_cpu_mem_usage=False
-        )
-        return cls(network)
+        return cls(open_diffusers(UNet2DConditionModel, folder))
 
     def for_diffusers(self) -> UNet2DConditionModel:
         """See `Denoiser.for_diffusers`."""

@@ -172,7 +172,7 @@ def test_tensors_must_fit_exactly(tmp_path):
     ("text", "message"),
     [
         ("{", "config.json: not readable as JSON"),
-        ("[1]", 'config.json: is not that of a dVAE, whose "kind" is "dvae"'),
+        ("[1]", "config.json: expected a JSON object"),
         ('{"kind": "unet"}', 'config.json: is not that of a dVAE, whose "kind" is "dvae"'),
         (json.dumps({"kind": "dvae", **SIZES, "codes": "24"}), "config.json: expected whole numbers for codes"),
         (json.dumps({"kind": "dvae", **SIZES, "codes": 25}), "encoder.safetensors does not fit the model"),

@@ -1,0 +1,89 @@
+"""The JSON files from which exported parts are built again. Exports are passed on, so that nobody vouches for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+Built = TypeVar("Built")
+LARGEST = 10_000  # number that a config may hold, whatever the weights
+SPARE = 1_000_000  # values that a network may have for a while, besides those of its weights
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is not a JSON object.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file}: no such file; expected a folder that a training run exported") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: expected a JSON object")
+    return values
+
+
+def build_from(
+    file: Path, build: Callable[[dict[str, Any]], Built], tensors: Mapping[str, Tensor] | None = None
+) -> Built:
+    """What `build` makes of the JSON object in a file.
+
+    Args:
+        file: of an export.
+        build: takes the object.
+        tensors: the weights beside the file. No network is built that is larger than they are, by far: a wrong number
+            must not take all memory.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is not a JSON object, or nothing can be built of it.
+    """
+    values, tensors = read_object(file), tensors or {}
+    most = max([LARGEST, *(size for tensor in tensors.values() for size in tensor.shape)])
+    for number in _integers(values):
+        if abs(number) > most:
+            raise ValueError(f"{file}: {number} is more than any size of the weights beside it")
+    try:
+        with _at_most(sum(tensor.numel() for tensor in tensors.values()) + SPARE):
+            return build(values)
+    except Exception as error:  # networks raise nearly anything for sizes of other types or signs
+        text = " ".join(str(error).split())[:300]
+        if isinstance(error, ValueError | FileNotFoundError) and str(file.parent) in text:
+            raise (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(text) from None
+        raise ValueError(f"{file}: nothing can be built of it ({type(error).__name__}: {text})") from error
+
+
+def _integers(values: Any) -> Iterator[int]:
+    if isinstance(values, int):
+        yield values
+    for inner in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
+        yield from _integers(inner)
+
+
+@contextmanager
+def _at_most(values: int) -> Iterator[None]:
+    """Inside, modules cannot be given parameters with more values than these."""
+    found = 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal found
+        found += 0 if parameter is None else parameter.numel()
+        if found > values:
+            raise ValueError("a network that is larger than the weights beside it")
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()

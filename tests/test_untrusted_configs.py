@@ -1,0 +1,130 @@
+"""The JSON files of exports, which nobody should trust: networks are built of them, or refused in one line."""
+
+import json
+import math
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from recipes.encoders.vae import kl_vae
+from recipes.models.autoregressive.task import Autoregressive, load_transformer
+from recipes.models.config_files import LARGEST, build_from
+from recipes.models.dvae.files import load_dvae, save_dvae
+from recipes.models.dvae.network import DVAE
+from recipes.models.language.task import Language, load_language
+from recipes.models.latent_diffusion.ddpm import DDPM
+from recipes.models.latent_diffusion.dit import DiT
+from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
+from recipes.models.latent_diffusion.unet import UNet, unet
+from tests.fuzzing import changed_json, few, reads_or_refuses, values
+
+SCHEDULER = "scheduler_config.json"
+
+
+def of_unet(folder):
+    unet(channels=[32, 32], attention=[False, True], heads=[1, 2], text_width=8, sample_size=8, blocks=1).save(folder)
+
+
+def of_autoregressive(folder):
+    sizes = {"text_positions": 4, "text_vocabulary": 9, "side": 3, "codes": 5, "kernel": 3}
+    Autoregressive(layers=2, width=8, heads=2, **sizes).export(folder)
+
+
+def of_language(folder):
+    Language(layers=2, width=8, heads=2, positions=4, vocabulary=9).export(folder)
+
+
+def of_vae(folder):
+    AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, sample_size=8).save_pretrained(folder)
+
+
+# What is read -> (writes a good folder, reads it, the file in question).
+READERS = {
+    "unet": (of_unet, UNet.open, "config.json"),
+    "dit": (lambda f: DiT(width=8, layers=2, heads=2, text_width=8).save(f), DiT.open, "config.json"),
+    "autoregressive": (of_autoregressive, load_transformer, "transformer/config.json"),
+    "language": (of_language, load_language, "transformer/config.json"),
+    "dvae": (lambda f: save_dvae(DVAE(codes=8, hidden=4, blocks=1, initial=4), f), load_dvae, "config.json"),
+    "vae": (of_vae, lambda f: kl_vae(path=str(f), precision="fp32"), "config.json"),
+    "ddpm": (lambda f: DDPM().save(f), DDPM.open, SCHEDULER),
+    "rectified flow": (lambda f: RectifiedFlow().save(f), RectifiedFlow.open, SCHEDULER),
+}
+numbers = st.sampled_from([-1, 0, 3, LARGEST - 1, 2**31, 2**64, 1.5, math.inf])
+
+
+@pytest.fixture(scope="module", params=READERS)
+def good(request, tmp_path_factory):
+    """(Reads a folder, the file in question with what it holds)."""
+    write, read, name = READERS[request.param]
+    folder = tmp_path_factory.mktemp("good")
+    write(folder)
+    read((folder / name).parent)
+    return read, folder / name, json.loads((folder / name).read_text())
+
+
+@few
+@given(st.data())
+def test_a_file_with_another_value(good, data):
+    read, file, content = good
+    changed = dict(content)
+    if data.draw(st.booleans()):
+        changed[data.draw(st.sampled_from(sorted(content)))] = data.draw(numbers)
+    else:
+        changed = data.draw(changed_json(content) | values)
+    file.write_text(json.dumps(changed))
+    reads_or_refuses(read, file.parent)
+    file.write_bytes(data.draw(st.binary(max_size=20)))
+    reads_or_refuses(read, file.parent)
+
+
+def test_a_file_that_is_not_there(good):
+    read, file, _ = good
+    file.unlink()
+    if read is load_dvae:  # the public release has none; its tensors show the sizes
+        assert read(file.parent).sizes["codes"] == 8
+        return
+    with pytest.raises(FileNotFoundError, match=file.name):
+        read(file.parent)
+
+
+def test_networks_larger_than_the_weights_are_not_built(tmp_path):
+    file, weights = tmp_path / "config.json", {"w": torch.ones(3, 50_000)}
+    built = []
+
+    def build(sizes):
+        for _ in range(sizes["layers"]):
+            built.append(torch.nn.Linear(sizes["width"], 1000))
+        return len(built)
+
+    file.write_text(json.dumps({"layers": 1, "width": 1000}))
+    assert build_from(file, build, weights) == 1
+    for layers, width, message in (
+        (5000, 1000, "a network that is larger than the weights beside it"),
+        (1, 49_999, "a network that is larger than the weights beside it"),
+        (1, 50_001, "50001 is more than any size of the weights beside it"),
+        (-(2**40), 1, f"-{2**40} is more than any size"),
+    ):
+        built.clear()
+        file.write_text(json.dumps({"layers": layers, "width": width}))
+        with pytest.raises(ValueError, match=message):
+            build_from(file, build, weights)
+        assert len(built) <= 1
+    assert torch.nn.Linear(5000, 1000).weight.numel() == 5_000_000  # outside there is no limit
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "message"),
+    [(of_vae, READERS["vae"][1], "lacks weights, such as"), (of_unet, UNet.open, "does not fit the model: missing")],
+)
+def test_weights_that_are_missing_are_not_drawn(tmp_path, write, read, message):
+    write(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[sorted(tensors)[3]]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
