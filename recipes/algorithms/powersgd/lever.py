@@ -236,14 +236,16 @@ class PowerSGD(Lever):
     def state_dict(self) -> dict[str, Any]:
         """The sum of all machines' errors per parameter, which loads on any number of machines and devices.
 
-        Engines save the state of the first rank only, in sharded checkpoints, too. Therefore shards are gathered on
-        that rank, in host memory.
+        Each machine then goes on with its share of the sum, as it would after loading it: so a run that is resumed on
+        as many machines has the same bits as the run that saved. Engines save the state of the first rank only, in
+        sharded checkpoints, too. Therefore shards are gathered on that rank, in host memory.
         """
         if not self.states:
             return {}
         errors = {}
         for block, block_state in zip(self.blocks, self.states, strict=True):
             sums = self.compressor.summed_errors(block_state, self.group)
+            self.compressor.load_errors(block_state, sums, self.machines)
             for matrix, own_sum in zip(block, sums, strict=True):
                 total = matrix.whole(own_sum)
                 if dist.get_rank() == 0:
