@@ -9,10 +9,14 @@ from diffusers import AutoencoderKL
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel
 
+from recipes.encoders.open_clip_models import CONFIG, open_clip_tokenizer
+from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
 from recipes.models.config_files import LARGEST, build_from
+from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.dvae.files import load_dvae, save_dvae
 from recipes.models.dvae.network import DVAE
 from recipes.models.language.task import Language, load_language
@@ -20,6 +24,7 @@ from recipes.models.latent_diffusion.ddpm import DDPM
 from recipes.models.latent_diffusion.dit import DiT
 from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
 from recipes.models.latent_diffusion.unet import UNet, unet
+from recipes.scoring.reranking import Reranker
 from tests.fuzzing import changed_json, few, reads_or_refuses, values
 
 SCHEDULER = "scheduler_config.json"
@@ -42,6 +47,22 @@ def of_vae(folder):
     AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, sample_size=8).save_pretrained(folder)
 
 
+def of_contrastive(folder):
+    sizes = {"context_length": 6, "picture_size": 16, "patch_size": 8, "picture_width": 32, "picture_layers": 1}
+    ContrastiveText(width=2, layers=2, heads=1, embedding=4, **sizes).export(folder)
+
+
+def of_clip_text(folder):
+    config = CLIPTextConfig(
+        vocab_size=9, hidden_size=4, intermediate_size=4, num_hidden_layers=2, num_attention_heads=1,
+        max_position_embeddings=6, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    CLIPTextModel(config).save_pretrained(folder)
+    words = ["a", "a</w>", "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
 # What is read -> (writes a good folder, reads it, the file in question).
 READERS = {
     "unet": (of_unet, UNet.open, "config.json"),
@@ -50,6 +71,10 @@ READERS = {
     "language": (of_language, load_language, "transformer/config.json"),
     "dvae": (lambda f: save_dvae(DVAE(codes=8, hidden=4, blocks=1, initial=4), f), load_dvae, "config.json"),
     "vae": (of_vae, lambda f: kl_vae(path=str(f), precision="fp32"), "config.json"),
+    "clip": (of_contrastive, lambda f: open_clip_text(path=str(f), precision="fp32"), CONFIG),
+    "reranker": (of_contrastive, lambda f: Reranker(str(f), "cpu"), CONFIG),
+    "clip text": (of_clip_text, lambda f: hf_clip_text(path=str(f), precision="fp32"), "config.json"),
+    "clip words": (of_clip_text, lambda f: hf_clip_text(path=str(f), precision="fp32"), "vocab.json"),
     "ddpm": (lambda f: DDPM().save(f), DDPM.open, SCHEDULER),
     "rectified flow": (lambda f: RectifiedFlow().save(f), RectifiedFlow.open, SCHEDULER),
 }
@@ -118,7 +143,12 @@ def test_networks_larger_than_the_weights_are_not_built(tmp_path):
 
 @pytest.mark.parametrize(
     ("write", "read", "message"),
-    [(of_vae, READERS["vae"][1], "lacks weights, such as"), (of_unet, UNet.open, "does not fit the model: missing")],
+    [
+        (of_vae, READERS["vae"][1], "lacks weights, such as"),
+        (of_clip_text, READERS["clip text"][1], "lacks weights, such as"),
+        (of_contrastive, READERS["clip"][1], "Missing key"),
+        (of_unet, UNet.open, "does not fit the model: missing"),
+    ],
 )
 def test_weights_that_are_missing_are_not_drawn(tmp_path, write, read, message):
     write(tmp_path)
@@ -128,3 +158,34 @@ def test_weights_that_are_missing_are_not_drawn(tmp_path, write, read, message):
     save_file(tensors, file)
     with pytest.raises(ValueError, match=message):
         read(tmp_path)
+
+
+def options(**values):
+    return {"tokenizer_kwargs": values}
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("text_cfg", {"hf_tokenizer_name": "x", **options(trust_remote_code=True)}, "trust_remote_code is not read"),
+        ("text_cfg", options(bpe_path="/etc/passwd"), "tokenizer_kwargs.bpe_path is not read"),
+        ("text_cfg", options(additional_special_tokens=["(a+)+"]), "additional_special_tokens is not read"),
+        ("text_cfg", {"hf_model_name": "owner/model"}, "hf_model_name names a model of the hub"),
+        ("vision_cfg", {"timm_model_name": "hf-hub:owner/model"}, "expected the name of one of timm's models"),
+        ("preprocess_cfg", {"std": [0.5, 0.5, 0.0]}, "preprocess_cfg.std"),
+    ],
+)
+def test_a_clip_folder_runs_no_code_and_fetches_nothing(tmp_path, part, change, message):
+    of_contrastive(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (config if part in config else config["model_cfg"])[part] |= change
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(ran)!r})\nclass Evil: pass\n")
+    named = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    (tmp_path / "config.json").write_text("{}")
+    for read in (READERS["reranker"][1], lambda folder: open_clip_tokenizer(f"local-dir:{folder}")):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
+    assert not ran.exists()

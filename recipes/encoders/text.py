@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +11,19 @@ from torch import Tensor, nn
 
 from data.aliases import InputPath
 from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
+from recipes.encoders.open_clip_models import (
+    LOCAL_PREFIX,
+    check_names,
+    check_vocabulary,
+    load_open_clip,
+    open_clip_tokenizer,
+    vocabulary_size,
+)
+from recipes.models.config_files import build_from
 from recipes.models.sampling import Precision
+from recipes.models.weights import read_safetensors
 
-LOCAL_PREFIX = "local-dir:"
-
+CONFIG, WEIGHTS = "config.json", "model.safetensors"  # of transformers
 
 def open_clip_text(
     *,
@@ -38,68 +46,15 @@ def open_clip_text(
         FileNotFoundError: a local folder or file is missing.
         ValueError: an unknown model or tag, or a text tower of another kind than CLIP's.
     """
-    from data.clip_library import open_clip
-
     if path is not None:
         model = LOCAL_PREFIX + str(Path(path).expanduser())
-    _check_names(open_clip, model, pretrained, "text_encoder")
+    check_names(model, pretrained, "text_encoder")
     id = model.removeprefix(LOCAL_PREFIX) if pretrained is None else f"{model}/{pretrained}"
 
     def load() -> nn.Module:
         return Tower(load_open_clip(model, pretrained, "text_encoder"), id)
 
-    return OpenClipText(load, id, precision, layer, open_clip.get_tokenizer(model))
-
-
-def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
-    """A model of open_clip with its weights, on the CPU.
-
-    Args:
-        model: local-dir:FOLDER, or a model name of open_clip.
-        pretrained: a tag of the weights or a local .safetensors file; None for a folder.
-        key: key of the config, for messages.
-
-    Raises:
-        FileNotFoundError: a local folder or file is missing.
-        ValueError: an unknown model or tag, or one that cannot be loaded.
-    """
-    from data.clip_library import open_clip
-
-    _check_names(open_clip, model, pretrained, key)
-    try:
-        # No separate weights of the towers: a config must not make open_clip download other models.
-        return open_clip.create_model(model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False)
-    except (OSError, RuntimeError) as error:  # no network, or weights whose shapes are not those of the config
-        name = model.removeprefix(LOCAL_PREFIX) if pretrained is None else f"{model}/{pretrained}"
-        raise cannot_load(key, name, error) from error
-
-
-def _check_names(open_clip: Any, model: str, pretrained: str | None, key: str) -> None:
-    if model.startswith(LOCAL_PREFIX):
-        if pretrained is not None:
-            raise ValueError(f"{key}.pretrained: a local folder has its own weights; remove the key")
-        for name in ("open_clip_config.json", "open_clip_model.safetensors"):
-            file = Path(model.removeprefix(LOCAL_PREFIX)) / name
-            if not file.is_file():
-                raise FileNotFoundError(f"{key}.path: no file {file}: name a folder in open_clip's format")
-        return
-    models = open_clip.list_models()
-    if model not in models:
-        close = difflib.get_close_matches(model, models, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else "open_clip.list_models() lists them"
-        raise ValueError(f"{key}.model: open_clip knows no {model}; {hint}")
-    if pretrained is None:
-        raise ValueError(f"{key}.pretrained: missing; {model} alone has random weights")
-    tags = open_clip.list_pretrained_tags_by_model(model)
-    if pretrained in tags:
-        return
-    if Path(pretrained).suffix != ".safetensors":
-        raise ValueError(
-            f"{key}.pretrained: {pretrained} is neither a .safetensors file nor a tag of {model}; "
-            f"tags: {', '.join(tags) or 'none'}"
-        )
-    if not Path(pretrained).is_file():
-        raise FileNotFoundError(f"{key}.pretrained: no file {pretrained}")
+    return OpenClipText(load, id, precision, layer, open_clip_tokenizer(model))
 
 
 class Tower(nn.Module):
@@ -137,13 +92,13 @@ class OpenClipText(TextEncoder):
         super().__init__(load, f"{id} ({layer} layer)", precision)
         self.length, self.width = self.module.positional_embedding.shape
         self.tokenize = tokenize
-        self.tokenizer_id = f"open_clip {type(tokenize).__name__}, vocabulary {_size(tokenize)}"
+        self.tokenizer_id = f"open_clip {type(tokenize).__name__}, vocabulary {vocabulary_size(tokenize)}"
         if tokenize.context_length != self.length:
             raise ValueError(
                 f"text_encoder.model: {id} has {self.length} positions, its tokenizer {tokenize.context_length}; "
                 "correct context_length in its config"
             )
-        _check_vocabulary(id, tokenize, self.module.token_embedding.num_embeddings)
+        check_vocabulary(f"text_encoder: {id}", tokenize, self.module.token_embedding.num_embeddings)
 
     @torch.no_grad()
     def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:
@@ -192,25 +147,42 @@ def hf_clip_text(
 
     local = Path(path).expanduser().is_dir()
     root = str(Path(path).expanduser()) if local else path
-    words = subfolder if tokenizer is None else tokenizer
+    folder, words = Path(root) / (subfolder or ""), subfolder if tokenizer is None else tokenizer
     if local:
-        for file in (Path(subfolder or "") / "config.json", Path(words or "") / "vocab.json"):
-            if not (Path(root) / file).is_file():
-                raise FileNotFoundError(f"text_encoder.path: no file {Path(root) / file}: name a CLIP text model")
+        for file in (folder / CONFIG, folder / WEIGHTS, Path(root) / (words or "") / "vocab.json"):
+            if not file.is_file():
+                raise FileNotFoundError(f"text_encoder.path: no file {file}: name a CLIP text model")
     source = {"revision": revision or "main", "local_files_only": local}
 
-    def load() -> nn.Module:
-        return CLIPTextModel.from_pretrained(
-            root, subfolder=subfolder or "", use_safetensors=True, torch_dtype=torch.float32, **source
-        )
-
     id = path if subfolder is None else f"{path}/{subfolder}"
+
+    def load() -> nn.Module:
+        def opened(config: dict[str, Any] | None = None) -> tuple[nn.Module, dict[str, Any]]:
+            return CLIPTextModel.from_pretrained(
+                root,
+                subfolder=subfolder or "",
+                use_safetensors=True,
+                torch_dtype=torch.float32,
+                output_loading_info=True,
+                **source,
+            )
+
+        try:
+            if local:
+                module, found = build_from(folder / CONFIG, opened, read_safetensors(folder / WEIGHTS))
+            else:
+                module, found = opened()
+        except OSError as error:  # the hub client's error for a missing network, repository or file
+            raise cannot_load("text_encoder.path", path, error) from error
+        if missing := found["missing_keys"]:  # transformers draws random numbers for them
+            raise ValueError(f"text_encoder.path: {id} lacks weights, such as {sorted(missing)[0]}; copy it again")
+        return module
+
     try:
-        return HFClipText(
-            load, id, precision, layer, CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source)
-        )
-    except OSError as error:  # the hub client's error for a missing network, repository or file
+        tokenize = CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source)
+    except Exception as error:  # on files in another format, transformers raises nearly anything
         raise cannot_load("text_encoder.path", path, error) from error
+    return HFClipText(load, id, precision, layer, tokenize)
 
 
 class HFClipText(TextEncoder):
@@ -223,7 +195,7 @@ class HFClipText(TextEncoder):
         self.width = self.module.config.hidden_size
         self.tokenize = _Padded(tokenizer, self.length)
         self.tokenizer_id = f"transformers {type(tokenizer).__name__}, vocabulary {len(tokenizer)}"
-        _check_vocabulary(id, tokenizer, self.module.config.vocab_size)
+        check_vocabulary(f"text_encoder: {id}", tokenizer, self.module.config.vocab_size)
 
     @torch.no_grad()
     def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:
@@ -253,15 +225,3 @@ class _Padded:
         """int64 (B, length)."""
         rows = self.tokenizer(captions, padding="max_length", max_length=self.length, truncation=True)
         return torch.tensor(rows["input_ids"], dtype=torch.int64)
-
-
-def _size(tokenizer: Any) -> int:
-    size = getattr(tokenizer, "vocab_size", None)
-    return size if size is not None else len(tokenizer.tokenizer)
-
-
-def _check_vocabulary(id: str, tokenizer: Any, rows: int) -> None:
-    # Several names may stand for one token.
-    size = max(tokenizer.get_vocab().values()) + 1 if hasattr(tokenizer, "get_vocab") else _size(tokenizer)
-    if size > rows:
-        raise ValueError(f"text_encoder: {id} embeds {rows} tokens, its tokenizer has {size}; they do not fit together")

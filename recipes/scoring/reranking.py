@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.encoders.text import LOCAL_PREFIX, load_open_clip
+from recipes.encoders.open_clip_models import LOCAL_PREFIX, check_vocabulary, load_open_clip, open_clip_tokenizer
 
 
 class Reranker:
@@ -34,7 +34,10 @@ class Reranker:
         known = model in open_clip.list_models() and tag and not folder.exists()
         model, tag = (model, tag) if known else (f"{LOCAL_PREFIX}{folder}", None)
         self.network: Any = load_open_clip(model, tag, "rerank").to(device).eval()
-        self.tokenize = open_clip.get_tokenizer(model)
+        self.tokenize = open_clip_tokenizer(model)
+        if not known:
+            rows = getattr(getattr(self.network, "text", self.network), "vocab_size", 0)
+            check_vocabulary(f"rerank: {folder}", self.tokenize, rows)
         self.device = device
         visual = self.network.visual
         size = visual.image_size
