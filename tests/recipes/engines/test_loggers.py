@@ -82,11 +82,12 @@ def output(tmp_path_factory):
 def test_tensorboard_has_metrics_and_images(output):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = next((output / "tensorboard").rglob("events*")).parent
-    events = EventAccumulator(str(folder))
+    (file,) = (output / "tensorboard").rglob("events*")
+    events = EventAccumulator(str(file))
     events.Reload()
     assert "loss/train/total" in events.Tags()["scalars"]
     assert any("samples" in tag for tag in events.Tags()["images"])
+    assert any("composer_version" in tag for tag in events.Tags()["tensors"])  # the settings
 
 
 def test_wandb_writes_below_the_output(output):

@@ -79,13 +79,10 @@ def written(output):
     """Files besides checkpoints and events; scalars by name, as (batch, value); names of images."""
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     own = {file for file in files if not file.startswith(("checkpoints/", "tensorboard/"))}
-    (folder,) = (output / "tensorboard").iterdir()
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    (file,) = (output / "tensorboard").rglob("events*")  # a single one, however often it is flushed
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0})
     events.Reload()
-    # Sorted, because files of one second are read in the order of their names, the tenth before the ninth.
-    scalars = {
-        tag: sorted((event.step, event.value) for event in events.Scalars(tag)) for tag in events.Tags()["scalars"]
-    }
+    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     return own, scalars, set(events.Tags()["images"])
 
 
