@@ -58,6 +58,14 @@ class Reconstructions(PeriodicCallback):
         if self.originals is None:  # the same images in every grid, so that grids can be compared
             self.originals = run.batch["image"][: self.pictures].clone()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The images, so that a resumed run shows the same."""
+        return {} if self.originals is None else {"originals": self.originals.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the images of a checkpoint."""
+        self.originals = state.get("originals")
+
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
         """The grids that it writes, see `data.cost`."""
@@ -68,7 +76,7 @@ class Reconstructions(PeriodicCallback):
         if self.originals is None or not (is_first_rank() or is_sharded(self.task)):
             return
         with averaged(self.average), evaluation_mode(self.task), run.autocast():
-            made = self.task.reconstruct(to_signed(self.originals))
+            made = self.task.reconstruct(to_signed(self.originals.to(run.device)))
         if not is_first_rank():
             return
         both = np.stack([to_uint8(self.originals / 255), to_uint8((made + 1) / 2)], 1).reshape(-1, *made.shape[2:], 3)
