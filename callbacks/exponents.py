@@ -7,6 +7,7 @@ and Q, are divided before they are sent.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,7 @@ from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
 from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9
 from recipes.models.task import Task
 from recipes.training import ranks
-from recipes.training.callback import Callback
-from recipes.training.clock import Interval
+from recipes.training.callback import PeriodicCallback
 from recipes.training.run import Run
 
 FP16 = {"largest": (65504.0, "-"), "least normal": (2.0**-14, "--"), "least": (2.0**-24, ":")}  # and line styles
@@ -33,7 +33,7 @@ LEAST_SHARE = 1e-6  # lower end of the axes of shares
 NARROW = (MEAN_1_6_9.largest, MEAN_1_6_9.least)
 
 
-class Exponents(Callback):
+class Exponents(PeriodicCallback):
     """Writes histograms of floor(log2 |g|) of the gradients of each block's matrices to <output>/exponents.
 
     Each rank counts its own gradient, accumulated over the microbatches and divided by its block's scale if it has one,
@@ -53,10 +53,11 @@ class Exponents(Callback):
         Raises:
             ValueError: the model has no blocks.
         """
+        super().__init__(every)
+        self.every = every
         block_matrices(task, "exponents")  # asked again when they are sharded
         self.task = task
         self.folder = Path(output, "exponents")
-        self.due = Interval(every)
         self.log2_scale = log2_scale
         self.counting = False
         self.counts = torch.empty(0)  # (blocks, COLUMNS) int64
@@ -72,8 +73,16 @@ class Exponents(Callback):
             for parameter in block:
                 parameter.register_post_accumulate_grad_hook(lambda p, number=number: self._count(p, number))
 
-    def batch_start(self, run: Run) -> None:
-        self.counting = self.due(run.clock)
+    def act(self, run: Run) -> None:
+        self.counting = run.clock.crossed(self.every)  # the end of a run is no reason: it may be made longer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the next batch is counted, also by a run that goes on from here."""
+        return {"counting": self.counting}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count the next batch if the run that saved would have."""
+        self.counting = state.get("counting", False)
 
     def before_backward(self, run: Run) -> None:
         if self.counting:  # each pass counts anew; the counts of the last one remain, which sees the accumulated sum

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,9 @@ from callbacks.exponents import Exponents, exponent_chart
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.models.task import Task
+from tests.callbacks.exponent_reference import Task as SmallTask
 from tests.callbacks.exponent_reference import counts_of, naive, run
+from tests.recipes.training.fake_run import FakeRun, train
 
 SUBNORMALS = [2.0**-149, -3 * 2.0**-149, 2.0**-127, 2.0**-126 - 2.0**-149]
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 2.0 - 2.0**-23, 2.0**127, 3.4e38, 2.0**-126]
@@ -130,3 +133,26 @@ def test_a_chart_is_written_atomically(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_chart(broken, path)
     assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 5])
+def test_a_resumed_run_counts_the_batches_that_the_first_one_would_have(tmp_path, stop):
+    def counted(duration, state=None, batch=0):
+        """(batches at which it logged, state) of a run that begins after so many batches."""
+        task = SmallTask()
+        callback = Exponents(task, str(tmp_path / str(duration)), every="2ba")
+        fake = FakeRun(task, duration=f"{duration}ba")
+
+        def load():
+            callback.load_state_dict(state)
+            fake.clock = replace(fake.clock, batch=batch, sample=3 * batch)
+
+        data = [{"words": torch.arange(12).view(3, 4) % 11}] * 100
+        train(fake, data, [callback], load=None if state is None else load)
+        return [batch for batch, _ in fake.logged], callback.state_dict()
+
+    whole, _ = counted(8)
+    assert whole == [2, 4, 6]
+    before, state = counted(stop)
+    after, _ = counted(8, state, stop)
+    assert before + after == whole
