@@ -6,8 +6,9 @@
 The kills are SIGKILLs of real processes from outside: of a random rank first, and of the others after it, as launchers
 do. A run that ends before its kill is compared and begun anew, until there were enough kills. Exits with status 1
 unless every run that ended has the same bits as the uninterrupted one on as many ranks: weights, averages, the
-optimizer's state, positions and generators in its last checkpoint, and the losses of all batches, also of those that
-were trained twice. Checkpoints must be full ones, `training.fsdp.checkpoints: full`.
+optimizer's state, positions and generators in its last checkpoint, exported files, drawn pictures, logged figures but
+those of clocks and memory, and the losses of all batches, also of those that were trained twice. Checkpoints must be
+full ones, `training.fsdp.checkpoints: full`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ import numpy as np
 from benchmarks.killing import LONGEST, fork, new_parser
 
 LOSSES = "losses.jsonl"
+CLOCKS = ("memory/", "throughput/", "time/")  # logged figures that differ from run to run
+ELSEWHERE = ("checkpoints", "config", "records", "tensorboard", LOSSES, ".")  # not compared as they are
 
 
 def main(arguments: list[str]) -> int:
@@ -169,7 +172,9 @@ def train(arguments: list[str], out: Path) -> None:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """A hash of each value in the last checkpoint of a run, and of all losses of each batch."""
+    """A hash of each value in the last checkpoint of a run, of each exported file, picture and logged curve, and of all
+    losses of each batch."""
+    from recipes.comparison.events import read_curves
     from recipes.engines.conversion import from_composer, read_composer
     from recipes.engines.kinds import newest_of_all
     from recipes.engines.lightning.checkpoint_format import read_file
@@ -183,7 +188,14 @@ def digests(out: Path) -> dict[str, str]:
             batch, loss = json.loads(line)
             losses.setdefault(f"loss of batch {batch}", set()).add(float(loss).hex())
     found = {name: ", ".join(sorted(values)) for name, values in losses.items()}
-    return found | {name: hashed(value) for name, value in flat(state)}
+    paths = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
+    files = {name: hashed(path.read_bytes()) for name, path in paths.items() if not name.startswith(ELSEWHERE)}
+    curves = {
+        f"curve {name}": hashed(curve.batches.tobytes() + curve.values.tobytes())
+        for name, curve in read_curves(out / "tensorboard").items()
+        if not name.startswith(CLOCKS)
+    }
+    return found | files | curves | {name: hashed(value) for name, value in flat(state)}
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -89,21 +89,22 @@ class MemoryOverTime(Callback):
 def memory(run) -> dict[str, int]:
     """Bytes of this process, of its data workers, and of its GPU's tensors."""
     workers = [worker.pid for worker in multiprocessing.active_children()]
-    found = {"trainer": proportional(os.getpid()), "workers": sum(map(proportional, workers))}
+    found = {"trainer": bytes_of(os.getpid()), "workers": sum(map(bytes_of, workers))}
     return found | ({"GPU": torch.cuda.memory_reserved()} if run.on_gpu else {})
 
 
-def proportional(process: int) -> int:
-    """Bytes of memory of a process; of pages that n processes share, an n-th. 0 if it has ended.
+def bytes_of(process: int) -> int:
+    """Bytes of memory that a process has, or 0 if it has ended; of blocks that n processes share, an n-th.
 
-    Pages of files, which are mostly code, are left out: a process's part of them changes whenever another one that has
-    the same libraries starts or ends.
+    Pages that a worker still shares with the trainer, of which it is a copy, count for both in full: they become two as
+    soon as one of them writes there, so that each process's part grows for hours although nothing is allocated. Pages
+    of files, which are mostly code, are left out.
     """
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Anonymous:", "Pss_Shmem:")))
 
 
 def growth(notes: list[tuple[float, int]]) -> float:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.soak import FILES, MIB, OVERRIDES, growth, proportional, soak
+from benchmarks.soak import FILES, MIB, OVERRIDES, bytes_of, growth, soak
 
 
 def test_growth_is_that_of_the_last_third_over_the_second():
@@ -20,7 +20,7 @@ def test_growth_is_that_of_the_last_third_over_the_second():
 
 
 def test_memory_of_a_process_that_has_ended_is_0():
-    assert proportional(2**22 + 1) == 0
+    assert bytes_of(2**22 + 1) == 0
 
 
 def test_a_short_soak(small_recipe, tmp_path, monkeypatch):
