@@ -168,6 +168,7 @@ def options(**values):
     ("part", "change", "message"),
     [
         ("text_cfg", {"hf_tokenizer_name": "x", **options(trust_remote_code=True)}, "trust_remote_code is not read"),
+        ("text_cfg", {"hf_tokenizer_name": "x"}, "contains custom code"),
         ("text_cfg", options(bpe_path="/etc/passwd"), "tokenizer_kwargs.bpe_path is not read"),
         ("text_cfg", options(additional_special_tokens=["(a+)+"]), "additional_special_tokens is not read"),
         ("text_cfg", {"hf_model_name": "owner/model"}, "hf_model_name names a model of the hub"),

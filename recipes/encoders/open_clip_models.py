@@ -65,8 +65,10 @@ def open_clip_tokenizer(model: str) -> Any:
         return open_clip.get_tokenizer(model)
     file = Path(model.removeprefix(LOCAL_PREFIX)) / CONFIG
     _check_config(file)
+    # Without this option transformers would ask at the terminal whether to run a Python file of the folder.
+    of_transformers = read_object(file)["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
     try:
-        return open_clip.get_tokenizer(model)
+        return open_clip.get_tokenizer(model, **({"trust_remote_code": False} if of_transformers else {}))
     except Exception as error:  # open_clip and transformers raise nearly anything for options of other types
         raise cannot_load(str(file), "its tokenizer", error) from error
 

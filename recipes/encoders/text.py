@@ -25,6 +25,7 @@ from recipes.models.weights import read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"  # of transformers
 
+
 def open_clip_text(
     *,
     path: InputPath | None = None,
