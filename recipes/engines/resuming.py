@@ -18,6 +18,7 @@ from recipes.training.ranks import by_first_rank, from_first_rank
 
 # What `data.files` writes before it renames: the name, often the machine, and the process.
 HALF = re.compile(r"\..+\.\d+")
+HALF_DRAWN = re.compile(r"\..+\.(json|png|yaml)\..+\.\d+")  # in folders where users may have files of their own
 
 
 def prepare_folder(recipe: Recipe, engine: str) -> list[str]:
@@ -59,7 +60,7 @@ def _prepare(recipe: Recipe, engine: str) -> list[str]:
 
 
 def remove_halves(output: Path) -> None:
-    """Remove what killed processes have left of checkpoints, and of files that they fetched.
+    """Remove what killed processes have left of checkpoints, of files that they fetched, and of pictures and records.
 
     Only the first rank calls this, before it writes anything.
     """
@@ -70,6 +71,9 @@ def remove_halves(output: Path) -> None:
         for path in (output / folder).glob(".*"):
             if path.name.startswith(PARTIAL) or HALF.fullmatch(path.name):
                 remove(path)
+    for path in (*output.glob(".*"), *output.glob("*/.*")):
+        if HALF_DRAWN.fullmatch(path.name):
+            remove(path)
 
 
 @contextmanager

@@ -27,6 +27,18 @@ def test_halves_of_killed_processes_are_removed(quick_recipe, tmp_path):
         assert {path.name for path in (tmp_path / "fetched").iterdir()} == set(left)
 
 
+def test_halves_of_pictures_are_removed(tmp_path):
+    left = ["ba0000004.png", ".notes", ".ba0000004.12", ".config.yaml", ".1.json", ".png.node.12"]
+    halves = [".ba0000004.png.node-1.12", ".gradient_scales.json.node.local.3", ".config.yaml.node.4"]
+    for folder in (tmp_path, tmp_path / "samples", tmp_path / "exponents"):
+        folder.mkdir(exist_ok=True)
+        for name in (*left, *halves):
+            (folder / name).touch()
+    remove_halves(tmp_path)
+    for folder in (tmp_path, tmp_path / "samples", tmp_path / "exponents"):
+        assert {path.name for path in folder.iterdir() if path.is_file()} == set(left)
+
+
 def test_a_checkpoint_whose_successor_got_no_name_comes_back(tmp_path):
     for name in ("ep0-ba2", ".partial.old.ep0-ba2", ".partial.old.ep0-ba4"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
