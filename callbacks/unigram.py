@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from callbacks.counts import add_counts
@@ -15,8 +18,8 @@ from recipes.training.run import Run
 class Unigram(Callback):
     """Logs the cross-entropy of each validation set's tokens under their frequencies in training.
 
-    The frequencies are those of the batches since this process started, with one added to each count. A model that
-    has learned only how often each token occurs has this loss; one that has learned nothing has ln K.
+    The frequencies are those of the run's batches so far, with one added to each count. A model that has learned only
+    how often each token occurs has this loss; one that has learned nothing has ln K.
     """
 
     def __init__(self, task: Task, run_name: str, *, column: str = "image") -> None:
@@ -33,7 +36,7 @@ class Unigram(Callback):
         self.codes = task.counted[column]
         self.run_name = run_name
         self.column = column
-        self.seen: Tensor | None = None  # (K,), counts of training tokens
+        self.seen: Tensor | None = None  # (K,), counts of this rank's training tokens
         self.validated: Tensor | None = None  # (K,), counts of the validation set's
 
     def before_forward(self, run: Run) -> None:
@@ -56,10 +59,23 @@ class Unigram(Callback):
         run.log({f"metrics/{label}/unigram_loss": loss})
         log.info(f"{self.run_name}: {label} at batch {run.clock.batch}: frequencies alone would have {loss:.4f}")
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of all ranks, which load on any number of ranks. Every rank must call it."""
+        if self.seen is None:
+            return {}
+        seen = self.seen.clone()
+        ranks.all_reduce(seen)
+        return {"seen": seen.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the counts of a checkpoint, on the first rank."""
+        if "seen" in state:
+            self.seen = state["seen"].clone() if ranks.is_first_rank() else torch.zeros_like(state["seen"])
+
     def _add(self, counts: Tensor | None, run: Run) -> Tensor:
         """The counts with those of the present microbatch; None: from 0 on."""
         tokens = run.batch[self.column]
-        return add_counts(tokens.new_zeros(self.codes) if counts is None else counts, tokens)
+        return add_counts(tokens.new_zeros(self.codes) if counts is None else counts.to(tokens.device), tokens)
 
 
 def unigram_loss(seen: Tensor, validated: Tensor) -> float:

@@ -35,6 +35,29 @@ def test_batches_are_counted(capsys):
     assert f"run: val at batch 7: frequencies alone would have {expected:.4f}" in capsys.readouterr().out
 
 
+def test_a_resumed_run_goes_on_counting(monkeypatch):
+    def callback():
+        return Unigram(SimpleNamespace(counted={"image": 4}), "run")
+
+    whole, run = callback(), FakeRun()
+    assert whole.state_dict() == {}
+    for tokens in ([[0, 1]], [[3, 3]]):
+        run.batch = {"image": torch.tensor(tokens)}
+        whole.before_forward(run)
+    state = whole.state_dict()
+    assert state["seen"].tolist() == [1, 1, 0, 2]
+    first, second, earlier = callback(), callback(), callback()
+    first.load_state_dict(state)
+    earlier.load_state_dict({})  # a checkpoint that has no counts
+    monkeypatch.setattr("recipes.training.ranks.is_first_rank", lambda: False)
+    second.load_state_dict(state)
+    for resumed in (first, second, earlier):
+        resumed.before_forward(run)
+    assert first.seen.tolist() == [1, 1, 0, 4]
+    assert second.seen.tolist() == earlier.seen.tolist() == [0, 0, 0, 2]
+    assert state["seen"].tolist() == [1, 1, 0, 2]
+
+
 def test_tokens_that_the_model_does_not_predict():
     with pytest.raises(ValueError, match="column is image, and the tokens that the model predicts are: tokens"):
         Unigram(SimpleNamespace(counted={"tokens": 4}), "run")
