@@ -147,8 +147,18 @@ def end_idle_workers(loader: DataLoader) -> None:
     if iterator is None:
         return
     iterator._shutdown_workers()
+    kill_workers(iterator)
+
+
+def kill_workers(iterator: Iterator[Batch]) -> None:
+    """End the worker processes of a DataLoader's iterator at once. PyTorch asks by SIGTERM, which they ignore.
+
+    Args:
+        iterator: what `iter` of a DataLoader with workers returned.
+    """
     for worker in iterator._workers:
-        worker.kill()  # PyTorch asks those that wait for a store by SIGTERM, which they ignore
+        worker.kill()
+    for worker in iterator._workers:
         worker.join()
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
 from data.deaths import DecoderDied, keep_alarms, worker_deaths
-from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, leave_signals, position
+from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
 from data.log import log
 from data.picture_deaths import PictureDeaths
 from data.sources.base import DecodedSample, Rejected, Sample, Source
@@ -136,7 +136,9 @@ class ImageLoader(DataLoader):
                             keep_alarms()
                         batch = next(batches, None)
                 except DecoderDied as death:
-                    batches = None
+                    if batches is not None:
+                        kill_workers(batches)  # with those that have not begun a sample, of which `places` know nothing
+                        batches = None
                     deaths.places.end_all()
                     deaths.add(death, self.dataset.batches)
                     continue

@@ -70,6 +70,33 @@ def test_a_picture_that_kills_workers_twice_is_left_out(tmp_path, capfd, number)
     assert len((tmp_path / CRASHES).read_text().splitlines()) == 2
 
 
+def test_a_worker_that_has_not_begun_when_another_dies_is_ended_too(tmp_path, monkeypatch):
+    """It would go on beside its successor, and write where it is into the same place."""
+    before, left, died = set(active_children()), [], tmp_path / "died"
+
+    class KillingOnce(Filter):
+        def decode(self, sample, shrink_to=None):
+            if not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().decode(sample, shrink_to)
+
+    def begin(worker):
+        if worker == 1 and not (tmp_path / CRASHES).exists():
+            time.sleep(60)
+
+    loader = load(Numbered(3, 8), tmp_path, workers=2, filter=KillingOnce())
+    loader.worker_init_fn = begin
+    add = loader.dataset.deaths.add
+
+    def note(death, batches):
+        left.extend(set(active_children()) - before)
+        add(death, batches)
+
+    monkeypatch.setattr(loader.dataset.deaths, "add", note)
+    assert take(loader, 4) and not left
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_without_workers_the_third_start_leaves_it_out(tmp_path, capfd, training):
     def start(kill):
