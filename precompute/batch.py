@@ -51,10 +51,15 @@ class ShardEnd:
 class DecodedBatch:
     """Images and captions, ready to be encoded, and what happened while they were read.
 
+    The tensors of all batches with images have the same shapes. Libraries choose their kernels, and so the order of
+    sums, by the number of rows; and where a job was killed decides how many images its next start's last batch has.
+
     Attributes:
-        pixels: uint8 (B, N, R, R, 3) by resolution R, N crops per image.
-        tokens: int64 (B, L), the tokenized captions; empty where captions are not embedded.
-        images: B of them.
+        pixels: uint8 (B, N, R, R, 3) by resolution R, N crops per image; black in rows that have no image. Without
+            any image there is no row.
+        tokens: int64 (B, L), the tokenized captions, that of "" in rows that have no image; empty where captions are
+            not embedded.
+        images: those of the first rows, up to B.
         rejected: samples that are not encoded, with their positions.
         ends: shards that were read to their end.
         failures: shards that could not be read, each with a one-line reason.

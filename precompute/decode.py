@@ -53,7 +53,8 @@ class Preparation:
 
 
 class DecodedBatches(IterableDataset):
-    """Batches of this process's shards. Each worker fills its batches across the ends of its shards.
+    """Batches of this process's shards. Each worker fills its batches across the ends of its shards, and its last one
+    with black images.
 
     Args:
         shards: what is read.
@@ -167,11 +168,15 @@ class DecodedBatches(IterableDataset):
         return DecodedBatch(pixels, torch.empty(0, dtype=torch.int64), [])
 
     def _full(self, batch: DecodedBatch) -> DecodedBatch:
-        count = len(batch.images)
-        if count < self.preparation.batch:
-            batch.pixels = {r: pixels[:count].clone() for r, pixels in batch.pixels.items()}
+        count, size = len(batch.images), self.preparation.batch
+        if not count:
+            batch.pixels = {r: pixels[:0].clone() for r, pixels in batch.pixels.items()}
+            return batch
+        for pixels in batch.pixels.values():
+            pixels[count:] = 0
         if self.preparation.tokenize is not None:
-            batch.tokens = self.preparation.tokenize([image.caption for image in batch.images] or [""])[:count]
+            captions = [image.caption for image in batch.images]
+            batch.tokens = self.preparation.tokenize(captions + [""] * (size - count))
         return batch
 
 

@@ -113,7 +113,8 @@ class EncodePipeline:
     def _hand_over(self, result: EncodedBatch) -> None:
         if result.encodings is not None:
             result.encodings.wait()
-            bad = (~(result.encodings.image_ok & result.encodings.text_ok)).nonzero().flatten().tolist()
+            good = (result.encodings.image_ok & result.encodings.text_ok).tolist()
+            bad = [row for row in range(len(result.batch.images)) if not good[row]]
             if bad:
                 self._encode_again(result, bad)
         self._put(result)
@@ -121,16 +122,15 @@ class EncodePipeline:
     def _encode_again(self, result: EncodedBatch, rows: list[int]) -> None:
         """Encodes rows with values that are not finite again, in fp32. Rejects those that still are not finite."""
         batch = result.batch
-        pixels = {r: squares[rows] for r, squares in batch.pixels.items()}
-        tokens = batch.tokens if self.texts is None else batch.tokens[rows]
-        fresh = encode(pixels, tokens, self.images, self.texts, exact=True).to_cpu()
-        fresh.wait()
-        for i, row in enumerate(rows):
-            if fresh.image_ok[i] and fresh.text_ok[i]:
+        for row in rows:  # one by one: how many there are must not matter, see `DecodedBatch`
+            pixels = {r: squares[row : row + 1] for r, squares in batch.pixels.items()}
+            fresh = encode(pixels, batch.tokens[row : row + 1], self.images, self.texts, exact=True).to_cpu()
+            fresh.wait()
+            if fresh.image_ok[0] and fresh.text_ok[0]:
                 result.reencoded.add(row)
-                result.encodings.replace(row, fresh, i)
+                result.encodings.replace(row, fresh, 0)
             else:
-                result.rejected[row] = NONFINITE_TEXT if fresh.image_ok[i] else NONFINITE_LATENT
+                result.rejected[row] = NONFINITE_TEXT if fresh.image_ok[0] else NONFINITE_LATENT
 
     def _put(self, result: EncodedBatch | None) -> None:
         # A writer thread that has died empties the queue no more: notice it instead of waiting forever.

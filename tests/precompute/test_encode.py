@@ -1,6 +1,7 @@
 """The encode job as a command: what it writes, and what interruptions, ranks and changed options do to it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from benchmarks.killing import digests
 from data.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
@@ -229,6 +231,26 @@ def test_values_that_are_not_finite_are_encoded_again_in_fp32(encoded, read, rec
     assert {"key": good[7]["key"], "reason": "nonfinite_latent"}.items() <= next(
         row for row in rows if row["reason"] == "nonfinite_latent"
     ).items()
+
+
+def test_encoders_get_as_many_rows_in_every_batch_of_every_start(recipe, tmp_path, monkeypatch):
+    """Kernels, and with them the last bits, depend on that number."""
+    encode, shapes = KLVae.encode, set()
+
+    def record(self, images, exact=False):
+        shapes.add(tuple(images.shape))
+        return encode(self, images, exact)
+
+    monkeypatch.setattr(KLVae, "encode", record)
+    out = tmp_path / "out"
+    main([recipe(batch=8, workers=0)])  # 12 images
+    whole = digests(out)
+    for shard in sorted((out / "train" / "shards").iterdir())[1:2]:  # as after a kill
+        shutil.rmtree(shard)
+    (out / "train" / "index.json").unlink()
+    main([recipe(batch=8, workers=0)])
+    assert shapes == {(8, 3, 16, 16), (8, 3, 32, 32)}
+    assert digests(out) == whole
 
 
 def test_a_weight_beyond_float16_is_encoded_in_fp32(vae_folder, tmp_path, monkeypatch):
