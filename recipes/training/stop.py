@@ -18,10 +18,11 @@ from types import FrameType
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+NO_SIGNAL = 0  # no signal has this number
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 _caught: str | None = None
-_can_wait = False
+_in_batches = False
 
 
 class StartAgain(SystemExit):
@@ -41,18 +42,14 @@ def caught() -> str:
     return _caught or "a signal to another rank"
 
 
-@contextmanager
-def between_batches() -> Iterator[None]:
-    """Inside, a run looks at `requested` after each batch; elsewhere a signal ends the process at once.
+def begin_batches() -> None:
+    """From now on, and until `stop_signals` ends, the run looks at `requested` after each batch.
 
-    Until the first batch there is nothing to save.
+    Before it, a signal ends the process at once, since there is nothing to save. Call it when every rank trains its
+    first batch: those that would wait for it alone might wait for ranks that have ended.
     """
-    global _can_wait
-    _can_wait = True
-    try:
-        yield
-    finally:
-        _can_wait = False
+    global _in_batches
+    _in_batches = True
 
 
 @contextmanager
@@ -62,11 +59,16 @@ def stop_signals() -> Iterator[None]:
     The end of the launcher that started the process does, too: `composer` ends at SIGTERM without a word to its
     processes, which would train on and hold their GPUs.
     """
-    global _caught
-    _caught = None
+    global _caught, _in_batches
+    _caught, _in_batches = None, False
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    numbers, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    watcher = threading.Thread(target=_end_at_once, args=(numbers,), name="stop-signals", daemon=True)
+    watcher.start()
+    wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     before = {number: signal.signal(number, _catch) for number in SIGNALS}
     launched = "RANK" in os.environ  # not from a shell, whose end must not end what runs in its background
     if launched:
@@ -78,7 +80,11 @@ def stop_signals() -> Iterator[None]:
             _at_end_of_parent(0)
         for number, handler in before.items():
             signal.signal(number, handler)
-        _caught = None
+        signal.set_wakeup_fd(wakeup)
+        os.write(write_end, bytes([NO_SIGNAL]))
+        watcher.join()  # it has read all signals
+        os.close(write_end)
+        _caught, _in_batches = None, False
 
 
 def _at_end_of_parent(number: int) -> None:
@@ -89,10 +95,32 @@ def _at_end_of_parent(number: int) -> None:
 
 def _catch(number: int, frame: FrameType | None) -> None:
     global _caught
-    name = signal.Signals(number).name
-    if not _can_wait:
-        if os.environ.get("RANK", "0") == "0":
-            # No object of the interrupted code may be used here, such as a logger whose lock it holds.
-            os.write(sys.__stdout__.fileno(), f"{name}: nothing to save; start it again to go on\n".encode())
-        os._exit(EXIT_CODE)
-    _caught = name
+    _caught = signal.Signals(number).name
+
+
+def _end_at_once(numbers: int) -> None:
+    """End the process at a signal before its first batch.
+
+    This is a thread's work: handlers run between two lines of Python in the main thread, which may wait in C++ for
+    minutes, such as for ranks that have ended.
+
+    Args:
+        numbers: file from which the numbers of this process's signals are read, one byte each, up to `NO_SIGNAL`.
+    """
+    with open(numbers, "rb", buffering=0) as file:
+        while (number := file.read(1)[0]) != NO_SIGNAL:
+            if number in SIGNALS and not _in_batches:
+                if os.environ.get("RANK", "0") == "0":
+                    name = signal.Signals(number).name
+                    # No object of the main thread may be used here, such as a logger whose lock it holds.
+                    os.write(sys.__stdout__.fileno(), f"{name}: nothing to save; start it again to go on\n".encode())
+                os._exit(EXIT_CODE)
+
+
+def _leave_to_parent() -> None:
+    """In a process that was forked: its signals must not be written into its parent's file."""
+    if signal.getsignal(SIGNALS[0]) is _catch:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -64,6 +64,7 @@ class Guard(Lever):
         flags = torch.stack([bad.to(run.device, torch.int32), stops])
         all_reduce(flags, "MAX")
         found, run.stopping = (bool(flag) for flag in flags.tolist())
+        stop.begin_batches()  # every rank is here
         self._bad = found and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
         if self._bad:
             if run.nonfinite + 1 >= self.limit:

@@ -35,7 +35,6 @@ from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
 from recipes.engines.resuming import says_what_to_remove
 from recipes.planning.opening import opening
-from recipes.training import stop
 from recipes.training.callback import is_complete
 from recipes.training.microbatches import samples_of, split
 from recipes.training.newest import has_checkpoints
@@ -57,8 +56,7 @@ def train(recipe: Recipe) -> None:
             for event in (Event.FIT_START, Event.FIT_END):
                 trainer.engine.run_event(event)
     else:
-        with stop.between_batches():
-            trainer.fit()
+        trainer.fit()
     trainer.close()
 
 

@@ -65,8 +65,7 @@ class LightningTraining:
     def fit(self) -> None:
         """Train to the end of the run."""
         try:
-            with stop.between_batches():
-                self.trainer.fit(self.module)
+            self.trainer.fit(self.module)
         except stop.StartAgain:
             self.loggers.close()
             raise

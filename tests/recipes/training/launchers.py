@@ -22,7 +22,8 @@ EVENTS = {"composer": ("SIGTERM", "SIGINT", "rank"), "torchrun": ("SIGTERM", "SI
 
 def be_a_rank(folder: Path) -> None:
     rank = os.environ["RANK"]
-    with stop.stop_signals(), stop.between_batches():
+    with stop.stop_signals():
+        stop.begin_batches()
         (folder / f"{rank}.started").write_text(str(os.getpid()))
         while not stop.requested():
             time.sleep(0.01)

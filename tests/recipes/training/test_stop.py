@@ -4,9 +4,11 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.training import stop
 from tests.ranks import launch
@@ -16,21 +18,62 @@ from tests.recipes.training.launchers import text_of
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_between_batches_a_signal_waits(number):
     before = signal.getsignal(number)
-    with stop.stop_signals(), stop.between_batches():
+    with stop.stop_signals():
+        stop.begin_batches()
         assert not stop.requested()
         os.kill(os.getpid(), number)
         assert stop.requested() and stop.caught() == signal.Signals(number).name
     assert signal.getsignal(number) is before and not stop.requested()
 
 
-def test_before_the_first_batch_a_signal_ends_the_process(tmp_path):
+def wait_in_cpp(folder):
+    """What process groups do when they start: wait for a rank, which here never comes, without a line of Python."""
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    store.set_timeout(timedelta(seconds=600))
+    store.wait(["the other rank"])
+
+
+@pytest.mark.parametrize("wait", [lambda folder: time.sleep(600), wait_in_cpp], ids=["python", "c++"])
+def test_before_the_first_batch_a_signal_ends_the_process(tmp_path, wait):
     child = os.fork()
     if not child:
         os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
         with stop.stop_signals():
-            os.kill(os.getpid(), signal.SIGTERM)
+            (tmp_path / "waits").write_text("yes")
+            wait(tmp_path)
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE == 85
+    text_of(tmp_path / "waits")
+    time.sleep(0.5)  # till it does
+    os.kill(child, signal.SIGTERM)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        time.sleep(0.02)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        ended = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == stop.EXIT_CODE == 85
+    assert (tmp_path / "out").read_text() == "SIGTERM: nothing to save; start it again to go on\n"
+
+
+def test_a_signal_to_a_forked_process_is_its_own(tmp_path):
+    child = os.fork()
+    if not child:
+        with stop.stop_signals():  # no batch has begun
+            worker = os.fork()
+            if not worker:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(3)
+            status = os.waitpid(worker, 0)[1]
+            time.sleep(0.2)
+        os._exit(os.waitstatus_to_exitcode(status))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_a_second_use_begins_before_its_first_batch():
+    with stop.stop_signals():
+        stop.begin_batches()
+    with stop.stop_signals():
+        assert not stop._in_batches
 
 
 def test_the_end_of_the_launcher_is_a_signal(tmp_path):
@@ -38,7 +81,8 @@ def test_the_end_of_the_launcher_is_a_signal(tmp_path):
     if not launcher:
         os.environ["RANK"] = "0"
         if not os.fork():
-            with stop.stop_signals(), stop.between_batches():
+            with stop.stop_signals():
+                stop.begin_batches()
                 (tmp_path / "started").write_text("yes")
                 while not stop.requested():
                     time.sleep(0.01)
