@@ -55,16 +55,16 @@ class Encodings:
     def in_flight(self) -> bool:
         return self.ready is not None and not self.ready.query()
 
-    def replace(self, row: int, other: Encodings, other_row: int) -> None:
-        """Copies a row of other encodings into a row of these."""
+    def replace(self, row: int, other: Encodings) -> None:
+        """Copies the first row of other encodings into a row of these."""
         for resolution, old in self.images.items():
             new = other.images[resolution]
             for name in old.arrays:
-                old.arrays[name][row] = new.arrays[name][other_row]
+                old.arrays[name][row] = new.arrays[name][0]
             if old.sums is not None:
-                old.sums[row] = new.sums[other_row]
+                old.sums[row] = new.sums[0]
         if self.text is not None:
-            self.text[row] = other.text[other_row]
+            self.text[row] = other.text[0]
 
 
 def encode(

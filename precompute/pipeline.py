@@ -128,7 +128,7 @@ class EncodePipeline:
             fresh.wait()
             if fresh.image_ok[0] and fresh.text_ok[0]:
                 result.reencoded.add(row)
-                result.encodings.replace(row, fresh, 0)
+                result.encodings.replace(row, fresh)
             else:
                 result.rejected[row] = NONFINITE_TEXT if fresh.image_ok[0] else NONFINITE_LATENT
 
