@@ -198,9 +198,9 @@ def start(
                 continue
             del left[rank]
             code = os.waitstatus_to_exitcode(status)
-            # Where one has ended, the others may fail for the lack of it.
-            # Until this project's handlers are set, Composer's exit with 128 and the signal's number.
+            # Before this project's handlers are set, a signal ends a process itself, or by Composer's handler.
             expected = (0,) if sent is None else (0, EXIT_CODE, -number, 128 + number)
+            # Only the first end counts: the others may fail for the lack of that process.
             if first_end is None and code not in expected:
                 raise RuntimeError(f"rank {rank} ended with {code}:\n{log.read_text()[-3000:]}")
             if first_end is None and sent is not None:
