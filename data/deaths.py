@@ -68,13 +68,8 @@ class Places:
         """The worker processes that have begun a sample and run no more."""
         return self.processes() - {process.pid for process in active_children()}
 
-    def end_all(self) -> None:
-        """End the worker processes that have begun a sample."""
-        workers = [process for process in active_children() if process.pid in self.processes()]
-        for worker in workers:
-            worker.kill()  # they ignore SIGTERM
-        for worker in workers:
-            worker.join()
+    def forget(self) -> None:
+        """All worker processes have been ended: nothing is known of their successors."""
         self._rows["process"] = 0
         _alarms.clear()
 
@@ -116,10 +111,13 @@ def worker_deaths(places: Places, workers: int) -> Iterator[None]:
         text = str(error)
         if isinstance(error, EOFError | ConnectionError) or PINNING in text:
             with worker_deaths(places, workers):  # PyTorch may notice it meanwhile
-                found = _handed_over(places, workers)
-            if found is None:
+                dead = _ended_soon(places, workers)
+            if not dead:
                 raise
-            raise found from error
+            processes = ", ".join(map(str, sorted(dead)))
+            reason = f"DataLoader worker (pid(s) {processes}) exited while it handed over a batch"
+            # Bound to no name: this frame and the error would keep each other, and with them the loader's iterator.
+            raise DecoderDied(reason, places.of(dead)) from error
         if not workers or not (DEAD_WORKER.search(text) or NO_MEMORY.search(text)):
             raise
         reason = text.strip().splitlines()[-1]  # the lines before are the worker's traceback
@@ -130,17 +128,12 @@ def worker_deaths(places: Places, workers: int) -> Iterator[None]:
         raise DecoderDied((told or [reason])[0], places.of({int(process) for process in dead})) from error
 
 
-def _handed_over(places: Places, workers: int) -> DecoderDied | None:
-    """Whether a worker died while it handed over a batch, and PyTorch did not see yet that it had."""
+def _ended_soon(places: Places, workers: int) -> set[int]:
+    """The worker processes that died while they handed over a batch; PyTorch did not see yet that they had."""
     end = time.monotonic() + NOTICED
     while workers and not places.ended() and time.monotonic() < end:
         time.sleep(0.05)
-    dead = places.ended() if workers else set()
-    if not dead:
-        return None
-    processes = ", ".join(map(str, sorted(dead)))
-    reason = f"DataLoader worker (pid(s) {processes}) exited while it handed over a batch"
-    return DecoderDied(reason, places.of(dead))
+    return places.ended() if workers else set()
 
 
 def keep_alarms() -> None:

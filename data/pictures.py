@@ -137,9 +137,9 @@ class ImageLoader(DataLoader):
                         batch = next(batches, None)
                 except DecoderDied as death:
                     if batches is not None:
-                        kill_workers(batches)  # with those that have not begun a sample, of which `places` know nothing
+                        kill_workers(batches)
                         batches = None
-                    deaths.places.end_all()
+                    deaths.places.forget()
                     deaths.add(death, self.dataset.batches)
                     continue
                 if batch is None:

@@ -1,7 +1,9 @@
 """Which samples and shards are left out when decoding processes die."""
 
+import gc
 import multiprocessing
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +73,21 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch(monkeypatch, finished):
         raise EOFError
     assert f"(pid(s) {worker.pid})" in death.value.reason
     assert death.value.positions == ([] if finished else [Position(SHARDS[1], 4)])
+
+
+def test_a_death_is_freed_when_it_has_been_handled(monkeypatch):
+    """Its traceback holds the loader's iterator, which ends the workers when it is freed."""
+    monkeypatch.setattr(Places, "ended", lambda self: {72})
+    gc.disable()  # it would find cycles
+    try:
+        try:
+            with worker_deaths(Places(SHARDS), workers=1):
+                raise EOFError
+        except DecoderDied as death:
+            held = weakref.ref(death)
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pipe_that_breaks_before_pytorch_raises(monkeypatch):
