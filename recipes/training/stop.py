@@ -58,6 +58,9 @@ def stop_signals() -> Iterator[None]:
 
     The end of the launcher that started the process does, too: `composer` ends at SIGTERM without a word to its
     processes, which would train on and hold their GPUs.
+
+    After `StartAgain` the process ignores them until it has ended: launchers send SIGTERM to all when the first one has
+    ended, and the status of the others must be the same.
     """
     global _caught, _in_batches
     _caught, _in_batches = None, False
@@ -75,6 +78,9 @@ def stop_signals() -> Iterator[None]:
         _at_end_of_parent(signal.SIGTERM)
     try:
         yield
+    except StartAgain:
+        before = dict.fromkeys(SIGNALS, signal.SIG_IGN)
+        raise
     finally:
         if launched:
             _at_end_of_parent(0)

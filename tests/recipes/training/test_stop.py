@@ -55,6 +55,20 @@ def test_before_the_first_batch_a_signal_ends_the_process(tmp_path, wait):
     assert (tmp_path / "out").read_text() == "SIGTERM: nothing to save; start it again to go on\n"
 
 
+def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
+    """Launchers end it when another rank was faster."""
+    child = os.fork()
+    if not child:
+        try:
+            with stop.stop_signals():
+                stop.begin_batches()
+                raise stop.StartAgain
+        except SystemExit as error:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(error.code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE
+
+
 def test_a_signal_to_a_forked_process_is_its_own(tmp_path):
     child = os.fork()
     if not child:
