@@ -37,7 +37,7 @@ DAYS = {(24, 1024, 16): (1, 64, 0.86), (54, 1920, 20): (2, 64, 2.27), (72, 3072,
 DAY = 86400 / 68507  # seconds per step of an epoch that takes a day
 # Seconds of each step that are in no operation of the model, fitted: data, loss scaling, loops over tensors in the
 # update. More GPUs do not divide them.
-REST = 0.237
+REST = 0.236
 # Megatron checkpoints whole layers: the recomputation repeats the two all-reduces of the forward pass.
 REPEATED = 1.5
 

@@ -47,17 +47,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, record: Record) -> Tensor:
-        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        ctx.save_for_backward(q, k, v, result)
+        # Kernels write the result in the order of the queries' memory, so that joining the heads copies nothing.
+        result = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)  # one logarithm per query, of its softmax's sum
+        ctx.save_for_backward(q, k, v, result, sums)
         ctx.record = record
-        record(_flops(q, k, v), (q, k, v, result))
+        record(_flops(q, k, v), (q, k, v, result, sums))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, result = ctx.saved_tensors
+        q, k, v, *rest = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in (q, k, v))
-        ctx.record(ATTENTION_BACKWARD * _flops(q, k, v), (q, k, v, result, gradient, *gradients))
+        ctx.record(ATTENTION_BACKWARD * _flops(q, k, v), (q, k, v, *rest, gradient, *gradients))
         return *gradients, None
 
 

@@ -36,10 +36,10 @@ class Shares:
 # Fitted by benchmarks/published.py on three published rates of training Stable Diffusion 2 on A100s: `compute` and
 # `gap` on 8 GPUs at 256 and at 512, `links` on 128 GPUs at 256. `memory` is assumed. docs/planning.md compares other
 # published rates with what follows. For GPUs with no shares of their own, these are a guess.
-SHARES = Shares(compute=0.355, memory=0.8, links=0.584, gap=11.1e-6)
+SHARES = Shares(compute=0.354, memory=0.8, links=0.584, gap=11.3e-6)
 # Fitted there, too, on three figures of Megatron-LM: the rate of one GPU, the speed-up on two, and the efficiency of
 # the largest model with 16 heads on eight.
-V100_SHARES = dataclasses.replace(SHARES, compute=0.53, links=0.568)
+V100_SHARES = dataclasses.replace(SHARES, compute=0.53, links=0.569)
 
 
 @dataclass(frozen=True)

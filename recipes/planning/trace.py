@@ -1,6 +1,7 @@
 """The operations of a model's forward and backward pass, and what is kept in between, read off on the meta device.
 
-Weights, inputs and results are counted in bf16. Attention is counted as a fused kernel, which keeps queries, keys,
+Weights and inputs are counted in bf16, results in the formats that autocast gives them: products in bf16, the sums of
+a residual stream that is float32 in float32. Attention is counted as a fused kernel, which keeps queries, keys,
 values and results, and every other operation as PyTorch runs it, one by one; levers that fuse operations make a run
 faster and smaller than that.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from recipes.models.task import Task
+from recipes.planning.autocast import MetaAutocast
 from recipes.planning.gpu_kernels import GpuKernels
 
 Kind = Literal["convolution", "product", "attention", "other"]
@@ -155,8 +157,8 @@ def trace(task: Task, batch: dict[str, Tensor], visible: float | None = None) ->
     recorder = _Recorder()
     blocks = _Blocks(kept, recorder)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.random.fork_rng(devices=[]), _no_autocast(), blocks.watch(task):  # noqa: SIM117 - modes come last
-        with recorder, GpuKernels(recorder.attention):
+    with torch.random.fork_rng(devices=[]), blocks.watch(task):  # noqa: SIM117 - modes come last
+        with recorder, GpuKernels(recorder.attention), MetaAutocast():
             with hooks:
                 loss = task(batch)["total"]
             forward = recorder.taken()
@@ -174,18 +176,6 @@ def trace(task: Task, batch: dict[str, Tensor], visible: float | None = None) ->
         outside=total - sum(blocks.inside),
         visible=visible,
     )
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Inside, models may ask for autocast on the meta device: it is off. PyTorch raises for that device."""
-    autocast, enabled = torch.autocast, torch.is_autocast_enabled
-    torch.autocast = lambda kind, *args, **kwargs: nullcontext() if kind == "meta" else autocast(kind, *args, **kwargs)
-    torch.is_autocast_enabled = lambda *kind: kind != ("meta",) and enabled(*kind)
-    try:
-        yield
-    finally:
-        torch.autocast, torch.is_autocast_enabled = autocast, enabled
 
 
 def _visible(operations: list[Operation], task: Task, batch: dict[str, Tensor]) -> float:

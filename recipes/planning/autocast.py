@@ -1,0 +1,71 @@
+"""bf16 autocast for the meta device, which PyTorch's own refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+DTYPE = torch.bfloat16
+# Functions through which models multiply matrices. PyTorch casts below them, where no mode sees it.
+PRODUCTS = frozenset(
+    {
+        F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        F.scaled_dot_product_attention, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
+        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm,
+    }
+)  # fmt: skip
+
+
+class MetaAutocast(TorchFunctionMode):
+    """Inside, matrices on the meta device are multiplied in bf16, and models that ask are told so.
+
+    What models choose themselves stays: norms and sums take the format of what they are given, and a part in which a
+    model turns autocast off multiplies in the format of its factors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.enabled and func in PRODUCTS:
+            args, kwargs = tuple(map(_cast, args)), {name: _cast(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> MetaAutocast:
+        self._known = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+        autocast, is_enabled, dtype_of = self._known
+        torch.autocast = lambda kind, *options, **named: (
+            self._set(*options, **named) if kind == "meta" else autocast(kind, *options, **named)
+        )
+        torch.is_autocast_enabled = lambda *kind: self.enabled if kind == ("meta",) else is_enabled(*kind)
+        torch.get_autocast_dtype = lambda kind: DTYPE if kind == "meta" else dtype_of(kind)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype = self._known
+        super().__exit__(*error)
+
+    @contextmanager
+    def _set(self, dtype: torch.dtype | None = None, enabled: bool = True, **options: Any) -> Iterator[None]:
+        """What `torch.autocast("meta", ...)` is inside."""
+        before, self.enabled = self.enabled, enabled
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+
+def _cast(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(DTYPE) if value.is_meta and value.dtype == torch.float32 else value
+    if isinstance(value, list | tuple):
+        return type(value)(map(_cast, value))
+    return value
