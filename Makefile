@@ -63,6 +63,8 @@ python=; \
 	fi
 endef
 
+GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
+
 # --- checks ------------------------------------------------------------------------------------
 
 PYTEST_ARGS ?=
@@ -73,9 +75,12 @@ JOBS ?= $(shell echo $$(( $$(nproc) + 1 )))
 test test-image test-stores: export OMP_NUM_THREADS ?= 1
 test test-image test-stores: export MKL_NUM_THREADS ?= 1
 
+# On a machine with a GPU, all tests run as on one without, and then those of the GPU. PYTEST_ARGS may select none (5).
+PYTEST := $(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder
+
 test: lint  ## run the linters and the tests; PYTEST_ARGS='-k name' selects some
-	$(BIN)/python -m pytest -q -ra --durations=10 -n $(JOBS) --maxprocesses 4 --no-loadscope-reorder \
-	    $(PYTEST_ARGS)
+	$(if $(GPU),CUDA_VISIBLE_DEVICES= )$(PYTEST) $(PYTEST_ARGS)
+	$(if $(GPU),$(PYTEST) -m gpu $(PYTEST_ARGS) || [ $$? = 5 ])
 
 test-cluster: install  ## submit jobs to a Slurm that is started here, which needs root; check manifests of Kubernetes
 	$(BIN)/python -m pytest -q -ra -p no:xdist tests/cluster/trial_kubernetes.py tests/cluster/trial_slurm.py
@@ -95,7 +100,6 @@ lint: install  ## run ruff and hadolint
 
 # Without a GPU one process trains, without a launcher, which would import all of Composer a second time; with GPUs the
 # launcher starts one process per GPU.
-GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 ONE := $(BIN)/$(if $(GPU),composer,python)
 # The diffusion model and the transformer are trained by two processes of one thread, which a second program on one of two
 # cores slows less than one process of two threads. Images are read by one process; those stages run side by side instead.

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import Item, items
 from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
 
@@ -56,10 +57,7 @@ def prepare(options: argparse.Namespace) -> None:
     os.environ |= {name: str(CACHE / folder) for name, folder in folders.items()}
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    # The server process must not touch the GPU, because CUDA does not survive a fork: whether there is one is asked of
-    # the driver's library. Nor may it start the compiler's workers, as importing inductor does otherwise.
-    # Nor may it ask for the GPU's capability, as xformers does otherwise to find out whether it can use Triton.
-    os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0", "XFORMERS_ENABLE_TRITON": "1"}
+    os.environ |= WITHOUT_CUDA  # for the process whose forks the steps are
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -27,6 +27,8 @@ from typing import TextIO
 
 import numpy as np
 
+from benchmarks.gpu_run.forks import WITHOUT_CUDA
+
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "TESTS_RANKS_SERVER"  # environment variable that workers have
 LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -87,7 +89,7 @@ def start_server() -> str:
             [sys.executable, "-m", "tests.ranks", str(listener.fileno())],
             cwd=ROOT,
             # Lightning and torch read the number of threads when they are imported.
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment | {"OMP_NUM_THREADS": "1"} | WITHOUT_CUDA,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -98,9 +100,8 @@ def start_server() -> str:
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-def _serve(listener: socket.socket) -> None:
-    """Forks a process for each client, until the last one has gone. A forked worker or rank comes back from here, and
-    ends as any process does."""
+def preload() -> None:
+    """Imports what workers and ranks would."""
     from data.cycles import RARELY
 
     gc.set_threshold(*RARELY)
@@ -116,8 +117,17 @@ def _serve(listener: socket.socket) -> None:
 
     builders = [builder for group, names in COMPONENTS.items() if group != "logger" for builder in names.values()]
     for builder in builders:
-        importlib.import_module(builder.split(":")[0])
+        with contextlib.suppress(ImportError):  # a test that needs what is missing says so itself
+            importlib.import_module(builder.split(":")[0])
     get_cpu_model()  # Composer's Trainer starts a process to ask for it, once per process
+    if torch.cuda.is_initialized():
+        raise RuntimeError("imports have initialised CUDA: no forked process can use the GPU")
+
+
+def _serve(listener: socket.socket) -> None:
+    """Forks a process for each client, until the last one has gone. A forked worker or rank comes back from here, and
+    ends as any process does."""
+    preload()
     gc.freeze()  # no search of a forked process copies the memory of what has been imported
 
     listener.settimeout(0.2)

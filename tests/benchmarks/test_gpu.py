@@ -1,9 +1,10 @@
 """The command for a machine with a GPU, at tiny sizes without one: its steps, its records, and what ends a step."""
 
-import inspect
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 import weakref
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch.autograd import DeviceType
 from benchmarks import adam16, gpu, reporting
 from benchmarks.gpu_run import numbers, operators, suite, trained
 from benchmarks.gpu_run.context import Context, benchmark
+from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import FAMILIES, Item, items
 from benchmarks.gpu_run.numbers import SameDraws
 from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
@@ -213,20 +215,33 @@ def test_optimizers_are_measured_one_after_the_other(tmp_path, monkeypatch):
     assert records.as_text().count("## adam16, d16") == 1
 
 
-def test_the_server_of_forks_asks_no_gpu(tmp_path, monkeypatch):
-    """xformers decides at import whether it can use Triton; asking for the capability would initialise CUDA."""
-    xformers = pytest.importorskip("xformers")
-    decide = inspect.getclosurevars(xformers._is_triton_available).nonlocals["func"]  # without what it remembers
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(gpu, "CACHE", tmp_path)
-    gpu.prepare(SimpleNamespace(device="gpu", commit=None))
+IMPORTS = """
+import sys, traceback
+import torch
 
-    def initialises(*device):
-        raise AssertionError("CUDA is initialised in the process that forks")
+def touch(*args, **kwargs):
+    touched.extend(traceback.format_list(traceback.extract_stack()[-4:-1]))
+    raise RuntimeError("CUDA is not there")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", initialises)
-    assert decide()
+touched = []
+torch.cuda._device_count_nvml = lambda: 1  # the driver's library finds one
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch.cuda._lazy_init = touch
+
+from benchmarks.gpu_run.device import failed_imports
+from tests.ranks import preload
+preload()
+failed_imports()
+assert torch.cuda.is_available()
+sys.exit("".join(touched) or None)
+"""
+
+
+def test_processes_that_fork_others_start_no_cuda():
+    """As on a machine with a GPU, where forks of a process that has started CUDA cannot use it: neither importing what
+    the server of tests imports does, nor what that of `gpu.py` imports."""
+    environment = os.environ | WITHOUT_CUDA | {"PYTHONPATH": str(gpu.ROOT), "CUDA_VISIBLE_DEVICES": "0"}
+    done = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # --- processes, which a step cannot take with it -----------------------------------------------
