@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from data.files import write_text
 from data.log import log
+from recipes.algorithms.sixteen_bit.stored import factor_of
 from recipes.training import stop
 from recipes.training.finite import largest_magnitude
 from recipes.training.lever import Lever
@@ -133,7 +134,8 @@ class Guard(Lever):
 def block_norms(task: nn.Module) -> list[dict[str, Any]]:
     """L2 norms of weights and gradients of each block, and of all other parameters; texts where not finite.
 
-    Every rank must call it. Gradients of copies of the model are equal on all ranks.
+    Every rank must call it. Gradients of copies of the model are equal on all ranks. Gradients that are stored in 16
+    bits count without the factors that they carry.
     """
     names = {id(module): name for name, module in task.named_modules()}
     groups = {names[id(block)]: list(block.parameters()) for block in task.blocks()} if hasattr(task, "blocks") else {}
@@ -141,8 +143,9 @@ def block_norms(task: nn.Module) -> list[dict[str, Any]]:
     groups["the rest"] = [p for p in task.parameters() if id(p) not in inside]
     found = []
     for name, parameters in groups.items():
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        found.append({"block": name, "weights": _norm(parameters), "gradients": _norm(gradients)})
+        used = [p for p in parameters if p.grad is not None]
+        gradients = _norm([p.grad for p in used], [factor_of(p) for p in used])
+        found.append({"block": name, "weights": _norm(parameters), "gradients": gradients})
     return found
 
 
@@ -154,12 +157,14 @@ def _share(tensor: Tensor) -> float:
     return math.prod(tensor.device_mesh.size(i) for i, placement in placed if placement.is_shard()) / world_size()
 
 
-def _norm(tensors: list[Tensor]) -> float | str:
+def _norm(tensors: list[Tensor], factors: Sequence[Tensor | None] = ()) -> float | str:
     own = [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
     if not own:
         return 0.0
     shares = [_share(t) for t in tensors]
-    squared = torch.stack([t.float().square().sum() * n for t, n in zip(own, shares, strict=True)]).sum()
+    squares = [t.float().square().sum() * n for t, n in zip(own, shares, strict=True)]
+    pairs = zip(squares, factors or [None] * len(squares), strict=True)
+    squared = torch.stack([s if factor is None else s / factor.square() for s, factor in pairs]).sum()
     if any(isinstance(t, DTensor) for t in tensors):
         all_reduce(squared)
     norm = squared.sqrt().item()

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from recipes.algorithms.gradients.clipping import ClipByNorm
-from recipes.algorithms.resilience.guard import REPORT, Guard
+from recipes.algorithms.resilience.guard import REPORT, Guard, block_norms
+from recipes.algorithms.sixteen_bit.stored import store
 from recipes.training import stop
 from recipes.training.finite import has_finite_weights, is_worth_keeping, largest_magnitude
 from recipes.training.levers import Levers
@@ -85,6 +86,15 @@ def test_too_many_in_a_row_end_the_run_with_a_report(tmp_path):
     (block,) = report["blocks"]
     weights = torch.nn.utils.get_total_norm([p.detach() for p in run.task.parameters()])
     assert block["gradients"] == "nan" and block["weights"] == pytest.approx(weights.item())
+
+
+def test_norms_of_gradients_stored_in_16_bits_are_without_their_factors():
+    task = nn.Linear(2, 2)
+    store([task.weight], torch.tensor(2.0**13))
+    task.weight.grad = torch.full((2, 2), 2.0**13, dtype=torch.float16)
+    task.bias.grad = torch.tensor([math.sqrt(5.0), 0.0])
+    (block,) = block_norms(task)
+    assert block["gradients"] == pytest.approx(3.0)
 
 
 def test_a_full_disk_does_not_hide_why_the_run_ends(tmp_path, capsys):
