@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.log import log
+from recipes.training.compiled import result
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
@@ -68,7 +69,7 @@ class _Linear(torch.autograd.Function):
         w, w_factor = quantise(weight, FORWARD)
         ctx.save_for_backward(q, q_factor, weight)
         ctx.dtype = x.dtype
-        return product(q, w.T, torch.stack([q_factor, w_factor]), dtype, fast=True)
+        return result(product(q, w.T, torch.stack([q_factor, w_factor]), dtype, fast=True))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from recipes.training.compiled import result
+
 
 class _Enter(Function):
     """f: the identity. Backward: the sum over the group."""
@@ -16,7 +18,7 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return result(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -28,7 +30,7 @@ class _Leave(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return summed(x, group)
+        return result(summed(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

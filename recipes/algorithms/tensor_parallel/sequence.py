@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from recipes.algorithms.tensor_parallel.collectives import gathered, summed
+from recipes.training.compiled import result
 
 Exchange = Callable[[Tensor, ProcessGroup], Tensor]
 
@@ -45,7 +46,7 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: Exchange, back: Exchange) -> Tensor:
         ctx.group, ctx.back = group, back
-        return there(x, group)
+        return result(there(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -58,7 +59,7 @@ class _Shared(Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return tuple(x.view_as(x) for x in tensors)
+        return tuple(map(result, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
