@@ -43,6 +43,9 @@ def disk_error(error: BaseException) -> OSError | None:
     if type(error).__name__ == "CheckpointException":  # of torch.distributed.checkpoint: rank -> (error, traceback)
         return next(filter(None, (disk_error(failure) for failure, _ in error.failures.values())), None)
     text = str(error)
+    if isinstance(error, RuntimeError) and (match := re.search(r"open file failed with strerror: (.*)", text)):
+        number = next((number for number in ADVICE if os.strerror(number) == match[1]), errno.EACCES)
+        return OSError(number, match[1])
     if isinstance(error, RuntimeError) and "inline_container" in text and "PytorchStreamReader" not in text:
         # PyTorch does not say why it cannot write. If Python writes for it, that error came first.
         before = error.__context__

@@ -105,11 +105,17 @@ def plain_pickles() -> Iterator[None]:
         ValueError: from whatever loads such a checkpoint.
     """
     theirs = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
+    refused: list[Exception] = []
 
+    # Without further arguments: by those, torch 2.11 would ask for another file, which is not checked here.
     def read_metadata(self: FileSystemReader) -> Any:
-        check_metadata(Path(self.path, ".metadata"))
-        metadata = theirs[0](self)
-        check_names(Path(self.path), metadata.state_dict_metadata)
+        try:
+            check_metadata(Path(self.path, ".metadata"))
+            metadata = theirs[0](self)
+            check_names(Path(self.path), metadata.state_dict_metadata)
+        except Exception as error:  # torch 2.11 goes on and says only that there is no metadata
+            refused.append(error)
+            raise
         return metadata
 
     def load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
@@ -121,7 +127,7 @@ def plain_pickles() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:  # what the loader makes of any error, with the tracebacks of all ranks
-        for cause, *_ in error.failures.values():
+        for cause in refused or [cause for cause, *_ in error.failures.values()]:
             if isinstance(cause, ValueError | FileNotFoundError) and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
             reason = (str(cause) or type(cause).__name__).split("\n")[0][:200]
