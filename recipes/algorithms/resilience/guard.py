@@ -154,7 +154,8 @@ def _share(tensor: Tensor) -> float:
     if not isinstance(tensor, DTensor):
         return 1.0
     placed = enumerate(tensor.placements)
-    return math.prod(tensor.device_mesh.size(i) for i, placement in placed if placement.is_shard()) / world_size()
+    divided = (tensor.device_mesh.size(i) for i, placement in placed if not placement.is_replicate())
+    return math.prod(divided) / world_size()
 
 
 def _norm(tensors: list[Tensor], factors: Sequence[Tensor | None] = ()) -> float | str:
