@@ -43,7 +43,9 @@ def test_more_sizes_than_a_function_may_be_compiled_for():
     assert compiler.count == len(sizes)
 
 
-def test_masks_do_not_share_compilations():
+def test_masks_do_not_share_compilations(monkeypatch):
+    # Torch 2.11 refuses gradients on a CPU before it compiles; they are not computed here.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     with torch._dynamo.config.patch(recompile_limit=1):
         compiler = Compiler()
         for kind in ("row", "convolution"):

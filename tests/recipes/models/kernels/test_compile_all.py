@@ -110,9 +110,9 @@ def compiler(request, monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    driver.set_active(found)
-    yield found
-    driver.reset_active()
+    # Not reset_active(): since Triton 3.4 that makes the driver of a GPU, which a machine without one has not.
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", found)
+    return found
 
 
 @pytest.mark.parametrize("compiler", CAPABILITIES, indirect=True, ids=lambda number: f"sm_{number}")
