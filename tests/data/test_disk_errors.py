@@ -47,7 +47,11 @@ def test_errors_of_disks_are_one_line_with_advice(error):
 
 @pytest.mark.parametrize(
     ("reason", "number"),
-    [("Read-only file system", errno.EROFS), ("No space left on device", errno.ENOSPC), ("Is a directory", errno.EACCES)],
+    [
+        ("Read-only file system", errno.EROFS),
+        ("No space left on device", errno.ENOSPC),
+        ("Is a directory", errno.EACCES),
+    ],
 )
 def test_torch_2_11_says_why_it_cannot_write(reason, number):
     error = RuntimeError(f"[enforce fail at inline_container.cc:747] . open file failed with strerror: {reason}")
