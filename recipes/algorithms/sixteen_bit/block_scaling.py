@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from recipes.training.compiled import result
+
 
 class Enter(Function):
     """From the identity path into a block: 32 to 16 bits. Backward: to 32 bits, filtered, divided by the scale.
@@ -50,7 +52,7 @@ class Leave(Function):
         """y (...) float16, scale () float32 -> (...) float32."""
         ctx.save_for_backward(scale)
         ctx.dtype = y.dtype
-        return y.to(torch.float32)
+        return result(y.to(torch.float32))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
