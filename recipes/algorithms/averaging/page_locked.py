@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 
@@ -58,9 +59,14 @@ def _view(block: Tensor, start: int, tensor: Tensor) -> Tensor:
 
 def _register(block: Tensor) -> str | None:
     """Lock the pages of a tensor for all GPUs of this process; returns why they cannot be, or None."""
-    portable = 1  # cudaHostRegisterPortable
-    error = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), portable)
-    return None if int(error) == 0 else str(error)
+    cudart, portable = torch.cuda.cudart(), 1  # cudaHostRegisterPortable
+    error = cudart.cudaHostRegister(block.data_ptr(), block.numel(), portable)
+    if int(error) == 0:
+        return None
+    # CUDA keeps the error until it is read. PyTorch reads it after the next kernel, which would be blamed for it.
+    with contextlib.suppress(RuntimeError):
+        torch.ones((), device="cuda")
+    return cudart.cudaGetErrorString(error)
 
 
 def _unregister(block: Tensor) -> None:

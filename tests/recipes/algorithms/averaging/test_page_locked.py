@@ -80,6 +80,40 @@ def test_without_locks_it_is_ordinary_memory(monkeypatch, capsys):
     assert "could not be page-locked (cudaErrorMemoryAllocation); training waits" in capsys.readouterr().out
 
 
+def test_a_refusal_is_named_and_not_left_to_the_next_kernel(monkeypatch):
+    """CUDA's runtime as far as it matters here: it keeps an error until a kernel's check reads it."""
+
+    class Runtime:
+        kept = 0
+
+        def cudaHostRegister(self, pointer, size, flags):
+            self.kept = 2
+            return 2
+
+        def cudaGetErrorString(self, error):
+            return {2: "out of memory"}[error]
+
+        def kernel(self, *args, **options):
+            error, self.kept = self.kept, 0
+            if error:
+                raise RuntimeError("CUDA error: out of memory")
+
+    runtime, block = Runtime(), torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.kernel)
+    assert page_locked._register(block) == "out of memory"
+    assert runtime.kept == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_on_a_gpu_training_goes_on_after_a_refusal():
+    (view,) = PageLocked([torch.zeros(2**20, device="cuda")]).views
+    error = page_locked._register(view.view(torch.uint8))  # a second time
+    assert "already" in error
+    assert torch.arange(3, device="cuda").add(1).sum().item() == 6
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_on_a_gpu_copies_do_not_wait():
