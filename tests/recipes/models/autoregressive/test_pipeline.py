@@ -1,0 +1,50 @@
+"""The picture whose upper rows are kept: the same pixels as training makes of the file."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.sources.base import Sample
+from data.sources.filters import Filter
+from recipes.models.autoregressive.pipeline import TokenPipeline
+
+
+class Eye:
+    """An image encoder that keeps the pixels it is shown."""
+
+    def store(self, pixels):
+        self.pixels = pixels[0, 0].numpy()
+        return SimpleNamespace(arrays={"tokens": torch.zeros(1, 1, 16, dtype=torch.int16)})
+
+
+def seen(file):
+    network = SimpleNamespace(layout=SimpleNamespace(side=4))
+    pipeline = TokenPipeline(network, Eye(), None, resolution=32, device="cpu", precision="fp32")
+    pipeline._given(file, 2)
+    return pipeline.image_encoder.pixels
+
+
+@pytest.mark.parametrize("kind", ["transparent", "palette", "16 bits", "turned"])
+def test_the_given_picture_is_read_as_in_training(tmp_path, kind):
+    rng = np.random.default_rng(0)
+    pixels, file, options = rng.integers(0, 256, (32, 32, 4), dtype=np.uint8), tmp_path / "picture.png", {}
+    image = Image.fromarray(pixels)
+    if kind == "palette":
+        image, options = Image.fromarray(pixels[..., 0]).convert("P"), {"transparency": 0}
+    elif kind == "16 bits":
+        image = Image.fromarray(rng.integers(0, 2**16, (32, 32), dtype=np.uint16))
+    elif kind == "turned":
+        options = {"exif": image.getexif()}
+        options["exif"][0x0112] = 6
+    image.save(file, **options)
+    trained = Filter().decode(Sample("0", file.read_bytes(), "a picture"))
+    assert (seen(file) == np.asarray(trained.image)).all()
+
+
+def test_a_picture_of_unknown_range_is_named(tmp_path):
+    Image.fromarray(np.zeros((32, 32), np.float32)).save(tmp_path / "depth.tiff")
+    with pytest.raises(ValueError, match=r"--picture: .*depth.tiff .*pixels of type F"):
+        seen(tmp_path / "depth.tiff")
