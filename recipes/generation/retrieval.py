@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from data.image_grid import to_uint8
-from data.sources.base import Sample, Source
+from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 
@@ -30,11 +30,17 @@ def read_pairs(source: Source, number: int | None, seed: int, side: int) -> tupl
     """
     decoder = Filter()
     found = [sample for shard in source.shards() for sample in source.read(shard) if isinstance(sample, Sample)]
-    if not found or number is not None and len(found) < number:
-        raise ValueError(f"--number: {number} images wanted, {len(found)} found; give fewer, or another set")
-    order = np.random.default_rng(seed).permutation(len(found))[:number]
-    drawn = [decoder.decode(found[i]) for i in sorted(order)]
-    drawn = [sample for sample in drawn if hasattr(sample, "image")]
+    drawn = {}
+    for i in np.random.default_rng(seed).permutation(len(found)).tolist():
+        if len(drawn) == number:
+            break
+        sample = decoder.decode(found[i])
+        if isinstance(sample, DecodedSample):  # another one takes the place of an image that cannot be decoded
+            drawn[i] = sample
+    if not drawn or number is not None and len(drawn) < number:
+        wanted = "all" if number is None else number
+        raise ValueError(f"--number: {wanted} images wanted, {len(drawn)} found that decode; give fewer or another set")
+    drawn = [drawn[i] for i in sorted(drawn)]
     images = np.stack([resize_and_crop(sample.image, side)[0] for sample in drawn])
     return [sample.caption for sample in drawn], images, [sample.caption.strip() for sample in found]
 
