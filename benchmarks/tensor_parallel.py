@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.reporting import write_results
 from benchmarks.timing import times
 from data.cost import FLOAT
+from data.process_groups import leave
 from recipes.algorithms.tensor_parallel.divide import divide
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.planning.tensor_parallel import messages, sent_bytes
@@ -138,7 +139,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             f"{options.batch} samples of {options.side**2 * 5 // 4} tokens. {options.note}"
         )
         write_results("tensor_parallel", f"d{options.width}-{world}devices", rows, notes.strip())
-    dist.destroy_process_group()
+    leave()
     return rows
 
 

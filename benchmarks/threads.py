@@ -40,6 +40,7 @@ def work(seconds: float) -> None:
     from torch import distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    from data.process_groups import leave
     from recipes.config.build import build
     from recipes.config.recipe import Recipe, load_config
 
@@ -70,6 +71,8 @@ def work(seconds: float) -> None:
             dist.broadcast(ended, 0)
     if os.environ["RANK"] == "0":
         print(steps * BATCH / (time.perf_counter() - began))
+    if ranks > 1:
+        leave()
 
 
 def measure(processes: int, threads: int, spin: int | None, seconds: float) -> float:

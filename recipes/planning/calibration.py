@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from data.cost import count_text, size_text
 from data.memory import MEMORY
+from data.process_groups import leave
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.link_checks import all_reduce_rate
 
@@ -58,7 +59,7 @@ def calibrate() -> tuple[Device, dict[str, Any]]:
             within, between = links(torch.device(kind), world, local)
     finally:
         if world > 1:
-            dist.destroy_process_group()
+            leave()
     device = Device(
         name=torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine(),
         memory=memory(kind) / (1 if kind == "cuda" else local),

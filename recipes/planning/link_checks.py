@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from data.cost import FLOAT, all_reduce_bytes, size_text
+from data.process_groups import leave
 from recipes.planning.finding import Finding
 
 # Clocks that differ by more than this confuse logs, and certificates and tokens of object stores.
@@ -54,7 +55,7 @@ def link_checks(own: list[Finding]) -> Iterator[Finding]:
         yield clocks(device)
         yield bandwidth(device)
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def of_other_machines(told: list[tuple[str, list[Finding]]]) -> Iterator[Finding]:

@@ -15,6 +15,8 @@ TWO = """
 import sys
 import torch
 import torch.distributed as dist
+
+from data.process_groups import leave
 from recipes.training import ranks
 
 number = int(sys.argv[1])
@@ -26,6 +28,7 @@ for operation, wanted in {"SUM": 5.0, "MIN": 2.0, "MAX": 3.0}.items():
     assert tensor.item() == wanted, operation
 assert ranks.smallest(10 - number, torch.device("cpu")) == 9
 assert ranks.from_first_rank({"rank": number}) == {"rank": 0}
+leave()
 """
 
 
