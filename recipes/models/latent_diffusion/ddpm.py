@@ -10,7 +10,7 @@ from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 
 from data.draws import Draws
-from recipes.models.config_files import build_from
+from recipes.models.config_files import LARGEST, build_from
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 from recipes.models.latent_diffusion.samplers import integrate, make_scheduler
 
@@ -36,7 +36,7 @@ class DDPM(Objective):
 
         Args:
             prediction: what the network predicts: the noise, or the velocity (Salimans and Ho 2022).
-            steps: number of timesteps of the forward process.
+            steps: number of timesteps of the forward process, up to 10,000.
             beta_start: variance added at the first timestep.
             beta_end: variance added at the last timestep.
             beta_schedule: spacing between the two; scaled_linear is linear in the square root.
@@ -44,11 +44,13 @@ class DDPM(Objective):
             eval_timesteps: timesteps of the validation loss.
 
         Raises:
-            ValueError: a clip that is not above 0, or timesteps that do not exist.
+            ValueError: a clip that is not above 0, too many timesteps, or ones that do not exist.
         """
         super().__init__()
         if min_snr_gamma is not None and min_snr_gamma <= 0:
             raise ValueError(f"min_snr_gamma must be above 0, got {min_snr_gamma}")
+        if steps > LARGEST:
+            raise ValueError(f"ddpm: steps {steps}: give {LARGEST} or fewer; an export with more could not be opened")
         if not eval_timesteps or not all(0 <= t < steps for t in eval_timesteps):
             raise ValueError(f"ddpm: eval_timesteps {list(eval_timesteps)}: give at least one, all in [0, {steps})")
         self.prediction = prediction

@@ -106,6 +106,8 @@ def test_values_that_cannot_be():
     for steps in ([], [1000], [-1]):
         with pytest.raises(ValueError, match=r"ddpm: eval_timesteps .*: give at least one, all in \[0, 1000\)"):
             DDPM(eval_timesteps=steps)
+    with pytest.raises(ValueError, match="ddpm: steps 10001: give 10000 or fewer"):
+        DDPM(steps=10_001)
 
 
 def test_training_draws_every_timestep():
@@ -140,4 +142,6 @@ def test_an_objective_for_sampling_comes_back_from_an_export(tmp_path):
     DDPM(prediction="v_prediction", steps=500, beta_schedule="linear", eval_timesteps=[9]).save(tmp_path)
     opened = DDPM.open(tmp_path)
     assert opened.prediction == "v_prediction" and opened.schedule.steps == 500
+    DDPM(steps=10_000).save(tmp_path)
+    assert DDPM.open(tmp_path).schedule.steps == 10_000
     assert opened.scheduler_config["beta_schedule"] == "linear" and opened.scheduler_config["steps_offset"] == 1
