@@ -9,6 +9,7 @@ from typing import Literal
 
 from precompute.config import EncodeConfig
 from recipes.config.recipe import Recipe, load_config, read_values
+from recipes.planning.devices import Devices
 
 ROOT = "/precompose"  # of the repository in the image
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -114,15 +115,13 @@ def checked_config(yaml: str, overrides: tuple[str, ...]) -> Recipe | EncodeConf
 
 
 def check_division(recipe: Recipe, machines: int, processes: int) -> None:
-    """Whether the batch and the replicas of a recipe divide over the processes of a job.
+    """Whether the batch, the replicas and the tensor parallel groups of a recipe divide over the processes of a job.
 
     Raises:
         ValueError: they do not; the message names the nearest number of machines that does.
     """
     try:
-        recipe.training.device_batch(machines * processes)
-        if recipe.training.fsdp is not None:
-            recipe.training.fsdp.replicas_in(machines * processes, processes)
+        _divide(recipe, machines, processes)
     except ValueError as error:
         fitting = [n for n in range(1, 2 * machines) if _divides(recipe, n, processes)]
         nearest = min(fitting, key=lambda n: abs(n - machines), default=None)
@@ -130,8 +129,15 @@ def check_division(recipe: Recipe, machines: int, processes: int) -> None:
         raise ValueError(f"{error}{advice}") from None
 
 
+def _divide(recipe: Recipe, machines: int, processes: int) -> None:
+    """Divide as the run itself does when it starts. Raises ValueError where that does not work out."""
+    Devices.of(recipe.training, machines * processes, processes)
+    recipe.training.device_batch(machines * processes)
+
+
 def _divides(recipe: Recipe, machines: int, processes: int) -> bool:
-    fsdp = recipe.training.fsdp
-    world = machines * processes
-    replicas = 1 if fsdp is None else machines if fsdp.replicas == "machines" else fsdp.replicas
-    return recipe.training.global_batch % world == 0 and world % replicas == 0
+    try:
+        _divide(recipe, machines, processes)
+    except ValueError:
+        return False
+    return True

@@ -13,6 +13,7 @@ from cluster.submit import main, read_arguments, text_of
 
 TRAIN = "yamls/sd2_base.yaml"
 ENCODE = "yamls/sd2_encode.yaml"
+TOKENS = "yamls/dalle_12b.yaml"
 CLOUD = ["--image", "registry/x:1", "--claim", "runs"]
 
 
@@ -192,6 +193,13 @@ def test_a_task_of_skypilot():
 
 MISTAKES = {
     "--machines 16": [TRAIN, "--machines", "15"],  # the nearest number that divides the batch
+    "groups of 16 devices do not fit into machines of 8": [TOKENS, "training.tensor_parallel=16", "--machines", "2"],
+    "replicas: 4 does not divide 8 devices in groups of 4": [
+        TOKENS, "training.tensor_parallel=4", "training.fsdp.replicas=4", "--gpus", "4", "--machines", "2",
+    ],
+    "over 3 groups of 8 devices; it would over 2 x 8: --machines 2": [
+        TOKENS, "training.tensor_parallel=8", "training.global_batch=4", "--machines", "3",
+    ],
     "did you mean": ["yamls/sd2_bas.yaml", "--machines", "1"],
     "training.globl_batch": [TRAIN, "training.globl_batch=2", "--machines", "1"],
     "neither a recipe": ["yamls/openmoji_vocabulary.yaml", "--machines", "1"],
