@@ -36,11 +36,12 @@ class Progress(Callback):
             return
         rate = (clock.sample - self.last_samples) / (now - self.last)
         done = clock.share - self.began_share
-        left = (now - self.began) * (1 - clock.share) / done if done > 0 else 0.0
+        # A run of epochs whose length is not known gets on at their ends only.
+        left = f", {format_seconds((now - self.began) * (1 - clock.share) / done)} left" if done > 0 else ""
         loss = float("nan") if run.loss is None else run.loss
         log.info(
             f"{self.run_name}: {clock.share:4.0%}, batch {clock.batch}, loss {loss:.4f}, "
-            f"{rate:.0f} samples/s, {format_seconds(left)} left"
+            f"{rate:.0f} samples/s{left}"
         )
         self.last, self.last_samples = now, clock.sample
 

@@ -55,8 +55,8 @@ class Clock:
 
     @property
     def share(self) -> float:
-        """The share of the run that is done, from 0 to 1."""
-        value, unit = self.length
+        """The share of the run that is done, from 0 to 1: of its batches, where it is known how many an epoch has."""
+        value, unit = self.measure(self.duration)
         return min(1.0, self.passed(unit) / value)
 
     @property

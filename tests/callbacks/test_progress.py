@@ -48,6 +48,20 @@ def test_a_resumed_run_counts_from_where_it_started(now, capsys):
     assert capsys.readouterr().out == "name:  60%, batch 60, loss 0.5000, 16 samples/s, 0:40 left\n"
 
 
+def test_a_run_of_epochs(now, capsys):
+    """Its share is known within an epoch, too; the time left is not said where the length of an epoch is not known."""
+    for epoch_batches in (50, None):
+        run, callback = FakeRun(duration="2ep", epoch_batches=epoch_batches), Progress("name", "out", seconds=10)
+        callback.begin(run)
+        now.seconds += 10
+        run.at(10, samples=16).loss = 0.5
+        callback.step_end(run)
+    assert capsys.readouterr().out.splitlines() == [
+        "name:  10%, batch 10, loss 0.5000, 16 samples/s, 1:30 left",
+        "name:   0%, batch 10, loss 0.5000, 16 samples/s",
+    ]
+
+
 def test_validation_figures_are_those_of_its_set(capsys):
     run = run_at(7, 10)
     run.eval_label, run.eval_figures = "val", {"loss": 0.25, "psnr": 30.0}

@@ -89,3 +89,8 @@ def test_a_clock_measures_in_batches_where_it_can():
 def test_the_share_that_is_done(duration, share):
     clock = Clock(3, 24, 1, duration)
     assert clock.share == share and clock.ended == (share == 1)
+
+
+def test_a_run_of_epochs_gets_on_within_an_epoch():
+    assert [Clock(batch, 8 * batch, batch // 4, "3ep", 4).share for batch in (0, 3, 4, 12)] == [0, 0.25, 1 / 3, 1]
+    assert Clock(3, 24, 0, "3ep").share == 0  # how long an epoch is is not known
