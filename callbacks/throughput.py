@@ -129,14 +129,23 @@ class Throughput(Callback):
         if self.timer.full:
             run.log(self.figures())
 
+    def epoch_end(self, run: Run) -> None:
+        if self.profile is None:
+            self._plan_profile(run)
+
     def _profile(self, run: Run) -> None:
         """Continue a profile of communication that is under way, or plan one that is due."""
-        if self.profile is not None:
-            self.profile_steps -= 1
-            if self.profile_steps == 0:
-                self.communication = self.profile.stop()
-                self.profile = None
-        elif self.profile_due is not None and self.profile_due(run.clock):
+        if self.profile is None:
+            self._plan_profile(run)
+            return
+        self.profile_steps -= 1
+        if self.profile_steps == 0:
+            self.communication = self.profile.stop()
+            self.profile = None
+
+    def _plan_profile(self, run: Run) -> None:
+        """Let a profile begin with the next step, if one is due at the end of a step or of an epoch."""
+        if self.profile_due is not None and self.profile_due(run.clock):
             if world_size() == 1:
                 self.communication = 0.0
             else:

@@ -214,7 +214,9 @@ def test_one_rank_has_nothing_to_say():
     assert fake.logged[-1][1]["time/share/communication"] == 0.0
 
 
-def test_profiled_steps_count_for_nothing_else(now, monkeypatch):
+@pytest.fixture
+def profiles(now, monkeypatch):
+    """When profiles began, on the first of two ranks; to begin and to end one takes long."""
     profiles = []
 
     class Profile:
@@ -228,6 +230,10 @@ def test_profiled_steps_count_for_nothing_else(now, monkeypatch):
 
     monkeypatch.setattr(throughput, "CommunicationProfile", Profile)
     monkeypatch.setattr(throughput, "world_size", lambda: 2)
+    return profiles
+
+
+def test_profiled_steps_count_for_nothing_else(now, profiles):
     task = Layers()
     callbacks = [passing(now, {"step_end": 2}), Throughput(task, blank, None, window=2, communication_every="6ba")]
     fake = run(task, callbacks, batches=11)
@@ -236,6 +242,15 @@ def test_profiled_steps_count_for_nothing_else(now, monkeypatch):
     assert min(shares) == 9 and set(shares.values()) == {0.125}
     assert set(fake.values("throughput/samples_per_sec").values()) == {2.0}
     assert set(fake.values("throughput/device/samples_per_sec").values()) == {1.0}
+
+
+def test_profiles_of_each_epoch(now, profiles):
+    """An epoch ends after the end of its last step."""
+    task = Layers()
+    callbacks = [passing(now, {"step_end": 2}), Throughput(task, blank, None, window=2, communication_every="1ep")]
+    fake = run(task, callbacks, batches=14)
+    assert len(profiles) == 2  # of the steps 6 to 8 and 11 to 13
+    assert min(fake.values("time/share/communication")) == 8
 
 
 def test_exposed_communication():
