@@ -25,6 +25,7 @@ SHARED_BYTES = 1 << 30
 # The oldest driver that runs a major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility).
 DRIVERS = {11: 450, 12: 525, 13: 580}
 LOCKS = ("requirements.lock", "requirements-torch211.lock")
+SECONDS = 60  # after which a driver hangs
 
 
 def cheap_checks() -> Iterator[Finding]:
@@ -94,7 +95,11 @@ def _canonical(name: str) -> str:
 
 
 def gpu() -> Finding:
-    """Whether torch can use the GPUs that the driver shows. Imports torch."""
+    """Whether torch can use the GPUs that the driver shows. Imports torch.
+
+    Raises:
+        ValueError: the driver hangs, for which torch, and with it the checks that follow, would wait as well.
+    """
     import torch
 
     shown = _driver_gpus()
@@ -124,12 +129,15 @@ def gpu() -> Finding:
 
 
 def _driver_gpus() -> list[tuple[str, str]]:
-    """The GPUs that nvidia-smi lists: name and version of the driver."""
+    """The GPUs that nvidia-smi lists: name and version of the driver. Raises ValueError where it hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ValueError("GPU: nvidia-smi hangs: the driver or a GPU is broken; restart the machine") from None
     if listed.returncode:  # its message would be taken for a GPU
         return []
     return [(name, driver) for name, _, driver in (line.rpartition(", ") for line in listed.stdout.splitlines())]

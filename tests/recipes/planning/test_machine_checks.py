@@ -4,6 +4,7 @@ from importlib import metadata
 
 import pytest
 
+from recipes import doctor
 from recipes.planning import machine_checks
 from recipes.planning.machine_checks import load, open_files, packages, shared_memory, threads
 
@@ -105,3 +106,16 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch, driver, cuda, why):
     assert found.level == "error" and f"the driver {driver} shows NVIDIA H200" in found.text and why in found.text
     monkeypatch.setattr(machine_checks, "_driver_gpus", list)
     assert machine_checks.gpu().level == "ok"
+
+
+def test_a_driver_that_hangs(monkeypatch, tmp_path, capsys):
+    """It is one line of the doctor, who does not ask torch, which would hang too."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    run = machine_checks.subprocess.run
+    monkeypatch.setattr(machine_checks.subprocess, "run", lambda *given, **named: run(*given, **named | {"timeout": 1}))
+    with pytest.raises(SystemExit):
+        doctor.main([])
+    assert capsys.readouterr().err.startswith("error: GPU: nvidia-smi hangs: the driver or a GPU is broken; restart")
