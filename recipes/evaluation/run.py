@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from data.log import log
+from data.sources.base import Sample
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
@@ -57,15 +58,14 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     job.run(rank, world)
     if rank != 0:
         return None
-    radii = list(config.blur)
-    resolution = config.sampling.get("resolution") or pipeline.resolution
-    reference = reference_features(samples, resolution, radii, extractor, Path(config.out, "reference"))
+    references = references_of(job, samples)
+    resolution = resolution_of(config.sampling, pipeline)
     result = {
         "export": str(folder),
         "weights": f"{network.name}, sha256 {identity['network']}",
         "images": len(captions),
         "seeds": f"{config.seed} to {config.seed + len(captions) - 1}",
-        "reference": f"{len(reference[0])} pictures of {_one_line(config.reference.source)}",
+        "reference": f"{len(references[resolution][0])} pictures of {_one_line(config.reference.source)}",
         "reference content": content(samples),
         "resolution": resolution,
         "resize of the reference": RESIZE,
@@ -74,11 +74,29 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         "resize of the extractor": extractor.resize,
         "sampling": config.sampling or "the family's defaults",
         "contrastive model of clip_score": "none" if clip is None else f"{config.clip}, sha256 {identity['clip']}",
-        "rows": [row for variant in variants(config) for row in rows_of(job, variant, reference)],
+        "rows": [
+            row
+            for variant in variants(config)
+            for row in rows_of(job, variant, references[resolution_of(variant.options, pipeline)])
+        ],
     }
     write_report(result, Path(config.out))
     log.info(f"report: {config.out}/report.md")
     return result
+
+
+def resolution_of(options: dict[str, Any], pipeline: Any) -> int:
+    """Side in pixels of the images that a pipeline draws with these options."""
+    return options.get("resolution") or pipeline.resolution
+
+
+def references_of(job: Job, samples: list[Sample]) -> dict[int, dict[int, Any]]:
+    """Features of the reference by resolution and radius: it gets the size of the images, which a sweep may change."""
+    radii: dict[int, set[int]] = {}
+    for variant in variants(job.config):
+        radii.setdefault(resolution_of(variant.options, job.pipeline), set()).update(variant.radii)
+    folder = Path(job.config.out, "reference")
+    return {side: reference_features(samples, side, sorted(of), job.extractor, folder) for side, of in radii.items()}
 
 
 def rows_of(job: Job, variant: Variant, reference: dict[int, Any]) -> list[dict[str, Any]]:

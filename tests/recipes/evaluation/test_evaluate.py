@@ -106,6 +106,14 @@ def test_any_number_of_ranks_and_any_batch(export, write, tmp_path, monkeypatch)
             assert value == pytest.approx(alone[label][name], rel=0.02, abs=1e-3), name
 
 
+def test_a_reference_of_the_size_of_the_images(export, write, tmp_path):
+    """A resolution that is swept has the figures of an evaluation at that resolution."""
+    swept = figures(evaluate(export, read(write(sweeps={"resolution": [16, 32]}))))
+    other = write(out=str(tmp_path / "other"), sampling={"steps": 2, "resolution": 32})
+    assert swept["resolution 32"] == figures(evaluate(export, read(other)))["blur 0"]
+    assert swept["resolution 16"] == swept["blur 0"] != swept["resolution 32"]
+
+
 def refuse(export, path, capsys):
     with pytest.raises(SystemExit) as end:
         command.main([str(export), str(path)], USAGE)
