@@ -55,11 +55,13 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         "precision": config.precision,
     }
     job = Job(config, captions, pipeline, extractor, clip, reranker, identity, Path(config.out, "work"))
+    resolution = resolution_of(config.sampling, pipeline)
+    references = references_of(job, samples) if rank == 0 else {}
+    if rank == 0:  # before images are drawn, which may take hours: pictures that do not decode are missing
+        check_counts(settings_of(config), len(captions), len(references[resolution][0]))
     job.run(rank, world)
     if rank != 0:
         return None
-    references = references_of(job, samples)
-    resolution = resolution_of(config.sampling, pipeline)
     result = {
         "export": str(folder),
         "weights": f"{network.name}, sha256 {identity['network']}",

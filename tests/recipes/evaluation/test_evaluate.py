@@ -1,6 +1,8 @@
 """An evaluation from an export to its report, with real metrics on small models; interrupted and over two ranks."""
 
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -137,6 +139,21 @@ def test_what_cannot_be_evaluated(export, write, tmp_path, capsys):
     missing = {"kind": "inception", "path": str(tmp_path / "none.pth")}
     assert "extractor.path: no file" in refuse(export, write(extractor=missing), capsys)
     assert not list((tmp_path / "report").glob("*.json"))
+
+
+def test_too_few_pictures_that_decode(export, write, drawings, tmp_path, capsys, monkeypatch):
+    """They are missed before anything is drawn."""
+    with tarfile.open(drawings / "train" / "00000.tar") as whole, tarfile.open(tmp_path / "cut.tar", "w") as cut:
+        for number, member in enumerate(whole):
+            content = whole.extractfile(member).read()
+            member.size = len(content := content[:40] if number < 2 and member.name.endswith("png") else content)
+            cut.addfile(member, io.BytesIO(content))
+        samples = sum(name.endswith("png") for name in whole.getnames())
+    monkeypatch.setattr(DiffusionPipeline, "generate", lambda *_, **__: pytest.fail("images are drawn"))
+    source = {"name": "tars", "urls": str(tmp_path / "cut.tar")}
+    path = write(reference={"source": source}, images=None, kid_subset_size=samples)
+    error = refuse(export, path, capsys)
+    assert f"kid needs {samples} reference pictures, and there are {samples - 1}" in error
 
 
 def test_a_dry_run_counts(export, write, capsys, clip_folder):
