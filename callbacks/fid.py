@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -112,6 +113,8 @@ class Fid(PeriodicCallback):
             with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
                 self.features = build_extractor(*self.extractor, str(run.device))
             pictures = decoded(self.samples, self.side)
+            size = max(1, min(self.settings.kid_subset_size, len(pictures)))  # some may not decode
+            self.settings = replace(self.settings, kid_subset_size=size)
             check_counts(self.settings, len(self.grid.prompts), len(pictures))
             self.reference = self.features(pictures)["features"]
             self.samples = []

@@ -78,6 +78,17 @@ def test_a_model_that_has_diverged_does_not_end_the_run(make, capsys):
     assert run.logged == [] and "features are not finite, nothing is logged" in capsys.readouterr().out
 
 
+def test_a_picture_that_does_not_decode_is_left_out(make, monkeypatch):
+    """Subsets of KID, whose size is no option here, are as large as the pictures allow."""
+    cut = Sample("0", b"no picture", "0")
+    monkeypatch.setattr(Pictures, "read", lambda self, shard, read=Pictures.read: [cut, *read(self, shard)[1:]])
+    callback, run = make(images=12), FakeRun(Everything(), duration="5ba")
+    callback.begin(run)
+    callback.act(run.at(2))
+    assert callback.settings.kid_subset_size == len(callback.reference) == 11
+    assert np.isfinite(list(run.logged[0][1].values())).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
