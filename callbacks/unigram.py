@@ -39,6 +39,10 @@ class Unigram(Callback):
         self.seen: Tensor | None = None  # (K,), counts of this rank's training tokens
         self.validated: Tensor | None = None  # (K,), counts of the validation set's
 
+    def loaded(self, run: Run) -> None:
+        if self.seen is not None:  # a run that resumes at the end of an epoch may validate before its first batch
+            self.seen = self.seen.to(run.device)
+
     def before_forward(self, run: Run) -> None:
         self.seen = self._add(self.seen, run)
 

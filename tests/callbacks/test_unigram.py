@@ -58,6 +58,19 @@ def test_a_resumed_run_goes_on_counting(monkeypatch):
     assert state["seen"].tolist() == [1, 1, 0, 2]
 
 
+def test_a_run_that_resumes_at_the_end_of_an_epoch_validates_before_its_first_batch():
+    """Its counts, which come from the host, are then where those of the validation set are."""
+    callback, run = Unigram(SimpleNamespace(counted={"image": 4}), "run"), FakeRun()
+    run.device = torch.device("meta")
+    callback.load_state_dict({"seen": torch.tensor([1, 1, 0, 2])})
+    callback.loaded(run)
+    run.batch = {"image": torch.zeros(1, 2, dtype=torch.long, device=run.device)}
+    callback.eval_start(run)
+    callback.eval_before_forward(run)
+    assert callback.seen.device == callback.validated.device
+    Unigram(SimpleNamespace(counted={"image": 4}), "run").loaded(run)  # a new run
+
+
 def test_tokens_that_the_model_does_not_predict():
     with pytest.raises(ValueError, match="column is image, and the tokens that the model predicts are: tokens"):
         Unigram(SimpleNamespace(counted={"tokens": 4}), "run")
