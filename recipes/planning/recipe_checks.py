@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,15 @@ def recipe_checks(recipe: Recipe, missing: list[str]) -> Iterator[Finding]:
 
 
 def held_checkpoints(recipe: Recipe) -> list[int]:
-    """The sizes in bytes of the checkpoints that lie in the run's folder, of those that it keeps the newest."""
-    paths = sorted(Path(recipe.output, "checkpoints").glob("ep*-ba*"), key=lambda path: path.stat().st_mtime)
+    """The sizes in bytes of the checkpoints that lie in the run's folder, of those that it keeps the newest.
+
+    A run whose launcher has ended may still be there, and remove a checkpoint that has been found.
+    """
+    times = {}
+    for path in Path(recipe.output, "checkpoints").glob("ep*-ba*"):
+        with suppress(FileNotFoundError):
+            times[path] = path.stat().st_mtime
+    paths = sorted(times, key=times.__getitem__)
     keep = len(paths) if recipe.checkpoints.keep == -1 else recipe.checkpoints.keep
     return [_size(path) for path in paths[-keep:]]
 
@@ -67,7 +75,12 @@ def held_exports(found: Survey) -> int:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+    """Bytes of a file, or of the files in a folder, as far as they are still there."""
+    total = 0
+    with suppress(FileNotFoundError):
+        for file in [path, *path.rglob("*")]:
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def disk(output: Path, needed: int, free: Callable[[Path], int] | None = None) -> Finding:

@@ -1,5 +1,7 @@
 import json
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +95,27 @@ def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, t
         monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
         assert levels(recipe_checks(recipe, []))["disk"] == doctor
         assert levels(cheap_recipe_checks(recipe))["disk"] == start
+
+
+def test_checkpoints_that_are_removed_meanwhile(small_recipe, tmp_path, monkeypatch):
+    """The run before may still save, and remove what it does not keep, when the next one starts and looks."""
+    recipe = small_recipe(tmp_path / "run", "checkpoints.keep=2")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "ep0-ba2").mkdir(parents=True)
+    for name in ("ep0-ba1", "ep0-ba2/part", "ep0-ba3"):
+        (folder / name).write_bytes(b"1234")
+    looks = {folder / "ep0-ba1": 0, folder / "ep0-ba2" / "part": 1}  # before it is gone
+    stat = Path.stat
+
+    def late(path, **options):
+        if path in looks and os.path.exists(path):
+            if not looks[path]:
+                os.unlink(path)
+            looks[path] -= 1
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", late)
+    assert sorted(checks.held_checkpoints(recipe)) == [0, 4] and not any(map(os.path.exists, looks))
 
 
 def test_every_problem_is_listed(small_recipe, tmp_path, monkeypatch):
