@@ -27,7 +27,9 @@ class Length:
     def steps_in(self, duration: str) -> float | None:
         """A duration in optimizer steps, such as 25.0 for "1ep"."""
         number, unit = re.fullmatch(r"([\d.]+)(\w+)", duration).groups()
-        steps = {"ba": 1.0, "sp": 1 / self.batch, "ep": self.epoch_steps, "dur": self.steps}[unit]
+        if unit == "sp":  # divided: by a factor of 1 / batch, 7 batches of 75 would be slightly more than 7
+            return float(number) / self.batch
+        steps = {"ba": 1.0, "ep": self.epoch_steps, "dur": self.steps}[unit]
         return None if steps is None else float(number) * steps
 
     def times(self, every: str | None) -> int | None:

@@ -320,3 +320,8 @@ def test_nothing_saved():
 )
 def test_how_often_something_is_due(every, times):
     assert Length(steps=100, epoch_steps=25, batch=8).times(every) == times
+
+
+@pytest.mark.parametrize("batch", [48, 75, 600])
+def test_samples_that_are_whole_batches(batch):
+    assert [Length(None, None, batch).steps_in(f"{steps * batch}sp") for steps in range(1, 300)] == [*range(1, 300)]
