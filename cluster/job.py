@@ -38,6 +38,7 @@ class Job:
         environment: further variables.
         cpus: cores for each process; None: the scheduler's default.
         memory_gb: host memory of each machine in GB; None: the scheduler's default.
+        address: in an object store, to which what the run writes is copied; None: nothing is.
     """
 
     kind: Literal["train", "encode"]
@@ -56,6 +57,7 @@ class Job:
     environment: tuple[tuple[str, str], ...] = ()
     cpus: int | None = None
     memory_gb: int | None = None
+    address: str | None = None
 
     @property
     def processes(self) -> int:

@@ -58,6 +58,8 @@ def manifest_of(job: Job, options: KubernetesOptions) -> dict[str, Any]:
         raise ValueError("--claim: without a volume the checkpoints are lost with their pod; name a claim for runs/")
     if job.spares:
         raise ValueError("--spares: Kubernetes replaces a machine from its pool; leave it out")
+    if job.hours is not None:
+        raise ValueError("--hours: Kubernetes has no limit of time after which a run goes on; leave it out")
     name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:40].strip("-")
     labels = {"app.kubernetes.io/name": "precompose"} | ({} if options.queue is None else {QUEUE: options.queue})
     metadata: dict[str, Any] = {"name": name, "labels": labels}

@@ -24,6 +24,10 @@ def task_text(job: Job, accelerator: str | None) -> str:
         raise ValueError("--accelerator: name the GPU to rent, such as H200")
     if job.spares:
         raise ValueError("--spares: rented machines are replaced; leave it out")
+    given = {"--hours": job.hours, "--mount": job.mounts, "--cpus": job.cpus, "--memory": job.memory_gb}
+    for option, value in given.items():
+        if value:
+            raise ValueError(f"{option}: the task for SkyPilot has none; leave it out")
     sizes = f"--machines {job.machines} --processes {job.processes}"
     check = f"python cluster/check.py --gpus {job.gpus} --output {shlex.quote(job.output)}"
     command = f"{check} && exec python cluster/launch.py {sizes} -- {shlex.join(job.command)}"

@@ -105,6 +105,7 @@ def job_of(options: argparse.Namespace) -> Job:
         environment=tuple((name, value) for name, _, value in variables),
         cpus=options.cpus,
         memory_gb=options.memory,
+        address=config.checkpoints.bucket if training else config.upload,
     )
     if training:
         check_division(config, job.machines, job.processes)
@@ -122,6 +123,12 @@ def text_of(options: argparse.Namespace, command: str) -> str:
         names = ("namespace", "queue", "claim", "secret", "cache", "topology")
         return manifest_text(job, KubernetesOptions(**{name: getattr(options, name) for name in names}))
     if options.scheduler == "skypilot":
+        if job.address is None and not options.dry_run:
+            key = "checkpoints.bucket" if job.kind == "train" else "upload"
+            raise ValueError(
+                f"{key}: not set, and the disks of rented machines go with them; name an address in a bucket, or add "
+                "file_mounts to the task that --dry-run prints"
+            )
         return task_text(job, options.accelerator)
     if job.image is not None and not job.mounts:
         raise ValueError(f"--mount: nothing of {job.output} would outlive the container; mount runs/ and the data")

@@ -185,7 +185,7 @@ def test_an_encode_job_of_kubernetes_tries_each_task_by_itself():
 
 
 def test_a_task_of_skypilot():
-    found = yaml.safe_load(made("skypilot", TRAIN, "--machines", "2", "--accelerator", "H200"))
+    found = yaml.safe_load(made("skypilot", TRAIN, "--machines", "2", "--accelerator", "H200", "--dry-run"))
     assert (found["num_nodes"], found["resources"]["accelerators"]) == (2, "H200:8")
     assert subprocess.run(["bash", "-n"], input=found["run"], text=True).returncode == 0
     assert shlex.split(found["run"].splitlines()[-1])[-2:] == ["recipes/train.py", TRAIN]
@@ -224,3 +224,29 @@ def test_a_mistake_is_one_line_before_anything_is_queued(mistake, monkeypatch):
 def test_kubernetes_needs_an_image_and_a_volume():
     assert "--image" in error_of("kubernetes", TRAIN, "--machines", "1", "--dry-run")
     assert "--claim" in error_of("kubernetes", TRAIN, "--machines", "1", "--image", "x", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("option", "schedulers"),
+    [
+        (["--hours", "24"], ["kubernetes", "skypilot"]),
+        (["--mount", "/data:/data"], ["skypilot"]),
+        (["--cpus", "4"], ["skypilot"]),
+        (["--memory", "64"], ["skypilot"]),
+    ],
+)
+def test_an_option_that_a_scheduler_does_not_have_is_not_passed_over(option, schedulers):
+    for scheduler in schedulers:
+        error = error_of(scheduler, TRAIN, "--machines", "1", *CLOUD, "--accelerator", "H200", *option, "--dry-run")
+        assert error.startswith(f"error: {option[0]}: ") and error.endswith("; leave it out\n")
+
+
+def test_what_rented_machines_write_has_to_outlive_them(monkeypatch):
+    submitted = []
+    monkeypatch.setattr("cluster.submit.submit", lambda scheduler, text: submitted.append(scheduler) or 0)
+    rent = ["--machines", "1", "--accelerator", "H200"]
+    assert "checkpoints.bucket: not set" in error_of("skypilot", TRAIN, *rent)
+    assert "upload: not set" in error_of("skypilot", ENCODE, *rent) and not submitted
+    assert main(["skypilot", TRAIN, "checkpoints.bucket=s3://runs/sd2", *rent]) == 0
+    assert main(["skypilot", ENCODE, "upload=s3://sets/sd2", *rent]) == 0
+    assert submitted == ["skypilot", "skypilot"]
