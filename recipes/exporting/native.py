@@ -112,7 +112,7 @@ def training_data(
         try:
             manifest = place.manifest()
             break
-        except FileNotFoundError as error:
+        except (FileNotFoundError, ValueError) as error:  # a remote set's store may refuse, or not answer
             missing = error
     else:
         raise FileNotFoundError(f"{missing}; or give a folder that has the manifest: --data FOLDER")

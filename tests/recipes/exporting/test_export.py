@@ -327,3 +327,17 @@ def test_data_and_encoders_that_have_gone(small_recipe, tmp_path, latent_sets, c
     shutil.rmtree(data)
     assert "--data FOLDER" in refuse(capsys, path, tmp_path / "again")
     assert (out / "model_index.json").is_file()  # what was there has stayed
+
+
+def test_a_store_that_cannot_be_reached(small_recipe, tmp_path, latent_sets, capsys):
+    """The run's own export has what the remote set would say."""
+    recipe = small_recipe(tmp_path / "run")
+    stream = f"{{name: remote, url: {tmp_path}/nowhere, cache: {tmp_path}/cache}}"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(to_yaml(recipe))
+    recipe = load_config(tmp_path / "run" / "recipe.yaml", [f"data.streams={{train: {stream}}}"], Recipe, missing=[])
+    path, _ = a_run(recipe, average=False)
+    assert "--data FOLDER" in refuse(capsys, path, tmp_path / "out")
+    shutil.copytree(latent_sets / "train", tmp_path / "run" / "export")
+    export(path, tmp_path / "out")
+    assert (tmp_path / "out" / "model_index.json").is_file()
