@@ -38,7 +38,7 @@ PEAKS: dict[tuple[str, ...], dict[NumberFormat, float]] = {
     ("rtx", "4090"): {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2},
     ("rtx", "3090"): {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71},
 }
-OTHER_THAN_ITS_NAME = {"mig", "laptop"}  # a part of a GPU, and a slower GPU of the same name
+OTHER_THAN_ITS_NAME = {"mig", "laptop", "ti", "d"}  # a part of a GPU, and slower or faster GPUs of the same name
 
 
 def peak_flops(gpu: str, number_format: NumberFormat) -> float | None:

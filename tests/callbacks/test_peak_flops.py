@@ -49,6 +49,8 @@ def test_known_gpus(gpu, number_format, tera):
         ("Tesla T4", "tf32"),
         ("NVIDIA H200 MIG 1g.18gb", "bf16"),  # a part of a GPU
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "fp16"),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16"),  # a faster GPU, and a slower one
+        ("NVIDIA GeForce RTX 4090 D", "bf16"),
         ("NVIDIA A1000", "bf16"),
         ("AMD Instinct MI300X", "bf16"),
         ("", "fp32"),
