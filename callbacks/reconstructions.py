@@ -40,7 +40,7 @@ class Reconstructions(PeriodicCallback):
         """
         Args:
             every: interval; null: only the end of the run, when a grid is always written.
-            pictures: number of images.
+            pictures: number of images, of the first rank's first batch.
 
         Raises:
             ValueError: the model reconstructs no images.
@@ -53,10 +53,17 @@ class Reconstructions(PeriodicCallback):
         self.average = average
         self.pictures = pictures
         self.originals: torch.Tensor | None = None
+        self.chosen = False  # whether `originals` are all that grids show
 
     def before_forward(self, run: Run) -> None:
-        if self.originals is None:  # the same images in every grid, so that grids can be compared
-            self.originals = run.batch["image"][: self.pictures].clone()
+        if self.chosen:
+            return
+        images = run.batch["image"]
+        images = images if self.originals is None else torch.cat([self.originals, images])
+        self.originals = images[: self.pictures].clone()
+
+    def gradients_ready(self, run: Run) -> None:
+        self.chosen = True  # after the first batch: the same images in every grid, so that grids can be compared
 
     def state_dict(self) -> dict[str, Any]:
         """The images, so that a resumed run shows the same."""
@@ -65,6 +72,7 @@ class Reconstructions(PeriodicCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the images of a checkpoint."""
         self.originals = state.get("originals")
+        self.chosen = self.originals is not None
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:

@@ -1,5 +1,6 @@
 """Reconstructions show the same images in every grid, also after a resume."""
 
+import pytest
 import torch
 
 from callbacks.reconstructions import Reconstructions
@@ -26,3 +27,16 @@ def test_a_resumed_run_shows_the_same_images(tmp_path):
     assert torch.equal(again, shown)
     unlike, _ = originals([other, first], {})  # a checkpoint of an earlier version
     assert not torch.equal(unlike, shown)
+
+
+@pytest.mark.parametrize("microbatch", [None, 3, 1])
+@pytest.mark.parametrize("pictures", [3, 9])
+def test_the_first_images_are_those_of_the_first_batch_in_any_microbatches(tmp_path, microbatch, pictures):
+    """If that has fewer images, no grid has more: all show the same ones."""
+    task = Everything()
+    run = FakeRun(task, duration="2ba")
+    callback = Reconstructions(task, str(tmp_path), None, every="1ba", pictures=pictures)
+    train(run, [TOKENS | {"image": IMAGES["image"] + shift} for shift in (0, 1)], [callback], microbatch=microbatch)
+    for _, _, images in run.images:
+        assert torch.equal(torch.from_numpy(images[::2]).permute(0, 3, 1, 2), IMAGES["image"][:pictures])
+    assert len(run.images) == 2
