@@ -120,21 +120,23 @@ def check_division(recipe: Recipe, machines: int, processes: int) -> None:
     """Whether the batch, the replicas and the tensor parallel groups of a recipe divide over the processes of a job.
 
     Raises:
-        ValueError: they do not; the message names the nearest number of machines that does.
+        ValueError: they do not; the message names the nearest number of machines that does. Or nothing would average
+            the gradients of the groups.
     """
     try:
-        _divide(recipe, machines, processes)
+        devices = _divide(recipe, machines, processes)
     except ValueError as error:
         fitting = [n for n in range(1, 2 * machines) if _divides(recipe, n, processes)]
         nearest = min(fitting, key=lambda n: abs(n - machines), default=None)
         advice = "" if nearest is None else f"; it would over {nearest} x {processes}: --machines {nearest}"
         raise ValueError(f"{error}{advice}") from None
+    devices.check_groups(recipe.training)
 
 
-def _divide(recipe: Recipe, machines: int, processes: int) -> None:
+def _divide(recipe: Recipe, machines: int, processes: int) -> Devices:
     """Divide as the run itself does when it starts. Raises ValueError where that does not work out."""
-    Devices.of(recipe.training, machines * processes, processes)
     recipe.training.device_batch(machines * processes)
+    return Devices.of(recipe.training, machines * processes, processes)
 
 
 def _divides(recipe: Recipe, machines: int, processes: int) -> bool:

@@ -54,3 +54,15 @@ class Devices:
         """
         world = int(os.environ.get("WORLD_SIZE", training.tensor_parallel))
         return cls.of(training, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+    def check_groups(self, training: Training) -> None:
+        """Whether something averages the gradients of tensor parallel groups.
+
+        Raises:
+            ValueError: nothing does.
+        """
+        if training.fsdp is None and self.tensor > 1 and self.replicas > 1:
+            raise ValueError(
+                f"training.tensor_parallel: {self.tensor} leaves {self.replicas} groups of devices, between which only "
+                "FSDP averages gradients; set training.fsdp={}"
+            )

@@ -42,11 +42,7 @@ def check_tensor_parallel(recipe: Recipe, devices: Devices, task: nn.Module | No
     plan = (build_on_meta(recipe.model) if task is None else task).tensor_plan()
     if plan is None:
         raise ValueError(f"{asked}: the model {recipe.model.name} does not say how its matrices can be divided; give 1")
-    if recipe.training.fsdp is None and devices.replicas > 1:
-        raise ValueError(
-            f"{asked} leaves {devices.replicas} groups of devices, between which only FSDP averages gradients; set "
-            "training.fsdp={}"
-        )
+    devices.check_groups(recipe.training)
     for label, algorithm in recipe.algorithms.items():
         if algorithm.name in REFUSED:
             raise ValueError(

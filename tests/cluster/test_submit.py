@@ -200,6 +200,9 @@ MISTAKES = {
     "over 3 groups of 8 devices; it would over 2 x 8: --machines 2": [
         TOKENS, "training.tensor_parallel=8", "training.global_batch=4", "--machines", "3",
     ],
+    "leaves 2 groups of devices, between which only FSDP averages gradients; set training.fsdp={}\n": [
+        "yamls/dalle_1b.yaml", "training.tensor_parallel=8", "--machines", "2",
+    ],
     "did you mean": ["yamls/sd2_bas.yaml", "--machines", "1"],
     "training.globl_batch": [TRAIN, "training.globl_batch=2", "--machines", "1"],
     "neither a recipe": ["yamls/openmoji_vocabulary.yaml", "--machines", "1"],
