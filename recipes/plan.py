@@ -44,6 +44,11 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error("give a recipe, --gpu and --gpus; or --calibrate NAME")
     if options.calibrate is not None and (options.yaml or options.gpu or options.gpus):
         parser.error("--calibrate NAME takes neither a recipe nor --gpu or --gpus")
+    for name, number in [*(("gpus", number) for number in options.gpus or ()), ("machine", options.machine)]:
+        if number < 1:
+            fail([f"--{name}: {number}; give 1 or more"])
+    if options.between is not None and not options.between > 0:
+        fail([f"--between: {options.between:g}; give a rate above 0"])
     return options
 
 

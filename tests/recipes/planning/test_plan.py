@@ -234,6 +234,9 @@ def test_where_nothing_fits_the_report_says_what_does(planner):
         (["--gpu", "h2000", "--gpus", "8"], "give v100-16"),
         (["--gpu", "h200", "--gpus", "7"], "2048 does not divide over 7 devices; the nearest .* divide it: 4 or 8"),
         (["training.globl_batch=3", "--gpu", "h200", "--gpus", "8"], "global_batch"),
+        (["--gpu", "h100", "--gpus", "8", "0"], "^error: --gpus: 0; give 1 or more$"),
+        (["--gpu", "h100", "--gpus", "8", "--machine", "-8"], "^error: --machine: -8; give 1 or more$"),
+        (["--gpu", "h100", "--gpus", "16", "--between", "0"], "^error: --between: 0; give a rate above 0$"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, line, capsys, monkeypatch):
