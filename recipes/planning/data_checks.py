@@ -84,6 +84,13 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
         limit = data.args.get("cache_limit")
         if limit is None:
             continue
+        from streaming.base.util import bytes_to_int
+
+        try:
+            room = bytes_to_int(limit)
+        except ValueError:
+            yield Finding("error", "cache", f"{label}.cache_limit is {limit}; give a size such as 100gb")
+            continue
         sizes = [
             sum(shard[part]["bytes"] for part in ("raw_data", "zip_data") if shard.get(part))
             for key, stream in _streams(recipe)
@@ -92,9 +99,7 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
         ]
         if not sizes:
             continue
-        from streaming.base.util import bytes_to_int
-
-        room, largest = bytes_to_int(limit), max(sizes)
+        largest = max(sizes)
         at_a_time = SHARDS_AT_A_TIME * max(1, _workers(data)) * _local_world()  # a machine's ranks share the cache
         text = f"{label}.cache_limit is {limit}, shards have up to {size_text(largest)}"
         if room < at_a_time * largest:

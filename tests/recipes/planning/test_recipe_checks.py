@@ -10,7 +10,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.values import Component
 from recipes.doctor import main
 from recipes.planning import recipe_checks as checks
-from recipes.planning.data_checks import fetch_indexes, shards
+from recipes.planning.data_checks import caches, fetch_indexes, shards
 from recipes.planning.dry_run import disk_bytes, problems, survey
 from recipes.planning.recipe_checks import cheap_recipe_checks, disk, recipe_checks
 
@@ -55,6 +55,15 @@ def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
+
+
+def test_a_cache_limit_that_is_no_size(small_recipe, tmp_path):
+    """It is one line, also before the first shards are here."""
+    recipe = small_recipe(tmp_path / "run", "data.cache_limit=10gigs")
+    for _ in range(2):
+        (found,) = caches(recipe)
+        assert found.level == "error" and found.text == "data.cache_limit is 10gigs; give a size such as 100gb"
+        recipe.data.args["streams"] = {"train": remote_stream("/nowhere", tmp_path / "none")}
 
 
 def test_disk(small_recipe, tmp_path):
