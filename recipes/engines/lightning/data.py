@@ -49,18 +49,25 @@ class RunBatches:
         self._global_batch = global_batch
 
     def __len__(self) -> int:
-        """The largest number of batches that may be left; the run ends when its clock says so."""
+        """The largest number of batches that may be left; the run ends when its clock says so.
+
+        It counts from where the run is: what is done may have been batches of another size, or longer epochs.
+        """
+        counts, per_epoch = self._run.counts, self._run.epoch_batches
         value, unit = self._run.clock.length
-        per_epoch = self._run.epoch_batches
+        left = value - self._run.clock.passed(unit)
         if unit == "ba":
-            most = value
+            most = left
+        elif not per_epoch:
+            most = 2**31 if unit == "ep" else left / self._global_batch
         elif unit == "ep":
-            most = value * per_epoch if per_epoch else 2**31
-        elif per_epoch and self._loading.samples:
-            most = math.ceil(value / self._loading.samples) * per_epoch
+            most = math.ceil(left) * per_epoch - min(counts.batch_in_epoch, per_epoch)
         else:
-            most = math.ceil(value / self._global_batch)
-        return max(1, int(most) - self._run.counts.batch)
+            # Some epochs end with a smaller batch, and some leave samples out.
+            samples = min(self._loading.samples or math.inf, per_epoch * self._global_batch)
+            present = max(0, per_epoch - counts.batch_in_epoch) if counts.batch_in_epoch else 0
+            most = present + math.ceil(left / samples) * per_epoch
+        return max(1, math.ceil(most))
 
     def __iter__(self) -> Iterator[Batch]:
         run, empty = self._run, 0

@@ -80,6 +80,22 @@ def test_a_run_has_its_length_whatever_the_unit(duration, epochs, length):
     assert len(batches) == {"7ba": 7, "2ep": 6, "14sp": 7, "12sp": 6, "1ba": 1}[duration]
 
 
+def test_samples_that_epochs_leave_out_do_not_end_a_run_early():
+    loader = Loader()  # 6 of 7 samples, as 7 do not divide by 2
+    seen, most = train(new_run("35sp", loader), loader, samples=7)
+    batches = [entry for entry in seen if isinstance(entry, int)]
+    assert most >= len(batches) == 18 and seen.count("end") == 6
+
+
+def test_a_run_whose_epochs_have_become_shorter_trains_all_that_are_left():
+    # Two epochs of 5 batches are done; with another number of ranks, or larger batches, an epoch has 3.
+    for duration in ("4ep", "32sp"):
+        loader = Loader()
+        seen, most = train(new_run(duration, loader, batch=10, sample=20, epoch=2), loader, samples=6)
+        batches = [entry for entry in seen if isinstance(entry, int)]
+        assert most == len(batches) == 6 and seen.count("end") == 2
+
+
 def test_a_batch_is_waited_for_before_it_comes():
     loader = Loader()
     seen, _ = train(new_run("4ba", loader), loader)
