@@ -14,6 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from recipes.encoders.open_clip_models import CONFIG, open_clip_tokenizer
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
+from recipes.models import config_files
 from recipes.models.autoregressive.task import Autoregressive, load_transformer
 from recipes.models.config_files import LARGEST, build_from
 from recipes.models.contrastive.task import ContrastiveText
@@ -139,6 +140,15 @@ def test_networks_larger_than_the_weights_are_not_built(tmp_path):
             build_from(file, build, weights)
         assert len(built) <= 1
     assert torch.nn.Linear(5000, 1000).weight.numel() == 5_000_000  # outside there is no limit
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_networks_of_any_size_are_built_of_their_weights(name, tmp_path, monkeypatch):
+    # from_pretrained gives a module each of its parameters twice, and open_clip some of them to two modules.
+    write, read, file = READERS[name]
+    write(tmp_path)
+    monkeypatch.setattr(config_files, "SPARE", 0)  # as for weights that are much larger than it
+    read((tmp_path / file).parent)
 
 
 @pytest.mark.parametrize(

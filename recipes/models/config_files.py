@@ -55,7 +55,8 @@ def build_from(
         if abs(number) > most:
             raise ValueError(f"{file}: {number} is more than any size of the weights beside it")
     try:
-        with _at_most(sum(tensor.numel() for tensor in tensors.values()) + SPARE):
+        # Twice, because modules may share parameters, which are counted in each: open_clip's CLIP has some in two.
+        with _at_most(2 * sum(tensor.numel() for tensor in tensors.values()) + SPARE):
             return build(values)
     except Exception as error:  # networks raise nearly anything for sizes of other types or signs
         text = " ".join(str(error).split())[:300]
@@ -73,12 +74,13 @@ def _integers(values: Any) -> Iterator[int]:
 
 @contextmanager
 def _at_most(values: int) -> Iterator[None]:
-    """Inside, modules cannot be given parameters with more values than these."""
+    """Inside, modules cannot be given parameters with more values than these, replaced ones aside."""
     found = 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal found
-        found += 0 if parameter is None else parameter.numel()
+        replaced = module._parameters.get(name)  # from_pretrained puts what it reads in the place of new parameters
+        found += sum(sign * p.numel() for sign, p in ((1, parameter), (-1, replaced)) if p is not None)
         if found > values:
             raise ValueError("a network that is larger than the weights beside it")
 
