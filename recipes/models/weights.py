@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,13 +81,16 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], file: Path, a
 DIFFUSERS = "diffusion_pytorch_model"
 # Fields of a diffusers config that change nothing of what a network computes from given weights.
 FREE = ("sample_size", "dropout", "force_upcast", "upcast_attention", "scaling_factor", "shift_factor")
+# Layers of autoencoders' attention by the names of earlier versions, which Stable Diffusion's published files have.
+EARLIER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+EARLIER_NAME = re.compile(rf"(.*mid_block\.attentions\.\d+)\.({'|'.join(EARLIER)})\.(weight|bias)")
 
 
 def load_diffusers(module: Any, folder: Path, part: str | None = None) -> None:
     """Load a folder that diffusers' `save_pretrained` wrote, of one network or of a whole pipeline.
 
-    Weights in 16 bits, and in several files, are read too. What shapes do not show, such as the number of attention
-    heads, is compared by the configs.
+    Weights in 16 bits, in several files, and with the names of earlier versions are read too. What shapes do not show,
+    such as the number of attention heads, is compared by the configs.
 
     Args:
         module: a network of diffusers.
@@ -133,7 +137,14 @@ def _read_diffusers(folder: Path) -> tuple[dict[str, Tensor], Path]:
         raise FileNotFoundError(
             f"{missing[0]}: no such weights{pickled}; expected a folder that diffusers or a training run wrote"
         )
-    return {name: tensor for file in files for name, tensor in _load_safetensors(file).items()}, files[0]
+    found = {_name_today(name): tensor for file in files for name, tensor in _load_safetensors(file).items()}
+    return found, files[0]
+
+
+def _name_today(name: str) -> str:
+    """The name of a tensor of a diffusers file in the present version of diffusers."""
+    match = EARLIER_NAME.fullmatch(name)
+    return f"{match[1]}.{EARLIER[match[2]]}.{match[3]}" if match else name
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -91,6 +91,22 @@ def test_folders_of_diffusers(tmp_path):
     found = unet()
     load_diffusers(found, tmp_path / "half")
     assert found.dtype == torch.float32 and equal(found, known.float())
+
+
+def test_autoencoders_of_earlier_versions_of_diffusers(tmp_path):
+    """Published ones, such as Stable Diffusion's, have other names for the layers of their attention."""
+    sizes = {"block_out_channels": (8,), "norm_num_groups": 4}
+    known, found = AutoencoderKL(**sizes), AutoencoderKL(**sizes)
+    known.save_pretrained(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    names = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+    tensors = load_file(file)
+    for new, old in names.items():
+        tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file)
+    assert equal(AutoencoderKL.from_pretrained(tmp_path), known)  # diffusers reads them
+    load_diffusers(found, tmp_path)
+    assert equal(found, known)
 
 
 def test_folders_of_other_networks(tmp_path):
