@@ -39,7 +39,14 @@ def integrate(
 
     Returns:
         (B, C, H, W), normalised latents.
+
+    Raises:
+        ValueError: as many steps as the forward process has timesteps, or more.
     """
+    # Two steps would share a timestep, which dpm++ divides by, and ddim would look beyond the last one.
+    timesteps = scheduler.config.num_train_timesteps
+    if steps >= timesteps:
+        raise ValueError(f"steps must be below the {timesteps} timesteps of the forward process, got {steps}")
     scheduler.set_timesteps(steps, device=noise.device)
     latents = noise * scheduler.init_noise_sigma
     for timestep in scheduler.timesteps:

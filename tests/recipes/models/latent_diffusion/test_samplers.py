@@ -50,6 +50,14 @@ def test_ddim_finds_a_single_point(prediction):
         torch.testing.assert_close(made, SCHEDULE.alpha[0] * mean + SCHEDULE.sigma[0] * start, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("sampler", DDPM.samplers)
+def test_as_many_steps_as_timesteps_are_refused(sampler):
+    assert run(exact(0.7, 0.5), sampler, 999)[1].isfinite().all()
+    for steps in (1000, 1001):
+        with pytest.raises(ValueError, match=f"steps must be below the 1000 timesteps.*, got {steps}"):
+            run(exact(0.7, 0.5), sampler, steps)
+
+
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_samplers_find_a_gaussian(prediction):
     mean, deviation = 0.7, 0.5
