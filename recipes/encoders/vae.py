@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,8 +120,13 @@ class KLVae(LatentEncoder):
             )
         self.channels = int(config.latent_channels)
         self.downsample = 2 ** (len(config.block_out_channels) - 1)
-        self.scaling_factor = float(config.scaling_factor)
-        self.shift_factor = float(config.shift_factor or 0.0)
+        scaling, shift = config.scaling_factor, config.shift_factor or 0.0
+        if not (_is_number(scaling) and scaling and _is_number(shift)):
+            raise ValueError(
+                f"image_encoder.path: {id} has scaling_factor {scaling!r:.50} and shift_factor {shift!r:.50}; give a "
+                "number other than 0, and a number"
+            )
+        self.scaling_factor, self.shift_factor = float(scaling), float(shift)
 
     @torch.no_grad()
     def encode(self, images: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
@@ -158,3 +164,7 @@ class KLVae(LatentEncoder):
             vae.post_quant_conv.bias += self.shift_factor * vae.post_quant_conv.weight.sum((1, 2, 3))
             vae.register_to_config(shift_factor=None)
         return vae
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

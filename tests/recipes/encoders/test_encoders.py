@@ -159,6 +159,15 @@ def test_a_vae_of_another_normalisation_is_refused(vae_folder, tmp_path):
         kl_vae(path=str(tmp_path))
 
 
+@pytest.mark.parametrize("factor", [{"scaling_factor": None}, {"scaling_factor": 0}, {"shift_factor": [0.5]}])
+def test_a_vae_without_a_scale_is_refused(vae_folder, tmp_path, factor):
+    config = json.loads((vae_folder / "config.json").read_text()) | factor
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "diffusion_pytorch_model.safetensors").symlink_to(vae_folder / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(ValueError, match="has scaling_factor .* and shift_factor .*; give a number other than 0"):
+        kl_vae(path=str(tmp_path))
+
+
 def test_only_safetensors_are_read(vae_folder, clip_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((vae_folder / "config.json").read_bytes())
     (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"a pickle")
