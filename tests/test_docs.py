@@ -91,9 +91,12 @@ def yaml_problem(cls, arguments):
     if arguments == ["--help"]:
         return None
     try:
-        load_config(ROOT / arguments[0], arguments[1:], cls, [])
+        config = load_config(ROOT / arguments[0], arguments[1:], cls, [])
     except ValueError as error:
         return str(error)
+    for argument in arguments:
+        if argument.startswith("sources=") and (others := config.sources.keys() - yaml.safe_load(argument[8:]).keys()):
+            return f"reads the YAML's own sources {sorted(others)}, too, which a user does not have"
     return None
 
 
@@ -296,6 +299,8 @@ def test_wrong_commands_are_found():
     assert problem(["composer", "-n", "8", "recipes/train.py", "yamls/sd2_base.yaml", "--dry-run"]) is None
     assert "seed: expected int" in problem(["composer", "recipes/train.py", "yamls/sd2_base.yaml", "seed=a"])
     assert "no such YAML" in problem(["python", "precompute/encode.py", "yamls/no.yaml"])
+    own = "sources={train: {name: folder, path: pictures}}"
+    assert "own sources ['val']" in problem(["python", "precompute/encode.py", "yamls/sd2_encode.yaml", own])
     text = "```bash\n$ A=1 make test && make docs  # both\npython x.py \\\n  'a=b c'\n```\n"
     (body,) = blocks(text, ("bash",))
     assert list(commands(body)) == [["make", "test"], ["make", "docs"], ["python", "x.py", "a=b c"]]
