@@ -105,11 +105,23 @@ def load_diffusers(module: Any, folder: Path, part: str | None = None) -> None:
         folder = folder / part
     tensors, file = _read_diffusers(folder)
     load_tensors(module, tensors, file)
-    config = read_object(folder / "config.json")
-    for name, own in module.config.items():
-        if not name.startswith("_") and name not in FREE and name in config and not _same(own, config[name]):
-            differs = f"{name} is {config[name]}, the recipe's network has {_plain(own)}"
-            raise ValueError(f"{folder / 'config.json'}: {differs}")
+    config = {name: own for name, own in module.config.items() if not name.startswith("_") and name not in FREE}
+    check_config(config, folder / "config.json")
+
+
+def check_config(config: Mapping[str, Any], file: Path) -> None:
+    """Compare what describes a network with the file beside weights that it loads, as far as both have a value.
+
+    Shapes do not show all, such as the number of attention heads.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the weights are those of another network.
+    """
+    saved = read_object(file)
+    for name, own in config.items():
+        if name in saved and not _same(own, saved[name]):
+            raise ValueError(f"{file}: {name} is {saved[name]}, the recipe's network has {_plain(own)}")
 
 
 def open_diffusers(kind: type[Network], folder: Path) -> Network:

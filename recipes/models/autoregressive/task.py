@@ -12,10 +12,10 @@ from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops, tensor_plan
 from recipes.models.earlier import separated
-from recipes.models.network_folder import FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
+from recipes.models.network_folder import CONFIG, FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
-from recipes.models.weights import load_safetensors
+from recipes.models.weights import check_config, load_safetensors
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
 
@@ -182,6 +182,7 @@ class Autoregressive(Task):
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
         load_safetensors(self.network, folder / FOLDER / WEIGHTS, separated)
+        check_config(self.sizes, folder / FOLDER / CONFIG)
 
 
 def predicted(text: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from recipes.models.language.transformer import TextTransformer, forward_flops, tensor_plan
-from recipes.models.network_folder import FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
+from recipes.models.network_folder import CONFIG, FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
-from recipes.models.weights import load_safetensors
+from recipes.models.weights import check_config, load_safetensors
 
 # Letters: B batch, S positions, V vocabulary.
 
@@ -115,6 +115,7 @@ class Language(Task):
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
         load_safetensors(self.network, folder / FOLDER / WEIGHTS)
+        check_config(self.sizes, folder / FOLDER / CONFIG)
 
 
 def load_language(folder: Path) -> TextTransformer:

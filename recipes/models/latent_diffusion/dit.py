@@ -18,7 +18,7 @@ from recipes.models.config_files import build_from
 from recipes.models.earlier import separated
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.tensor_plan import DividedBranch, TensorPlan
-from recipes.models.weights import load_tensors, read_safetensors
+from recipes.models.weights import check_config, load_tensors, read_safetensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FREQUENCIES = 256  # width of the sinusoidal time embedding, as in DiT
@@ -175,6 +175,7 @@ class DiT(Denoiser):
     def load(self, folder: Path) -> None:
         """See `Denoiser.load`."""
         load_tensors(self, _tensors(folder), folder / WEIGHTS)
+        check_config(self.config, folder / "config.json")
 
     @classmethod
     def open(cls, folder: Path) -> Self:

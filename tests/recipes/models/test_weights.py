@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.language.task import Language
+from recipes.models.latent_diffusion.dit import DiT
+from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
+from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.weights import load_diffusers, load_safetensors
 
 
@@ -132,3 +138,29 @@ def test_folders_of_other_networks(tmp_path):
     shutil.move(tmp_path / "parts" / last, tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match=last):
         load_diffusers(known, tmp_path / "parts")
+
+
+TOKENS = {"text_positions": 4, "text_vocabulary": 9, "side": 3, "codes": 5}
+
+
+def diffusion(**changes):
+    sizes = {"width": 16, "layers": 1, "heads": 2, "text_width": 8} | changes
+    return LatentDiffusion(denoiser=DiT(**sizes), objective=RectifiedFlow())
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (diffusion, {"heads": 4}),
+        (diffusion, {"latent_channels": 16, "patch_size": 1}),
+        (partial(Autoregressive, layers=1, width=16, **TOKENS), {"heads": 4}),
+        (partial(Autoregressive, layers=1, width=16, **TOKENS), {"kernel": 5}),
+        (partial(Language, layers=1, width=16, positions=4, vocabulary=9), {"heads": 4}),
+    ],
+)
+def test_exports_that_differ_in_no_shape(tmp_path, build, change):
+    """Such as in the number of heads: the weights would load, and compute something else."""
+    build(**{"heads": 2}).export(tmp_path)
+    build(**{"heads": 2}).load_export(tmp_path)
+    with pytest.raises(ValueError, match=rf"config.json: ({'|'.join(change)}) is \d+, the recipe's network has \d+$"):
+        build(**{"heads": 2} | change).load_export(tmp_path)
