@@ -109,16 +109,21 @@ def load_diffusers(module: Any, folder: Path, part: str | None = None) -> None:
     check_config(config, folder / "config.json")
 
 
-def check_config(config: Mapping[str, Any], file: Path) -> None:
+def check_config(config: Mapping[str, Any], file: Path, saved: Mapping[str, Any] | None = None) -> None:
     """Compare what describes a network with the file beside weights that it loads, as far as both have a value.
 
     Shapes do not show all, such as the number of attention heads.
+
+    Args:
+        config: of the network.
+        file: JSON.
+        saved: the part of the file that describes the network; None: all of it.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: the weights are those of another network.
     """
-    saved = read_object(file)
+    saved = read_object(file) if saved is None else saved
     for name, own in config.items():
         if name in saved and not _same(own, saved[name]):
             raise ValueError(f"{file}: {name} is {saved[name]}, the recipe's network has {_plain(own)}")

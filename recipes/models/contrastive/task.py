@@ -11,10 +11,13 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from data.clip_library import open_clip
+from recipes.models.config_files import read_object
 from recipes.models.kl_autoencoder.task import to_signed
 from recipes.models.precision import without_autocast
 from recipes.models.task import Task
-from recipes.models.weights import load_safetensors
+from recipes.models.weights import check_config, load_safetensors
+
+CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 class ContrastiveText(Task):
@@ -105,12 +108,17 @@ class ContrastiveText(Task):
         """Write an open_clip folder: `open_clip.create_model("local-dir:<folder>")` opens it."""
         config = {"model_cfg": self.config, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "open_clip_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        save_model(self.network, str(folder / "open_clip_model.safetensors"))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+        save_model(self.network, str(folder / WEIGHTS))
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
-        load_safetensors(self.network, folder / "open_clip_model.safetensors")
+        load_safetensors(self.network, folder / WEIGHTS)
+        saved = read_object(folder / CONFIG).get("model_cfg", {})
+        check_config({"quick_gelu": False}, folder / CONFIG, saved)
+        parts = {"vision_cfg": open_clip.CLIPVisionCfg, "text_cfg": open_clip.CLIPTextCfg}
+        for part, defaults in parts.items():  # published files leave values out that are open_clip's own
+            check_config(self.config[part], folder / CONFIG, vars(defaults()) | saved.get(part, {}))
 
 
 def _contrast(similarities: Tensor) -> Tensor:

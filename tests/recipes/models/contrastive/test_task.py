@@ -1,5 +1,7 @@
 """The contrastive task against open_clip's loss, and its export as open_clip and the encode job open it."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -115,3 +117,24 @@ def test_weights_come_back_strictly(task, batch, folder):
     assert (other.evaluate(batch)["loss"] == task.evaluate(batch)["loss"]).all()
     with pytest.raises(ValueError, match="does not fit the model"):
         ContrastiveText(**(SIZES | {"width": 32})).load_export(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("text_cfg", {"heads": 4}, "heads is 4, the recipe's network has 2"),
+        ("vision_cfg", {"head_width": 16}, "head_width is 16, the recipe's network has 32"),
+        ("vision_cfg", {"head_width": None}, "head_width is 64, the recipe's network has 32"),  # open_clip's default
+        (None, {"quick_gelu": True}, "quick_gelu is True, the recipe's network has False"),  # OpenAI's weights
+    ],
+)
+def test_weights_that_differ_in_no_shape(folder, tmp_path, part, values, message):
+    config = json.loads((folder / "open_clip_config.json").read_text())
+    place = config["model_cfg"] if part is None else config["model_cfg"][part]
+    place |= values
+    for name in [name for name, value in values.items() if value is None]:
+        del place[name]
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    (tmp_path / "open_clip_model.safetensors").symlink_to(folder / "open_clip_model.safetensors")
+    with pytest.raises(ValueError, match=f"open_clip_config.json: {message}"):
+        ContrastiveText(**SIZES).load_export(tmp_path)
