@@ -51,7 +51,7 @@ def attentions(recipe: Recipe, task: nn.Module) -> Iterator[Finding]:
         layout, device = transformer.layout, _device()
         for kind in dict.fromkeys(transformer.kinds):
             try:
-                attend = make_attend(transformer.implementation, kind, layout, device)
+                attend = make_attend(transformer.implementation, kind, layout, device, transformer.head_width)
             except ValueError as error:
                 yield Finding("error", "attention", str(error))
                 return

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 SHORTEST = 128  # positions; below, PyTorch compiles another kernel (flex_decoding), made for few queries and many keys
+NARROWEST = 16  # width of a head; PyTorch compiles no kernels for narrower ones
 
 # Queries and keys per block. With 64 keys, a row layer of the published size would compute 10% fewer pairs, and the
 # convolutional layer 7%. But then the tiles of FlexAttention's kernels must be set, and PyTorch 2.7 refuses blocks that

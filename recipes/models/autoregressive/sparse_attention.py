@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from recipes.models.autoregressive.flex import SHORTEST, Backend, FlexAttention, block_mask
+from recipes.models.autoregressive.flex import NARROWEST, SHORTEST, Backend, FlexAttention, block_mask
 from recipes.models.autoregressive.masks import Kind, TokenLayout, dense_mask, near, visible, visible_by_columns
 
 Implementation = Literal["auto", "flex", "local", "masked"]
@@ -179,7 +179,9 @@ def attend_in_two(
     return from_text + on_local @ v_local
 
 
-def make_attend(implementation: Implementation, kind: Kind, layout: TokenLayout, device: torch.device) -> Attend:
+def make_attend(
+    implementation: Implementation, kind: Kind, layout: TokenLayout, device: torch.device, head_width: int
+) -> Attend:
     """The attention for one kind of mask on one device.
 
     Args:
@@ -187,29 +189,33 @@ def make_attend(implementation: Implementation, kind: Kind, layout: TokenLayout,
         kind: kind of the mask.
         layout: positions of the sequence.
         device: device of queries, keys and values.
+        head_width: width of each head of them.
 
     Raises:
-        ValueError: flex without a GPU, or for a short sequence.
+        ValueError: flex without a GPU, for a short sequence, or for narrow heads.
     """
     makers = {"flex": flex_attend, "local": local_attend, "masked": MaskedAttend}
-    return makers[resolve(implementation, layout, device.type)](kind, layout, device)
+    return makers[resolve(implementation, layout, device.type, head_width)](kind, layout, device)
 
 
-def resolve(implementation: Implementation, layout: TokenLayout, device: str) -> Literal["flex", "local", "masked"]:
+def resolve(
+    implementation: Implementation, layout: TokenLayout, device: str, head_width: int
+) -> Literal["flex", "local", "masked"]:
     """The implementation to use on a type of device.
 
     Args:
-        implementation: auto: on a GPU flex for sequences of 128 or more positions, elsewhere local for grids of side
-            16 or more, else masked.
+        implementation: auto: on a GPU flex for sequences of 128 or more positions and heads of width 16 or more,
+            elsewhere local for grids of side 16 or more, else masked.
         layout: positions of the sequence.
         device: type of the device.
+        head_width: width of each head.
 
     Raises:
-        ValueError: flex without a GPU, or for a short sequence.
+        ValueError: flex without a GPU, for a short sequence, or for narrow heads.
     """
     if implementation == "auto":
         if device == "cuda":
-            return "flex" if layout.length >= SHORTEST else "masked"
+            return "flex" if layout.length >= SHORTEST and head_width >= NARROWEST else "masked"
         # Time of local relative to masked, forward and backward on one core: 0.17 to 0.56 at a side of 32, 0.46 to
         # 0.92 at 16, and 2 to 2.5 at 8, where there is little to save.
         return "local" if layout.side >= 16 else "masked"
@@ -219,6 +225,11 @@ def resolve(implementation: Implementation, layout: TokenLayout, device: str) ->
         raise ValueError(
             f"autoregressive: attention: flex is for sequences of {SHORTEST} or more positions, and these have "
             f"{layout.length}; use auto or masked"
+        )
+    if implementation == "flex" and head_width < NARROWEST:
+        raise ValueError(
+            f"autoregressive: attention: flex is for heads of width {NARROWEST} or more, and these have {head_width}; "
+            "use auto or masked, or fewer heads"
         )
     return implementation
 

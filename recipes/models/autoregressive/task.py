@@ -57,7 +57,8 @@ class Autoregressive(Task):
             image_weight: weight of the image tokens' mean loss, from 0 to 1; the text tokens' mean loss has the rest.
             attention: flex: block-sparse kernels, for a GPU and 128 positions or more; local: matrix products over the
                 visible keys only, for a CPU; masked: all keys, with a mask; auto: flex on a GPU, otherwise local for a
-                side of 16 or more, else masked; masked, too, for fewer than 128 positions on a GPU.
+                side of 16 or more, else masked; masked, too, for fewer than 128 positions, or heads
+                narrower than 16, on a GPU.
 
         Raises:
             ValueError: a width that is not a multiple of the heads, or a weight outside of 0 to 1.

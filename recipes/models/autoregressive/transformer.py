@@ -145,6 +145,7 @@ class TokenTransformer(nn.Module):
                 "is a multiple of the number of heads"
             )
         self.layout = layout
+        self.head_width = width // heads
         self.kinds = layer_kinds(layers)
         self.text_vocabulary = text_vocabulary
         self.codes = codes
@@ -238,7 +239,10 @@ class TokenTransformer(nn.Module):
     def _attends_on(self, device: torch.device) -> list[Attend]:
         """The attention of each layer, made once per device; layers of the same kind share it."""
         if device not in self._attends:
-            made = {kind: make_attend(self.implementation, kind, self.layout, device) for kind in set(self.kinds)}
+            made = {
+                kind: make_attend(self.implementation, kind, self.layout, device, self.head_width)
+                for kind in set(self.kinds)
+            }
             self._attends[device] = [made[kind] for kind in self.kinds]
         return self._attends[device]
 

@@ -80,11 +80,19 @@ def test_a_copy_has_a_count_of_its_own():
 def test_short_sequences_are_not_for_flex_attention():
     """Below 128 positions PyTorch would take another kernel."""
     short, long = TokenLayout(8, 8), TokenLayout(64, 8)
-    assert resolve("auto", short, "cuda") == "masked" and resolve("auto", long, "cuda") == "flex"
-    assert resolve("flex", long, "cuda") == "flex"
+    assert resolve("auto", short, "cuda", 64) == "masked" and resolve("auto", long, "cuda", 64) == "flex"
+    assert resolve("flex", long, "cuda", 16) == "flex"
     with pytest.raises(ValueError, match="flex is for sequences of 128 or more positions, and these have 72"):
-        resolve("flex", short, "cuda")
-    assert [resolve("auto", TokenLayout(8, side), "cpu") for side in (8, 16)] == ["masked", "local"]
+        resolve("flex", short, "cuda", 64)
+    assert [resolve("auto", TokenLayout(8, side), "cpu", 8) for side in (8, 16)] == ["masked", "local"]
+
+
+def test_narrow_heads_are_not_for_flex_attention():
+    """PyTorch has no kernels for heads narrower than 16."""
+    layout = TokenLayout(64, 8)
+    assert [resolve("auto", layout, "cuda", width) for width in (8, 16)] == ["masked", "flex"]
+    with pytest.raises(ValueError, match="flex is for heads of width 16 or more, and these have 8; use auto or masked"):
+        resolve("flex", layout, "cuda", 8)
 
 
 def computed_blocks(kind, layout, queries, keys):
