@@ -169,7 +169,7 @@ def attention(device: TimedDevice, options: argparse.Namespace) -> None:
     works = {("dense causal", "sdpa"): both(causal)}
     for kind in KINDS:
         for implementation in ("flex", "masked") if device.gpu else ("local", "masked"):
-            works[kind, implementation] = both(make_attend(implementation, kind, layout, device.device))
+            works[kind, implementation] = both(make_attend(implementation, kind, layout, device.device, shape[-1]))
     failed = {}
     for name, work in list(works.items()):
         try:

@@ -48,7 +48,7 @@ def backward(width: int, batch: int, device: torch.device) -> Callable[[], None]
         blocks = [Residual(CausalAttention(width, width // 64)), Residual(MLP(width))]
         x = torch.randn(batch, LAYOUT.length, width, requires_grad=True)
         slope = torch.randn(batch, LAYOUT.length, width)
-    attend = make_attend("auto", "row", LAYOUT, device)
+    attend = make_attend("auto", "row", LAYOUT, device, 64)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         y = blocks[1](blocks[0](x, attend))
     wanted = [x, *(p for block in blocks for p in block.parameters())]
