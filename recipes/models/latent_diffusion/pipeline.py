@@ -70,26 +70,26 @@ class DiffusionPipeline:
         Raises:
             ValueError: an unknown sampler, a batch or steps below 1, or a resolution that does not fit the denoiser.
         """
-        resolution = resolution or self.resolution
+        resolution = self.resolution if resolution is None else resolution
         unit = self.manifest.downsample * self.denoiser.grid_multiple
-        if resolution % unit:
+        if resolution < 1 or resolution % unit:
             raise ValueError(
-                f"--resolution: {resolution} is not a multiple of {unit} "
+                f"--resolution: {resolution} is not a positive multiple of {unit} "
                 f"({self.manifest.downsample} pixels per latent, {self.denoiser.grid_multiple} latents of the denoiser)"
             )
         if batch < 1 or steps < 1:
             raise ValueError(f"--batch and --steps must be at least 1, got {batch} and {steps}")
         self.objective.check_sampler(sampler)
-        text = self.text_encoder.encode(captions)
-        noise = seeded_noise(seeds, self.manifest.latent_shape(resolution))
+        shape = self.manifest.latent_shape(resolution)
         images, progress = [], SamplingProgress(len(captions))
         for start in range(0, len(captions), batch):
             part = slice(start, start + batch)
+            text = self.text_encoder.encode(captions[part])
             with autocast(self.device, self.precision):
                 latents = self.objective.sample(
                     self.denoiser,
-                    noise[part].to(self.device),
-                    text[part].to(self.device),
+                    seeded_noise(seeds[part], shape).to(self.device),
+                    text.to(self.device),
                     self.null_text.to(self.device),
                     steps,
                     guidance,

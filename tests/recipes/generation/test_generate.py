@@ -108,7 +108,7 @@ def test_guidance_moves_pictures(pipeline):
 
 def test_another_resolution(pipeline):
     assert pipeline.generate(["x"], seeds=[0], steps=1, resolution=32).shape == (1, 32, 32, 3)
-    with pytest.raises(ValueError, match="--resolution: 22 is not a multiple of 4"):
+    with pytest.raises(ValueError, match="--resolution: 22 is not a positive multiple of 4"):
         pipeline.generate(["x"], seeds=[0], steps=1, resolution=22)
 
 
@@ -143,7 +143,9 @@ def test_what_is_not_there(tmp_path, export, capsys):
 def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--batch", "0"), capsys)
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--steps", "0"), capsys)
-    assert "not a multiple of 4" in refuse(command(export, tmp_path / "x.png", "--resolution", "22"), capsys)
+    for resolution in ("22", "0", "-4"):
+        said = refuse(command(export, tmp_path / "x.png", "--resolution", resolution), capsys)
+        assert f"{resolution} is not a positive multiple of 4" in said
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "sees no GPU" in refuse(command(export, tmp_path / "x.png", "--device", "gpu"), capsys)
 
