@@ -14,7 +14,7 @@ from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import end_if_asked
 from recipes.engines.lightning.checkpoints import Checkpoints
-from recipes.engines.lightning.data import RunBatches, epoch_batches
+from recipes.engines.lightning.data import RunBatches, epoch_batches, in_present_batches
 from recipes.engines.lightning.generators import restore_generators, seed_all
 from recipes.engines.lightning.loggers import RunLoggers
 from recipes.engines.lightning.module import TaskModule
@@ -135,6 +135,9 @@ def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTrainin
         global_batch=recipe.training.global_batch,
     )
     checkpoints = Checkpoints(recipe, parts, run, batches)
+    run.counts = in_present_batches(
+        run.counts, parts.data, global_batch=recipe.training.global_batch, ranks=world_size() // parts.copies
+    )
     between = BetweenBatches(
         parts,
         run,

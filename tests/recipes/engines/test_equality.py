@@ -9,6 +9,7 @@ import pytest
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import convert
+from recipes.training.callback import Callback
 from tests.ranks import launch
 from tests.recipes.engines.recording import assert_bit_equal, record
 
@@ -117,6 +118,33 @@ def test_a_run_goes_on_under_the_other_engine(whole, recipe_of, tmp_path, engine
     crossed = record(other, recipe_of(tmp_path, "checkpoints.autoresume=true"))
     assert len(crossed.losses) == BATCHES - MIDDLE
     assert_bit_equal(uninterrupted, crossed)
+
+
+class Samples(Callback):
+    """Keeps the numbers of the samples of each epoch."""
+
+    def __init__(self):
+        self.epochs = [[]]
+
+    def batch_start(self, run):
+        self.epochs[-1] += run.batch["seed"].tolist()
+
+    def epoch_end(self, run):
+        self.epochs.append([])
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+@pytest.mark.parametrize(("global_batch", "left"), [(8, 24), (16, 16), (10, 20)])
+def test_a_run_goes_on_with_other_batches_and_the_rest_of_its_epoch(recipes, tmp_path, engine, global_batch, left):
+    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
+    first = recipes["diffusion"](tmp_path, *always, "training={duration: 4ba, global_batch: 4}")
+    seen = record(engine, first, Samples()).epochs[0]
+    change = ["training={duration: 2ep}", "checkpoints.allow_changes=[training]"]
+    rest, whole, _ = record(
+        engine, recipes["diffusion"](tmp_path, *always, *change, f"training.global_batch={global_batch}"), Samples()
+    ).epochs
+    assert len(seen) == 16 and len(rest) == left and len(whole) == 40 - 40 % global_batch
+    assert len({*seen, *rest}) == 16 + left
 
 
 @pytest.mark.slow
