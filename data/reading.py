@@ -139,10 +139,11 @@ class EncodedLoader(StreamingDataLoader):
             begin = self._begin() if begin is None else begin
             epoch, sample = begin
             self._positions.append((epoch, sample + self.num_samples_yielded * self.ranks))
+            if self.num_samples_yielded >= self._expected(sample):  # Composer asks for no batch after it
+                self.dataset.finished_epoch = epoch
             yield batch
         epoch, sample = self._begin() if begin is None else begin
-        left = max(0, len(self.dataset) - sample // self.ranks)
-        expected = left - left % self.batch_size if self.drop_last else left
+        expected = self._expected(sample)
         if self.num_samples_yielded < expected:
             raise RuntimeError(
                 f"the epoch ended after {self.num_samples_yielded} of {expected} samples; see whether a shard could "
@@ -150,6 +151,11 @@ class EncodedLoader(StreamingDataLoader):
             )
         self._positions[-1] = (epoch + 1, 0)
         self.dataset.finished_epoch = epoch
+
+    def _expected(self, sample: int) -> int:
+        """The number of samples that this rank gets of an epoch of which all ranks had seen `sample`."""
+        left = max(0, len(self.dataset) - sample // self.ranks)
+        return left - left % self.batch_size if self.drop_last else left
 
     def _begin(self) -> tuple[int, int]:
         """Where the present iteration began: the epoch, and the samples that all ranks had seen of it."""

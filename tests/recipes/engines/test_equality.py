@@ -147,6 +147,18 @@ def test_a_run_goes_on_with_other_batches_and_the_rest_of_its_epoch(recipes, tmp
     assert len({*seen, *rest}) == 16 + left
 
 
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_path, engine):
+    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints={every: 1ep, autoresume: true}"]
+
+    def epochs(name, length):
+        recipe = recipes["diffusion"](tmp_path / name, *always, f"training.duration={length}ep")
+        return record(engine, recipe, Samples()).epochs[:-1]
+
+    whole = epochs("whole", 4)
+    assert epochs("parts", 1) + epochs("parts", 2) + epochs("parts", 4) == whole
+
+
 @pytest.mark.slow
 def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
     short = ["training.duration=8ba", "training.global_batch=10", "training.eval_every=4ba", "checkpoints.every=4ba"]
