@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from data.files import atomic_write, point_to
+from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.earlier import upgraded
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
@@ -99,7 +100,7 @@ def from_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
     state = checkpoint["state"]
     ((optimizer_name, optimizer),) = state["optimizers"].items()
     timestamp = state["timestamp"]["Timestamp"]
-    callbacks = {name: part for name, part in state["callbacks"].items() if name not in OF_COMPOSER}
+    callbacks = {name: unpacked(part) for name, part in state["callbacks"].items() if name not in OF_COMPOSER}
     generators = state["callbacks"].get("Generators", {}).get("generators") or checkpoint["rng"]
     return {
         "format": FORMAT,
@@ -120,6 +121,7 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
     counts = checkpoint["counts"]
     groups = checkpoint["optimizer"]["param_groups"]
     generators = [_tensor_to_numpy(part) for part in checkpoint["generators"]]
+    callbacks = {name: packed(part) for name, part in checkpoint["callbacks"].items()}
     timestamp = {
         **{name: 0 for name in ("iteration", "token", "token_in_iteration", "token_in_epoch")},
         **counts,
@@ -142,7 +144,7 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
             ("RunLevers", {"repr": "RunLevers"}),
             *((name, {"repr": name, **part}) for name, part in checkpoint["levers"].items()),
         ],
-        "callbacks": {**checkpoint["callbacks"], "Generators": {"generators": generators}},
+        "callbacks": {**callbacks, "Generators": {"generators": generators}},
         "timestamp": {"Timestamp": timestamp},
         "dataset_state": {"train": checkpoint["data"], "eval": {}},
     }

@@ -8,6 +8,7 @@ from composer import Callback as ComposerCallback
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
+from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.composer.run import ComposerRun
 from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
@@ -97,10 +98,11 @@ class _RunCallback(ComposerCallback):
             getattr(self.callback, MOMENTS[event])(self.run)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.callback.state_dict()
+        return packed(self.callback.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.callback.load_state_dict(state)
+        if state:
+            self.callback.load_state_dict(unpacked(state))
 
 
 def as_algorithms(levers: Levers, run: ComposerRun) -> list[Algorithm]:

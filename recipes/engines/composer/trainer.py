@@ -20,6 +20,7 @@ from data.stores import scheme_of
 from recipes.config.recipe import Recipe
 from recipes.engines.bucket import fetched
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
+from recipes.engines.composer.callback_states import of_checkpoint
 from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints, checkpoint_files
 from recipes.engines.composer.generators import Generators, of_fewer_ranks
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
@@ -126,6 +127,7 @@ def own_signal_files() -> Iterator[None]:
 @own_unpickling()
 @own_signal_files()
 @of_fewer_ranks()
+@of_checkpoint(but=Generators.__name__)
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
     run = ComposerRun(parts.task, place.precision)

@@ -159,6 +159,33 @@ def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_p
     assert epochs("parts", 1) + epochs("parts", 2) + epochs("parts", 4) == whole
 
 
+def saved_states(recorder):
+    """What a checkpoint at the end of the run would hold of its callbacks."""
+    return {name: callback.state_dict() for name, callback in recorder.callbacks.items() if name != "recorder"}
+
+
+@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_callbacks_go_on_with_what_they_have_counted(recipes, tmp_path, engine, checkpoints):
+    overrides = [
+        "training={duration: 4ba, eval_every: null}",
+        f"training.fsdp={{checkpoints: {checkpoints}}}",
+        "checkpoints={every: 2ba, keep: -1}",
+        "optimizer={name: adam16, lr: 3e-3, compiled: false}",
+        "algorithms={scheduled_ema: null, resblock_grad_scaling: {name: resblock_grad_scaling, start: 24.0}}",
+        "callbacks={gradient_scales: {name: gradient_scales}, unigram: {name: unigram}}",
+    ]
+    whole = record(engine, recipes["autoregressive"](tmp_path / "whole", *overrides))
+    path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba2" in path.name)
+    more = [f"checkpoints.load_path={path}", "callbacks.exponents={name: exponents, every: 3ba}"]  # is in no checkpoint
+    rest = record(engine, recipes["autoregressive"](tmp_path / "rest", *overrides, *more))
+    states, expected = saved_states(rest), saved_states(whole)
+    seen = states["unigram"]["seen"]
+    assert seen.sum() == 4 * 8 * 16 and seen.equal(expected["unigram"]["seen"])
+    assert states["gradient_scales"] == expected["gradient_scales"]
+    assert any(row["nonfinite"] for row in states["gradient_scales"]["rows"])
+
+
 @pytest.mark.slow
 def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
     short = ["training.duration=8ba", "training.global_batch=10", "training.eval_every=4ba", "checkpoints.every=4ba"]
