@@ -115,14 +115,14 @@ def lever_state(lever: Lever) -> Algorithm:
 
     Composer files states under the names of classes, so that each lever needs a class of its own name.
     """
-    algorithm = _named_after(lever, _LeverState)()
+    algorithm = _named(type(lever).__name__, lever, _LeverState)()
     algorithm.lever = lever
     return algorithm
 
 
-def run_callback(callback: Callback, run: ComposerRun) -> ComposerCallback:
-    """A callback as Composer's, under its own name; see `lever_state`."""
-    adapted = _named_after(callback, _RunCallback)()
+def run_callback(callback: Callback, run: ComposerRun, name: str | None = None) -> ComposerCallback:
+    """A callback as Composer's, under a name, or that of its class; see `lever_state`."""
+    adapted = _named(name or type(callback).__name__, callback, _RunCallback)()
     adapted.callback, adapted.run = callback, run
     return adapted
 
@@ -132,6 +132,5 @@ def callbacks_of(state: State) -> list[Callback]:
     return [callback.callback for callback in state.callbacks if isinstance(callback, _RunCallback)]
 
 
-def _named_after(hooks: Hooks, base: type) -> type:
-    name = type(hooks).__name__
+def _named(name: str, hooks: Hooks, base: type) -> type:
     return type(name, (base,), {"__doc__": type(hooks).__doc__, "__qualname__": name})

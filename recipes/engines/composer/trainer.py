@@ -36,7 +36,7 @@ from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
 from recipes.engines.resuming import says_what_to_remove
 from recipes.planning.opening import opening
-from recipes.training.callback import is_complete
+from recipes.training.callback import by_names_of_states, is_complete
 from recipes.training.microbatches import samples_of, split
 from recipes.training.newest import has_checkpoints
 from recipes.training.ranks import from_first_rank
@@ -154,7 +154,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         algorithms=as_algorithms(parts.levers, run),
         parallelism_config={"fsdp": fsdp_config(recipe, parts.task)} if parts.divided else None,
         callbacks=[
-            *(run_callback(callback, run) for callback in parts.callbacks.values()),
+            *(run_callback(callback, run, name) for name, callback in by_names_of_states(parts.callbacks).items()),
             Generators(),
             *([] if saver is None else [saver]),
             EndIfAsked(run, saver),

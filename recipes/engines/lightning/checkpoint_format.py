@@ -10,7 +10,7 @@ A full checkpoint `ep<epoch>-ba<batch>.ckpt` holds, as `torch.save` writes it:
     scaler          state of the gradient scaler, under amp_fp16
     data            position in the data
     levers          states by class
-    callbacks       states by class
+    callbacks       states by class, and by label where the run has several of a class
     generators      states of random number generators, by rank
 
 A sharded checkpoint is a folder `ep<epoch>-ba<batch>`: `weights` and `optimizer` as torch.distributed.checkpoint writes

@@ -34,6 +34,7 @@ from recipes.engines.lightning.run import Counts, LightningRun
 from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.resuming import says_what_to_remove
+from recipes.training.callback import by_names_of_states
 from recipes.training.clock import Interval
 from recipes.training.finite import is_worth_keeping
 from recipes.training.ranks import from_first_rank, is_first_rank
@@ -123,10 +124,9 @@ class Checkpoints:
             for lever in self._parts.levers:
                 if type(lever).__name__ == name:
                     lever.load_state_dict(part)
-        for name, part in state["callbacks"].items():
-            for callback in self._parts.callbacks.values():
-                if type(callback).__name__ == name:
-                    callback.load_state_dict(part)
+        for name, callback in by_names_of_states(self._parts.callbacks).items():
+            if name in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][name])
         if self._run.scaler is not None and state["scaler"]:
             self._run.scaler.load_state_dict(state["scaler"])
         self._batches.load_state_dict(state["data"])
@@ -201,6 +201,6 @@ class Checkpoints:
             "scaler": {} if run.scaler is None else run.scaler.state_dict(),
             "data": self._batches.state_dict(),
             "levers": {type(lever).__name__: lever.state_dict() for lever in self._parts.levers},
-            "callbacks": {type(c).__name__: c.state_dict() for c in self._parts.callbacks.values()},
+            "callbacks": {name: c.state_dict() for name, c in by_names_of_states(self._parts.callbacks).items()},
             "generators": generator_states(),
         }

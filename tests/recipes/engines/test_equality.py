@@ -186,6 +186,19 @@ def test_callbacks_go_on_with_what_they_have_counted(recipes, tmp_path, engine, 
     assert any(row["nonfinite"] for row in states["gradient_scales"]["rows"])
 
 
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_two_callbacks_of_a_kind_have_a_state_each(recipes, tmp_path, engine):
+    overrides = ["training={duration: 4ba, eval_every: null}", "checkpoints.every=2ba", "algorithms.scheduled_ema=null"]
+    overrides += [f"callbacks.every_{n}={{name: exponents, every: {n}ba}}" for n in (2, 3)]
+    record(engine, recipes["autoregressive"](tmp_path / "whole", *overrides))
+    path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba2" in path.name)
+    other = "lightning" if engine == "composer" else "composer"
+    for goes_on, load in ((engine, path), (other, convert(Path(shutil.copy(path, tmp_path)), other))):
+        rest = tmp_path / goes_on
+        record(goes_on, recipes["autoregressive"](rest, *overrides, f"checkpoints.load_path={load}"))
+        assert [file.stem for file in sorted(rest.glob("exponents/*.png"))] == ["ba0000002", "ba0000003"]
+
+
 @pytest.mark.slow
 def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
     short = ["training.duration=8ba", "training.global_batch=10", "training.eval_every=4ba", "checkpoints.every=4ba"]
