@@ -173,7 +173,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     keys = partial(keys_of, dataset) if isinstance(dataset, EncodedDataset) else lambda seeds: {}
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
-        callbacks["schedule"] = schedule
+        callbacks["(schedule)"] = schedule  # `schedule` may be the label of another one
     return Parts(
         task=task,
         data=data,

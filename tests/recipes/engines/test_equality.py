@@ -199,6 +199,12 @@ def test_two_callbacks_of_a_kind_have_a_state_each(recipes, tmp_path, engine):
         assert [file.stem for file in sorted(rest.glob("exponents/*.png"))] == ["ba0000002", "ba0000003"]
 
 
+def test_a_callback_may_have_the_label_of_a_schedule_that_watches_the_run(recipes, tmp_path):
+    overrides = ["training.duration=1ba", "algorithms.scheduled_ema=null", "callbacks.schedule={name: lr_monitor}"]
+    callbacks = record("lightning", recipes["autoregressive"](tmp_path, *overrides)).callbacks.values()
+    assert {"LRMonitor", "Plateau"} <= {type(callback).__name__ for callback in callbacks}
+
+
 @pytest.mark.slow
 def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
     short = ["training.duration=8ba", "training.global_batch=10", "training.eval_every=4ba", "checkpoints.every=4ba"]
