@@ -171,6 +171,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
     dataset = getattr(data.loader, "dataset", None)
     keys = partial(keys_of, dataset) if isinstance(dataset, EncodedDataset) else lambda seeds: {}
+    guard = Guard(recipe.training.nonfinite_limit, recipe.output, keys, context["scaling"])
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
         callbacks["(schedule)"] = schedule  # `schedule` may be the label of another one
@@ -178,7 +179,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         task=task,
         data=data,
         evals=evals,
-        levers=Levers(levers, first=[Guard(recipe.training.nonfinite_limit, recipe.output, keys), *rates]),
+        levers=Levers(levers, first=[guard, *rates]),
         callbacks=callbacks,
         new_optimizer=new_optimizer,
         schedule=schedule,

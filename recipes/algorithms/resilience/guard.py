@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from data.files import write_text
 from data.log import log
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.sixteen_bit.stored import factor_of
 from recipes.training import stop
 from recipes.training.finite import largest_magnitude
@@ -31,20 +32,29 @@ class Guard(Lever):
     It acts on averaged gradients before they are clipped, which would spread a NaN to all of them, and before the
     optimizer and the average of the weights see them. Under amp_fp16, gradients that are not finite are the business of
     the gradient scaler, which divides its scale by 2 each time, until the scale is 1: what is not finite then is not
-    finite by itself. Losses always count. Ranks agree by one exchange of two numbers per batch, which also
-    says whether one of them got a signal to stop.
+    finite by itself. resblock_grad_scaling also skips batches by itself, which count once a scale that overflows cannot
+    become smaller. Other batches whose gradients a lever has cleared, as powersgd does, count, and losses always do.
+    Ranks agree by one exchange of two numbers per batch, which also says whether one of them got a signal to stop.
 
     The checkpoint callback of either engine and `export` write nothing while `run.nonfinite` is above 0.
     """
 
-    def __init__(self, limit: int, output: str, keys: Callable[[list[int]], dict[int, str]] = lambda _: {}) -> None:
+    def __init__(
+        self,
+        limit: int,
+        output: str,
+        keys: Callable[[list[int]], dict[int, str]] = lambda _: {},
+        scaling: ResblockGradScaling | None = None,
+    ) -> None:
         """
         Args:
             limit: number of batches in a row after which the run ends.
             output: folder of the run, for the report.
             keys: finds the keys of samples by their seeds, as far as it can.
+            scaling: the lever that scales gradients of blocks.
         """
         self.keys = keys
+        self.scaling = scaling
         self.limit = limit
         self.output = Path(output)
         self.skipped = 0  # since this process began
@@ -67,6 +77,8 @@ class Guard(Lever):
         found, run.stopping = (bool(flag) for flag in flags.tolist())
         stop.begin_batches()  # every rank is here
         self._bad = found and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
+        if not gradients:  # another lever has skipped the update, on all ranks
+            self._bad = self.scaling is None or not self.scaling.lowers
         if self._bad:
             if run.nonfinite + 1 >= self.limit:
                 self._blocks = block_norms(run.task)  # now, while there are gradients

@@ -74,6 +74,7 @@ class ResblockGradScaling(Lever):
         self.scales = Scales.new(len(blocks), start)
         self.scales.least, self.scales.most = least, most
         self.skipped = 0
+        self.lowers = False  # whether blocks overflowed in the last batch, all of whose scales can become smaller
         self.on_device = torch.empty(0)  # (blocks,) the scales that the branches read
         self.factors = torch.empty(0)  # (blocks,) in 16-bit gradients, from the backward pass to the optimizer's step
         self.filtered = torch.empty(0, dtype=torch.int64)
@@ -160,6 +161,7 @@ class ResblockGradScaling(Lever):
                 run.skip_update()
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
         metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
+        self.lowers = bool(bad.any()) and bool((self.scales.exponents[bad] > self.scales.least).all())
         self.scales = self.scales.after(~bad)
         # In place, because the branches hold views of its elements.
         self.on_device.copy_(sent(self.scales.values().tolist(), torch.float32, self.on_device.device))

@@ -2,6 +2,8 @@
 
 import json
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from recipes.algorithms.resilience.guard import REPORT, Guard, block_norms
 from recipes.algorithms.sixteen_bit.stored import store
 from recipes.training import stop
 from recipes.training.finite import has_finite_weights, is_worth_keeping, largest_magnitude
+from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 from tests.disks import small_files
 from tests.recipes.algorithms.resilience import guard_ranks
@@ -53,6 +56,25 @@ def test_a_batch_that_is_not_finite_moves_nothing(tmp_path, value):
     assert run.nonfinite == 0 and is_worth_keeping(run)
     assert not torch.equal(before[0], run.task.weight)
     assert (2, {"nonfinite/in_a_row": 1, "nonfinite/skipped": 1}) in run.logged
+
+
+class Skips(Lever):
+    """Skips all updates, as powersgd and resblock_grad_scaling do, whose guard sees no gradient any more."""
+
+    def average_gradients(self, run):
+        run.skip_update()
+
+
+@pytest.mark.parametrize(("scaling", "ends"), [(None, True), (False, True), (True, False)])
+def test_batches_that_another_lever_skips_count_unless_a_scale_will_be_smaller(tmp_path, scaling, ends):
+    run, _ = new_run(tmp_path)
+    scaling = None if scaling is None else SimpleNamespace(lowers=scaling)
+    levers = Levers([Skips(), ClipByNorm(1.0)], first=[Guard(3, str(tmp_path), scaling=scaling)])
+    for batch in (1, 2):
+        step(run, levers, batch)
+    assert run.nonfinite == 2 * ends
+    with pytest.raises(ValueError, match="3 batches in a row were not finite") if ends else nullcontext():
+        step(run, levers, 3)
 
 
 def test_one_bad_value_is_enough(tmp_path):

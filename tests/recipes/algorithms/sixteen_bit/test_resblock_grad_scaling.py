@@ -152,7 +152,12 @@ def test_scales_that_are_too_large_skip_until_they_fit():
     scaling = scaling_of(trainer)
     assert scaling.skipped == 2
     assert torch.equal(trainer.watch.weights[0], trainer.watch.weights[1])
-    assert scaling.scales.exponents.tolist() == [39.5, 39.5]
+    assert scaling.scales.exponents.tolist() == [39.5, 39.5] and scaling.lowers
+
+
+def test_a_scale_that_cannot_become_smaller_is_known():
+    assert not scaling_of(run({"start": 40.0, "least": 40.0, "most": 40.0}, duration="1ba")).lowers
+    assert not scaling_of(run({}, bad_batches=(1,), duration="3ba")).lowers  # the last batch did not overflow
 
 
 def test_resuming_changes_nothing(tmp_path):
