@@ -8,7 +8,7 @@ from pathlib import Path
 
 from recipes.engines.lightning.checkpoint_format import LATEST, REST
 
-NAME = re.compile(r"ep\d+-ba(\d+)")  # how the names of all checkpoints begin; the group is the batch
+NAME = re.compile(r"ep(?P<epoch>\d+)-ba(?P<batch>\d+)")  # how the names of all checkpoints begin
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Kind:
     def all(self, folder: Path) -> list[Path]:
         """Those in a folder, oldest first."""
         found = [path for path in folder.glob("ep*-ba*") if self._has(path)]
-        return sorted(found, key=lambda path: batch_of(path.name))
+        # Of two of a batch, one was saved before the end of its epoch was counted.
+        return sorted(found, key=lambda path: (batch_of(path.name), int(NAME.match(path.name)["epoch"])))
 
     def newest(self, folder: Path) -> Path | None:
         """The one to which the link points or, where the link is lost, the one of the last batch."""
@@ -53,7 +54,7 @@ KINDS = {
 def batch_of(checkpoint: str) -> int | None:
     """The batch in the name of a checkpoint; None for other names."""
     match = NAME.match(checkpoint)
-    return None if match is None else int(match[1])
+    return None if match is None else int(match["batch"])
 
 
 def newest_of_all(folder: Path) -> Path | None:

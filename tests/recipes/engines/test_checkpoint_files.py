@@ -108,6 +108,18 @@ def test_a_lost_link_is_mended(tmp_path):
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba9.ckpt", "latest"]
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_of_two_checkpoints_of_a_batch_that_of_the_later_epoch_is_the_newest(tmp_path, monkeypatch, backwards):
+    """One was saved at a signal in the last batch of an epoch, and the other one when the run went on with its end."""
+    both = [tmp_path / f"ep{epoch}-ba9.ckpt" for epoch in (1, 2)]
+    for path in both:
+        path.touch()
+    listed = both[::-1] if backwards else both  # folders list files in any order
+    monkeypatch.setattr(type(tmp_path), "glob", lambda folder, pattern: iter(listed))
+    CheckpointFiles(tmp_path, KINDS["lightning"], keep=1).newest_is(both[1], 9)
+    assert names(tmp_path) == ["ep2-ba9.ckpt", "latest"]
+
+
 def test_a_link_that_is_there_stays(tmp_path):
     files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=-1)
     for batch in (4, 6):
