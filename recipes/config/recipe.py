@@ -186,7 +186,7 @@ class Checkpoints:
     none, or an older one: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or
     azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER; null: no copies."""
     load_path: InputPath | None = None
-    """Checkpoint to resume from, a file or a remote address. Weights, optimizer, step and schedule are restored."""
+    """Checkpoint to resume from, a file or a remote address. Weights, the optimizer's state and step are restored."""
     load_weights: InputPath | None = None
     """Folder to load only the weights from: an export, or diffusers' (safetensors). Step, optimizer and schedule start
     anew."""

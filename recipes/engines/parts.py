@@ -143,7 +143,8 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         for label, component in recipe.evals.items()
     }
     check_encoders(recipe, data, evals)
-    rates = [RecipeRates()] if any(key.startswith("optimizer") for key in changed) else []
+    other_rates = recipe.checkpoints.load_path is not None or any(key.startswith("optimizer") for key in changed)
+    rates = [RecipeRates()] if other_rates else []
 
     def new_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = build(recipe.optimizer, parameters=parameters, task=task)

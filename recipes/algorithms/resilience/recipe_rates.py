@@ -13,7 +13,8 @@ from recipes.training.run import Run
 class RecipeRates(Lever):
     """A checkpoint holds the learning rate, the weight decay and so on with which it was trained, and restores them.
 
-    Where the recipe has changed them since, with `checkpoints.allow_changes`, they would have no effect.
+    Where the recipe has changed them since, with `checkpoints.allow_changes`, or has others than the run of
+    `checkpoints.load_path`, they would have no effect.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,9 @@ class RecipeRates(Lever):
 
     def loaded(self, run: Run) -> None:
         for group, settings in zip(run.optimizer.param_groups, self.groups, strict=True):
-            peak = settings["lr"]
-            factor = group["lr"] / group["initial_lr"] if group.get("initial_lr") else 1.0
-            group.update(settings | {"lr": peak * factor, "initial_lr": peak})
+            peak, before = settings["lr"], group.get("initial_lr")
+            rate = group["lr"]  # in every bit, where the peak is what it was
+            if peak != before:
+                rate = peak * (rate / before if before else 1.0)
+            group.update(settings | {"lr": rate, "initial_lr": peak})
         run.peak_rates_changed()

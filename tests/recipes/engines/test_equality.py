@@ -11,7 +11,7 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import convert
 from recipes.training.callback import Callback
 from tests.ranks import launch
-from tests.recipes.engines.recording import assert_bit_equal, record
+from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
 
 ROOT = Path(__file__).resolve().parents[3]
 BATCHES, MIDDLE = 50, 23
@@ -197,6 +197,24 @@ def test_two_callbacks_of_a_kind_have_a_state_each(recipes, tmp_path, engine):
         rest = tmp_path / goes_on
         record(goes_on, recipes["autoregressive"](rest, *overrides, f"checkpoints.load_path={load}"))
         assert [file.stem for file in sorted(rest.glob("exponents/*.png"))] == ["ba0000002", "ba0000003"]
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_run_from_another_runs_checkpoint_has_its_own_rates(recipes, tmp_path, engine):
+    overrides = ["training={duration: 4ba, eval_every: null}", "checkpoints.every=2ba", "algorithms.scheduled_ema=null"]
+    overrides += ["schedule={name: constant, warmup: 8ba}", "optimizer={lr: 1e-3, betas: [0.9, 0.98]}"]
+    whole = record(engine, recipes["diffusion"](tmp_path / "whole", *overrides))
+    path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba2" in path.name)
+    seen = []
+    other = ["optimizer={lr: 1e-4, betas: [0.8, 0.9]}", f"checkpoints.load_path={path}"]
+
+    class Watch(Recorder):
+        def step_end(self, run):
+            super().step_end(run)
+            seen.append(tuple(run.optimizer.param_groups[0]["betas"]))
+
+    rest = record(engine, recipes["diffusion"](tmp_path / "rest", *overrides, *other), Watch())
+    assert rest.rates == pytest.approx([rate / 10 for rate in whole.rates[2:]]) and seen == [(0.8, 0.9)] * 2
 
 
 def test_a_callback_may_have_the_label_of_a_schedule_that_watches_the_run(recipes, tmp_path):
