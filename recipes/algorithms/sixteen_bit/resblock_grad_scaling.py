@@ -153,15 +153,16 @@ class ResblockGradScaling(Lever):
         # The host waits once for the device, for both.
         bad, values_filtered = torch.stack([overflowed.to(filtered.dtype), filtered]).cpu()
         bad = bad.bool()
-        self.nonfinite = self._count(filtered) if bad.any() else torch.zeros_like(self.nonfinite)
+        skipped = bool(bad.any())
+        self.nonfinite = self._count(filtered) if skipped else torch.zeros_like(self.nonfinite)
         self.counted = [None] * len(self.branches)
-        if bad.any():
+        if skipped:
             self.skipped += 1
             if not self.low_rank:  # otherwise powersgd skips it
                 run.skip_update()
         metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
         metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
-        self.lowers = bool(bad.any()) and bool((self.scales.exponents[bad] > self.scales.least).all())
+        self.lowers = skipped and bool((self.scales.exponents[bad] > self.scales.least).all())
         self.scales = self.scales.after(~bad)
         # In place, because the branches hold views of its elements.
         self.on_device.copy_(sent(self.scales.values().tolist(), torch.float32, self.on_device.device))
