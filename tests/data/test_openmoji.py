@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from data import openmoji
@@ -92,6 +93,8 @@ def test_small_set(emojis):
     held = held_out(chosen)
     assert held == held_out(emojis) & {one.hexcode for one in chosen}
     assert 0.03 < len(held) / len(chosen) < 0.08 and 300 < len(chosen) < 400
+    evaluation = yaml.safe_load((SCRIPT.parents[1] / "yamls" / "openmoji_evaluate.yaml").read_text())
+    assert evaluation["kid_subset_size"] <= len(held)
     assert sum(bool(one.tones) for one in chosen) < len(chosen) / 3
     prompts = (SCRIPT.parents[1] / "docs" / "openmoji_prompts.txt").read_text().split("\n")
     captions = {one.caption: one.hexcode for one in chosen}
