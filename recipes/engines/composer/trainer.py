@@ -147,7 +147,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
             )
             for label, loading in parts.evals.items()
         ],
-        eval_interval=at_intervals(recipe.training.eval_every),
+        eval_interval=at_intervals(recipe.training.eval_every) if parts.evals else 1,  # else Composer warns
         max_duration=recipe.training.duration,
         optimizers=parts.new_optimizer(trained),
         schedulers=composer_schedule(parts.schedule),
