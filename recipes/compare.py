@@ -17,7 +17,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.files import write_text
 from recipes.comparison.page import page
 from recipes.comparison.runs import read_runs
-from recipes.config.command_line import fail, user_errors
+from recipes.config.command_line import check_out, fail, user_errors
 
 
 def main(arguments: list[str]) -> None:
@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> None:
     for name in ("moments", "side"):
         if getattr(options, name) < 1:
             fail([f"--{name}: {getattr(options, name)}; give 1 or more"])
+    check_out(options.out)
     with user_errors():
         write_text(options.out, page(read_runs(options.runs, options.moments, options.side)))
     print(options.out)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.threads import set_default_threads
-from recipes.config.command_line import fail, user_errors
+from recipes.config.command_line import check_out, fail, user_errors
 from recipes.evaluation.command import main as evaluate_by_yaml
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
 from recipes.generation.options import add_options, candidates_of, own_options
@@ -44,6 +44,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.number is not None and options.number < 1:
         fail([f"--number: {options.number}; give 1 or more"])
+    if options.out is not None:
+        check_out(options.out)
     return options
 
 
@@ -110,6 +112,8 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1 and arguments[1].endswith((".yaml", ".yml")):
         evaluate_by_yaml(arguments, __doc__)
         return
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        fail([f"give the export before the YAML {arguments[0]}"])
     options = parse(arguments)
     with user_errors():
         result = evaluate(options)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.threads import set_default_threads
-from recipes.config.command_line import fail, user_errors
+from recipes.config.command_line import check_out, fail, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
 from recipes.generation.options import add_options, candidates_of, own_options
 
@@ -29,14 +29,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--each", type=int, default=1, help="images per caption (default: %(default)s)")
     parser.add_argument("--columns", type=int, help="images per row (default: nearest to a square)")
     add_options(parser, batch=16)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.columns is not None and options.columns < 1:
+        fail([f"--columns: {options.columns}; give 1 or more"])
+    check_out(options.out)
+    return options
 
 
 def read_captions(options: argparse.Namespace) -> list[str]:
     """The captions of the command line and of the file."""
     captions = list(options.prompts)
     if options.prompts_file is not None:
-        lines = options.prompts_file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = options.prompts_file.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            fail([f"--prompts-file: {options.prompts_file} is not UTF-8 text ({error.reason}): save it as UTF-8"])
         captions += [line.strip() for line in lines if line.strip()]
     if not captions:
         fail(['give captions: --prompts "red heart" "cat face", or --prompts-file captions.txt'])

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from data.disk_errors import disk_error, disk_line
@@ -74,6 +75,12 @@ def fail(lines: list[str]) -> None:
     for line in lines:
         print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def check_out(path: Path) -> None:
+    """Refuse a folder as `--out`, the file that a command writes when all of its work is done."""
+    if path.is_dir():
+        fail([f"--out: {path} is a folder; give the name of a file"])
 
 
 @contextlib.contextmanager

@@ -142,6 +142,7 @@ def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
         ("yaml", "not readable as YAML"),
         ("picture", "not readable as a picture"),
         ("moments", "--moments: 0; give 1 or more"),
+        ("folder", "is a folder; give the name of a file"),
     ],
 )
 def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys):
@@ -150,6 +151,9 @@ def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys):
         other = folders[0]
     elif case == "moments":
         options = ["--moments", "0"]
+    elif case == "folder":
+        other = folders[1]
+        options = ["--out", str(tmp_path)]
     elif case != "missing":
         made_run(other, base="openmoji_dvae" if case == "kind" else "openmoji_diffusion")
     if case == "silent":
@@ -159,7 +163,7 @@ def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys):
     if case == "picture":
         (other / "samples" / "ba0000004.png").write_bytes(b"\x89PNG")
     with pytest.raises(SystemExit) as end:
-        compare.main([str(folders[0]), str(other), *options, "--out", str(tmp_path / "x.html")])
+        compare.main([str(folders[0]), str(other), "--out", str(tmp_path / "x.html"), *options])
     found = capsys.readouterr().err
     assert end.value.code == 2 and found.count("\n") == 1 and said in found
     assert not (tmp_path / "x.html").exists()

@@ -90,6 +90,7 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
     for wrong, message in (
         (["--sets", "seen"], "--sets: seen; give NAME=TARS"),
         (["--number", "0"], "--number: 0; give 1 or more"),
+        (["--out", str(tmp_path)], f"--out: {tmp_path} is a folder"),
         (["--retrieval", str(tmp_path / "none")], "no file"),
         (["--candidates", "2"], "--candidates: give the model that says which are best"),
         (["--candidates", "2", "--rerank", str(clip_folder)], "is the model that judges"),
@@ -98,3 +99,6 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             main([*command, *wrong])
         assert end.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["yamls/openmoji_evaluate.yaml", str(export)])
+    assert "give the export before the YAML yamls/openmoji_evaluate.yaml" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_a_grid(tmp_path, export, capsys):
     assert said.out == f"{tmp_path}/grid.png\n" and "3/3 images" in said.err
     # The run's folder is as good as its export, and captions may come from a file.
     assert (make(tmp_path, export.parent, "--columns", "3") == grid).all()
-    (tmp_path / "captions.txt").write_text("\n".join(["", *CAPTIONS, " "]))
+    (tmp_path / "captions.txt").write_text("\n".join([CAPTIONS[0], "", *CAPTIONS[1:], " "]), encoding="utf-8-sig")
     arguments = [export, "--prompts-file", tmp_path / "captions.txt", "--out", tmp_path / "file.png"]
     main([str(a) for a in [*arguments, "--steps", "3", "--columns", "3", "--device", "cpu"]])
     assert (np.asarray(Image.open(tmp_path / "file.png")) == grid).all()
@@ -138,9 +138,13 @@ def test_what_is_not_there(tmp_path, export, capsys):
     assert "no exported run" in refuse(command(tmp_path / "none", tmp_path / "x.png"), capsys)
     assert "give captions: --prompts" in refuse([export], capsys)
     assert "none.txt" in refuse([export, "--prompts-file", tmp_path / "none.txt"], capsys)
+    (tmp_path / "latin.txt").write_text("caf\u00e9", encoding="latin-1")
+    assert "is not UTF-8 text" in refuse([export, "--prompts-file", tmp_path / "latin.txt"], capsys)
 
 
 def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
+    assert f"--out: {tmp_path} is a folder" in refuse(command(export, tmp_path), capsys)
+    assert "--columns: 0; give 1 or more" in refuse(command(export, tmp_path / "x.png", "--columns", "0"), capsys)
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--batch", "0"), capsys)
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--steps", "0"), capsys)
     for resolution in ("22", "0", "-4"):
