@@ -13,7 +13,7 @@ first, or among the first five. The same figures for the real images say what th
 those for images that were encoded and decoded what latents or tokens leave for it to see.
 
 python recipes/evaluate.py runs/openmoji_diffusion/export --retrieval runs/openmoji_judge/export \\
-    --sets seen="runs/openmoji/tars/train/*.tar" held_out="runs/openmoji/tars/val/*.tar" --number 169
+    --sets seen="runs/openmoji/tars/train/*.tar" held_out="runs/openmoji/tars/val/*.tar" --number 23
 """
 
 import argparse

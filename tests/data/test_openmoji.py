@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -94,7 +95,11 @@ def test_small_set(emojis):
     assert held == held_out(emojis) & {one.hexcode for one in chosen}
     assert 0.03 < len(held) / len(chosen) < 0.08 and 300 < len(chosen) < 400
     evaluation = yaml.safe_load((SCRIPT.parents[1] / "yamls" / "openmoji_evaluate.yaml").read_text())
-    assert evaluation["kid_subset_size"] <= len(held)
+    documented = [
+        re.search(r"images: (\d+), extractor", (SCRIPT.parents[1] / "docs" / "evaluation.md").read_text()),
+        re.search(r"--number (\d+)", (SCRIPT.parents[1] / "recipes" / "evaluate.py").read_text()),
+    ]
+    assert all(size <= len(held) for size in (evaluation["kid_subset_size"], *(int(found[1]) for found in documented)))
     assert sum(bool(one.tones) for one in chosen) < len(chosen) / 3
     prompts = (SCRIPT.parents[1] / "docs" / "openmoji_prompts.txt").read_text().split("\n")
     captions = {one.caption: one.hexcode for one in chosen}
