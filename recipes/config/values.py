@@ -40,9 +40,19 @@ class Component:
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes texts such as 1e-4, which OmegaConf reads as numbers and PyYAML does not."""
+    """Quotes texts such as 1e-4, which OmegaConf reads as numbers and PyYAML does not.
+
+    Texts with Unicode's line breaks are in double quotes, which escape them; between other quotes PyYAML reads U+0085,
+    which it wrote itself, as a space.
+    """
 
 
+def _text(dumper: Dumper, value: str) -> yaml.ScalarNode:
+    style = '"' if re.search("[\x85\u2028\u2029]", value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+Dumper.add_representer(str, _text)
 Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+"),

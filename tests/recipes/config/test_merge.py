@@ -1,7 +1,7 @@
 """Properties of merging, and of writing a config as YAML and reading it back."""
 
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recipes.config.components import COMPONENTS
@@ -95,6 +95,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"])) | st.sampled_fro
 
 
 @settings(max_examples=60)
+@example("0\x85b", 1.0, ["\u2028", "\x85"], 0)
 @given(st.text(min_size=1) | TEXTS.filter(str.strip), st.floats(allow_nan=False), st.lists(TEXTS), st.integers())
 def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, seed):
     values = yaml.safe_load(RECIPE)
