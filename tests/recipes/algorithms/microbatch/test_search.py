@@ -141,6 +141,7 @@ def test_too_little_for_headroom_stays_at_one():
     to_come=st.floats(0.0, 0.1),
 )
 @example(batch=99, usable=1000, held=0.0, first=0.01171875, share=1.0, floor=0.5, to_come=0.0)  # down to 50, not 33
+@example(batch=77, usable=1000, held=0.75, first=0.0390625, share=0.34375, floor=0.3125, to_come=0.03125)  # 26, not 39
 def test_no_trial_runs_out_and_the_end_is_the_largest_that_fits(batch, usable, held, first, share, floor, to_come):
     """Over devices of all sizes: growth is constant, linear, or constant and then linear."""
     usable = usable * MB
@@ -159,9 +160,12 @@ def test_no_trial_runs_out_and_the_end_is_the_largest_that_fits(batch, usable, h
         largest = batch
         if memory.growth(batch) > room:
             largest = min(batch, max(1, int((room - memory.fixed) / memory.each)))
-        # The largest, or where growth that may be proportional keeps the search from one sample more.
+        # The largest, or where growth that may be proportional keeps the search from one sample more. The line through
+        # a size whose growth is hidden, and one that was too large, is above the growth of those between them.
         wall = usable - memory.held - later
-        assert last == even(largest, batch) or int(last * wall / memory.growth(last)) == last or last == sizes[-2] // 2
+        before = max(sizes[:-2], default=1)
+        hidden = len(sizes) > 1 and last < sizes[-2] and memory.growth(before) == memory.floor and 2 * last > before
+        assert last == even(largest, batch) or int(last * wall / memory.growth(last)) == last or hidden
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
