@@ -227,26 +227,26 @@ class OutputSet:
 
         Args and errors are those of `merge`.
         """
-        entries, rejected_lines, markers = [], [], []
-        for shard in (shard for shard in self.shards if shard not in leave_out):
-            marker = self._done(shard)
-            self._compare(marker["options"], options)
-            markers.append(marker)
-            for info in self._json(shard, INDEX, "shards")["shards"]:
-                stored = info.get("zip_data") or info["raw_data"]
-                self._file(shard, stored["basename"], stored["bytes"])
-                # `streaming.base.util.merge_index` keeps one folder level only.
-                for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
-                    data["basename"] = f"shards/{shard}/{data['basename']}"
-                entries.append(info)
-            rejected_lines.append(self._file(shard, REJECTED).read_bytes())
-        if not any(marker["samples"] for marker in markers):
-            rejected = sum((Counter(marker["rejected"]) for marker in markers), Counter())
-            reasons = counts_text(sorted(rejected.items())) if rejected else "the source is empty"
-            raise ValueError(f"{self.out}: nothing was encoded ({reasons}); see shards/*/{REJECTED}")
+        entries, markers = [], []
+        # Shard by shard: of hundreds of millions of input samples the rejected ones alone are gigabytes.
+        with atomic_write(self.out / REJECTED) as partial, open(partial, "wb") as rejected_lines:
+            for shard in (shard for shard in self.shards if shard not in leave_out):
+                marker = self._done(shard)
+                self._compare(marker["options"], options)
+                markers.append(marker)
+                for info in self._json(shard, INDEX, "shards")["shards"]:
+                    stored = info.get("zip_data") or info["raw_data"]
+                    self._file(shard, stored["basename"], stored["bytes"])
+                    # `streaming.base.util.merge_index` keeps one folder level only.
+                    for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
+                        data["basename"] = f"shards/{shard}/{data['basename']}"
+                    entries.append(info)
+                rejected_lines.write(self._file(shard, REJECTED).read_bytes())
+            if not any(marker["samples"] for marker in markers):
+                rejected = sum((Counter(marker["rejected"]) for marker in markers), Counter())
+                reasons = counts_text(sorted(rejected.items())) if rejected else "the source is empty"
+                raise ValueError(f"{self.out}: nothing was encoded ({reasons}); see shards/*/{REJECTED}")
         write_json(self.out / INDEX, {"version": 2, "shards": entries})
-        with atomic_write(self.out / REJECTED) as partial:
-            partial.write_bytes(b"".join(rejected_lines))
         return markers
 
     def _remove_stale(self) -> None:
