@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from recipes.encoders.open_clip_models import LOCAL_PREFIX, check_vocabulary, load_open_clip, open_clip_tokenizer
 
+IMAGES_AT_ONCE = 4096  # candidates in memory, of which few are kept: 0.8 GB at 256 x 256 pixels
+
 
 class Reranker:
     """An open_clip model that scores how well an image fits a caption.
@@ -115,9 +117,13 @@ def draw_best(
         Images (N * keep, H, W, 3) uint8 in the order of the captions, the best of each caption first, and their
         captions.
     """
-    captions = [caption for caption in captions for _ in range(candidates)]
-    images = generate(captions, seeds=[seed + i for i in range(len(captions))])
+    drawn = [caption for caption in captions for _ in range(candidates)]
+    seeds = [seed + i for i in range(len(drawn))]
     if reranker is None:
-        return images, captions
-    kept = best(reranker.scores(captions, images), candidates, keep)
-    return images[kept], [captions[i] for i in kept]
+        return generate(drawn, seeds=seeds), drawn
+    parts = []
+    step = candidates * max(1, IMAGES_AT_ONCE // candidates)  # the candidates of a caption stay together
+    for part in (slice(start, start + step) for start in range(0, len(drawn), step)):
+        images = generate(drawn[part], seeds=seeds[part])
+        parts.append(images[best(reranker.scores(drawn[part], images), candidates, keep)])
+    return np.concatenate(parts), [caption for caption in captions for _ in range(keep)]

@@ -5,9 +5,7 @@ import pytest
 import scipy.linalg
 from PIL import Image, ImageFilter
 
-from recipes.config.values import ConfigError
-from recipes.evaluation.config import Evaluation, Extractor, Reference, Rerank
-from recipes.evaluation.report import curves, markdown, write_report
+from recipes.evaluation.config import Evaluation, Reference
 from recipes.scoring.figures import figures
 from recipes.scoring.reference import blurred, fingerprint
 
@@ -85,24 +83,6 @@ def test_fewer_pictures_than_a_metric_needs(sets, changes, message):
         figures(config(), generated, reference)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"metrics": []}, "metrics: empty"),
-        ({"extractor": Extractor(kind="contrastive")}, "extractor.path: missing"),
-        ({"extractor": Extractor(kind="contrastive", path="x")}, "inception_score needs classes"),
-        ({"clip": None}, "clip: missing"),
-        ({"chunk": 0}, "chunk: 0; give 1 or more"),
-        ({"blur": [1, 2]}, r"blur: \[1, 2\]; give radii of 0 or more, 0 among them"),
-        ({"rerank": Rerank(by="x", pools=[])}, "rerank.pools"),
-        ({"sweeps": {"steps": []}}, "sweeps.steps: empty"),
-    ],
-)
-def test_configs_that_cannot_be(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        config(**changes)
-
-
 def test_a_blur_is_pillows():
     pictures = np.random.default_rng(0).integers(0, 256, (2, 9, 9, 3), dtype=np.uint8)
     assert blurred(pictures, 0) is pictures
@@ -113,18 +93,3 @@ def test_a_blur_is_pillows():
 def test_fingerprints():
     assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1}) != fingerprint({"a": 1, "b": [3]})
     assert len(fingerprint({})) == 12
-
-
-def test_a_report(tmp_path):
-    rows = [
-        {"label": f"blur {radius}", "varied": {"blur": radius}, "figures": {"fid": 10.5 - radius, "kid": 0.1}}
-        for radius in (0, 2, 1)
-    ]
-    rows += [{"label": "sampler ddim", "varied": {"sampler": "ddim"}, "figures": {"fid": 3.0, "kid": 0.2}}]
-    result = {"export": "a|b", "sampling": {"steps": 3}, "rows": rows}
-    assert [value for value, _ in curves(result)["blur"]] == [0, 1, 2] and "sampler" not in curves(result)
-    text = markdown(result)
-    assert "| blur 1 | 9.5 | 0.1 |" in text and "| export | a\\|b |" in text and "| sampling | steps 3 |" in text
-    write_report(result, tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["blur.png", "report.json", "report.md"]
-    assert Image.open(tmp_path / "blur.png").size[0] > 200

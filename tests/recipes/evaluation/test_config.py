@@ -1,0 +1,27 @@
+"""What a config of an evaluation refuses."""
+
+import pytest
+
+from recipes.config.values import ConfigError
+from recipes.evaluation.config import Evaluation, Extractor, Reference, Rerank
+
+METRICS = ["fid", "kid", "precision_recall", "inception_score", "clip_score"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": []}, "metrics: empty"),
+        ({"extractor": Extractor(kind="contrastive")}, "extractor.path: missing"),
+        ({"extractor": Extractor(kind="contrastive", path="x")}, "inception_score needs classes"),
+        ({"clip": None}, "clip: missing"),
+        ({"chunk": 0}, "chunk: 0; give 1 or more"),
+        ({"blur": [1, 2]}, r"blur: \[1, 2\]; give radii of 0 or more, 0 among them"),
+        ({"rerank": Rerank(by="x", pools=[])}, "rerank.pools"),
+        ({"sweeps": {"steps": []}}, "sweeps.steps: empty"),
+    ],
+)
+def test_configs_that_cannot_be(changes, message):
+    values = {"out": "x", "reference": Reference(source=None), "metrics": METRICS, "clip": "x"}
+    with pytest.raises(ConfigError, match=message):
+        Evaluation(**values | changes)

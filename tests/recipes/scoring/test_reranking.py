@@ -1,0 +1,46 @@
+"""The best of several candidates per caption."""
+
+import numpy as np
+import pytest
+
+from recipes.scoring import reranking
+
+
+class Scores:
+    """Stands for a Reranker: an image's first byte is its score."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def scores(self, captions, images):
+        assert len(captions) == len(images)
+        self.sizes.append(len(images))
+        return images[:, 0, 0, 0].astype(np.float32)
+
+
+def generate(captions, seeds):
+    """Images that say which seed and caption they are of."""
+    images = np.zeros((len(captions), 1, 1, 3), np.uint8)
+    images[:, 0, 0] = [(seed * 37 % 101, seed, ord(caption)) for caption, seed in zip(captions, seeds, strict=True)]
+    return images
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 10, 4096])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_best_of_each_caption(keep, at_once, monkeypatch):
+    monkeypatch.setattr(reranking, "IMAGES_AT_ONCE", at_once)
+    reranker = Scores()
+    images, captions = reranking.draw_best(generate, list("abcd"), 5, reranker, candidates=5, keep=keep)
+    assert captions == [caption for caption in "abcd" for _ in range(keep)]
+    expected = []
+    for i, caption in enumerate("abcd"):
+        seeds = sorted(range(5 + 5 * i, 10 + 5 * i), key=lambda seed: -(seed * 37 % 101))[:keep]
+        expected += [(seed * 37 % 101, seed, ord(caption)) for seed in seeds]
+    assert images[:, 0, 0].tolist() == [list(pixel) for pixel in expected]
+    # Memory: no more images at once than are allowed, or the candidates of one caption.
+    assert sum(reranker.sizes) == 20 and max(reranker.sizes) <= max(5, at_once)
+
+
+def test_without_a_reranker_all_are_kept():
+    images, captions = reranking.draw_best(generate, list("ab"), 3, None, candidates=2, keep=2)
+    assert captions == list("aabb") and images[:, 0, 0, 1].tolist() == [3, 4, 5, 6]
