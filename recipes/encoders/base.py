@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
 from data.log import log
@@ -45,6 +46,14 @@ def _bytes_of(data: Tensor) -> memoryview:
 def cannot_load(key: str, name: str, error: Exception) -> ValueError:
     """A one-line error for a model that cannot be loaded from the disk or the hub."""
     reason = " ".join(str(error).split())
+    before: BaseException | None = error
+    while before is not None:  # diffusers says of a hub that it cannot reach that a file does not exist there
+        if isinstance(before, LocalEntryNotFoundError):
+            reason = (
+                "this machine cannot reach the hub and has no copy in its cache; give the folder of a copy, or the "
+                "cache of a machine that has downloaded it (HF_HOME)"
+            )
+        before = before.__cause__ or before.__context__
     return ValueError(f"{key}: {name} cannot be loaded: {reason[:300]}")
 
 

@@ -144,6 +144,7 @@ def hf_clip_text(
     Raises:
         FileNotFoundError: a local folder lacks one of its files.
     """
+    from huggingface_hub import hf_hub_download
     from transformers import CLIPTextModel, CLIPTokenizer
 
     local = Path(path).expanduser().is_dir()
@@ -180,6 +181,8 @@ def hf_clip_text(
         return module
 
     try:
+        if not local:  # transformers goes on without a vocabulary that it could not fetch, and fails with a TypeError
+            hf_hub_download(path, "vocab.json", subfolder=words or None, revision=source["revision"])
         tokenize = CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source)
     except Exception as error:  # on files in another format, transformers raises nearly anything
         raise cannot_load("text_encoder.path", path, error) from error

@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -262,3 +263,18 @@ def test_results_do_not_depend_on_the_batch(vae_folder, clip_folder):
     one_by_one = torch.cat([text.encode([caption]) for caption in CAPTIONS])
     torch.testing.assert_close(text.encode(CAPTIONS), one_by_one, atol=1e-5, rtol=1e-5)
     assert np.isfinite(one_by_one.numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda: kl_vae(path="owner/model", subfolder="vae"),
+        lambda: hf_clip_text(path="owner/model", subfolder="text_encoder", tokenizer="tokenizer"),
+        lambda: open_clip_text(model="ViT-B-32", pretrained="laion2b_s34b_b79k"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached(load, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be loaded: this machine cannot reach the hub and has no copy"):
+        load()
