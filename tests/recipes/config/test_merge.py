@@ -93,15 +93,18 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"])) | st.sampled_fro
     ]
 )
 
+# An address in the name would make `output` a remote one, which is refused.
+NAMES = (st.text(min_size=1) | TEXTS).filter(lambda name: name.strip() and "://" not in name)
+
 
 @settings(max_examples=60)
 @example("0\x85b", 1.0, ["\u2028", "\x85"], 0)
-@given(st.text(min_size=1) | TEXTS.filter(str.strip), st.floats(allow_nan=False), st.lists(TEXTS), st.integers())
+@given(NAMES, st.floats(allow_nan=False), st.lists(TEXTS), st.integers())
 def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, seed):
     values = yaml.safe_load(RECIPE)
     values["optimizer"]["lr"] = lr
     values["data"]["source"]["urls"] = tags
-    values |= {"run_name": name if name.strip() else "x", "seed": seed}
+    values |= {"run_name": name, "seed": seed}
     checker = Checker(COMPONENTS)
     config = checker.section(Recipe, values, "")
     assert checker.errors == []
