@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from data.files import atomic_write
+from data.log import log
 from recipes.evaluation.config import Evaluation
 from recipes.scoring.reference import blurred, fingerprint
 from recipes.scoring.reranking import Reranker
 
 POLL = 0.2  # seconds between looks at what other ranks have finished
+NAMED = 60.0  # seconds of waiting after which it is said what is waited for
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,7 @@ class Job:
         parts = []
         for start in range(0, len(self.captions), self.config.chunk):
             file = self.file(variant, start)
-            while not file.is_file():
-                time.sleep(POLL)
+            self._wait(file)
             with np.load(file, allow_pickle=False) as arrays:
                 parts.append(dict(arrays))
         found: dict[int, dict[str, np.ndarray]] = {}
@@ -154,6 +155,20 @@ class Job:
             kind, _, label = name.rpartition("_")
             found.setdefault(int(label), {})[kind] = np.concatenate([part[name] for part in parts])
         return found
+
+    def _wait(self, file: Path) -> None:
+        """Wait for a chunk of another rank. A rank that has died is not seen from here, so that the wait is named."""
+        waited = 0.0
+        while not file.is_file():
+            if waited >= NAMED:
+                missing = sum(not self.file(variant, start).is_file() for variant, start in self.chunks())
+                log.info(
+                    f"evaluate: waiting for {missing} chunks of other ranks. If one of them has ended, stop this "
+                    "one and run the same command again: finished chunks are kept"
+                )
+                waited = 0.0
+            time.sleep(POLL)
+            waited += POLL
 
 
 def ranks() -> tuple[int, int]:

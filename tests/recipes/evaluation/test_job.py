@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recipes.evaluation.config import Evaluation, Reference, Rerank
-from recipes.evaluation.job import Job, variants
+from recipes.evaluation.job import NAMED, POLL, Job, variants
 
 CAPTIONS = [f"caption {i}" for i in range(11)]
 
@@ -88,6 +88,21 @@ def test_finished_work_is_not_done_again(job):
     changed = job()
     changed.identity["network"] = "other"
     assert changed.file(variant, 0) != first.file(variant, 0)
+
+
+def test_a_wait_for_other_ranks_is_named(job, monkeypatch, capsys):
+    ours = job()
+    ours.run(0, 2)
+    sleeps = []
+
+    def sleep(seconds):  # the other rank does its share only after the wait was named
+        sleeps.append(seconds)
+        if "waiting for" in capsys.readouterr().out:
+            ours.run(1, 2)
+
+    monkeypatch.setattr("recipes.evaluation.job.time.sleep", sleep)
+    assert len(collected(ours)) == 4
+    assert NAMED <= sum(sleeps) < NAMED + 2 * POLL
 
 
 def test_the_best_of_a_pool(job):
