@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from recipes.engines.tracking import mlflow_run
+from recipes.training.ranks import by_first_rank, from_first_rank
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,16 @@ class TensorBoard:
 
 @dataclass(frozen=True)
 class WandB:
-    """Weights & Biases; attributes as the arguments of `wandb`, and the run's name and folder."""
+    """Weights & Biases; attributes as the arguments of `wandb`, and the run's name and folder.
+
+    Attributes:
+        run_id: of the run that is continued, or begun if there is none; None: W&B chooses.
+    """
 
     folder: str
     project: str
     run_name: str
+    run_id: str | None
     entity: str | None
     tags: list[str] | None
     offline: bool
@@ -34,11 +43,19 @@ class WandB:
 
 @dataclass(frozen=True)
 class MLflow:
-    """MLflow; `tracking_uri` is an address or a local database."""
+    """MLflow.
+
+    Attributes:
+        run_name: name of the run.
+        experiment: that it belongs to.
+        tracking_uri: an address or a local database.
+        run_id: of the run, which exists.
+    """
 
     run_name: str
     experiment: str
     tracking_uri: str
+    run_id: str
 
 
 def tensorboard(output: str, *, flush_every: int = 20) -> TensorBoard:
@@ -53,33 +70,48 @@ def tensorboard(output: str, *, flush_every: int = 20) -> TensorBoard:
 def wandb(
     run_name: str,
     output: str,
+    tracked: Callable[[], str],
     *,
     project: str,
     entity: str | None = None,
     tags: list[str] | None = None,
     offline: bool = False,
 ) -> WandB:
-    """Weights & Biases.
+    """Weights & Biases. A run that goes on from a checkpoint goes on there, too, unless it is offline.
 
     Args:
         project: project that the run belongs to.
         entity: user or team; null: the logged-in user.
         tags: tags of the run.
-        offline: write to disk only, to be synchronised later.
+        offline: write to disk only, to be synchronised later. Each start is then a run of its own, because W&B
+            replaces a run when another one with its id is synchronised.
     """
     Path(output).mkdir(parents=True, exist_ok=True)  # W&B falls back to the current folder where this is missing
-    return WandB(output, project, run_name, entity, tags, offline)
+    identifier = tracked()  # by all ranks, whatever the environment of each says
+    alone = offline or os.environ.get("WANDB_MODE") in ("offline", "dryrun") or "WANDB_RUN_ID" in os.environ
+    return WandB(output, project, run_name, None if alone else identifier, entity, tags, offline)
 
 
-def mlflow(run_name: str, output: str, *, experiment: str, tracking_uri: str | None = None) -> MLflow:
-    """MLflow.
+def mlflow(
+    run_name: str, output: str, tracked: Callable[[], str], *, experiment: str, tracking_uri: str | None = None
+) -> MLflow:
+    """MLflow. A run that goes on from a checkpoint goes on there, too.
 
     Args:
         experiment: experiment that the run belongs to.
         tracking_uri: address of a server or a database; null: MLFLOW_TRACKING_URI, else a database <output>/mlflow.db.
     """
     tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    artifacts = None
     if tracking_uri is None:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        tracking_uri = f"sqlite:///{Path(output, 'mlflow.db').resolve()}"
-    return MLflow(run_name, experiment, tracking_uri)
+        folder = Path(output).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
+        artifacts = (folder / "mlartifacts").as_uri()  # MLflow would write images to mlruns/ in the current folder
+    identifier, found = tracked(), []
+    by_first_rank(
+        lambda: found.append(
+            mlflow_run(identifier, uri=tracking_uri, experiment=experiment, run_name=run_name, artifacts=artifacts)
+        )
+    )
+    return MLflow(run_name, experiment, tracking_uri, from_first_rank(found)[0])

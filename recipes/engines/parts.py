@@ -30,6 +30,7 @@ from recipes.config.recipe import Recipe
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
 from recipes.engines.resuming import prepare_folder
+from recipes.engines.tracking import tracked_run
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import check_tensor_parallel
@@ -157,6 +158,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         "task": task,
         "run_name": recipe.run_name,
         "output": recipe.output,
+        "tracked": partial(tracked_run, recipe),
         "loading": data,
         "encoders": lambda: encoders_of(data.manifest),
         "blank": lambda: build_on_meta(recipe.model),

@@ -25,7 +25,8 @@ from recipes.training.clock import parse_duration
 from recipes.training.newest import has_checkpoints
 
 ENCODED = "encoded.json"
-RECORD = (CONFIG, ENCODED)  # files in the folder of a run
+TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.tracking`
+RECORD = (CONFIG, ENCODED, TRACKED)  # files in the folder of a run
 RECORDS = "records"  # folder of the copies, by checkpoints
 # What may change in a run: nothing that it learns depends on it.
 FREE = (
@@ -73,7 +74,7 @@ def check_record(recipe: Recipe) -> list[str]:
         ValueError: the run goes on, and a key has changed that may not.
     """
     output = Path(recipe.output)
-    record = _record_of(recipe) / CONFIG
+    record = record_of(recipe) / CONFIG
     if not (recipe.checkpoints.resumes and has_checkpoints(output) and record.is_file()):
         return []
     return _compare_recipes(record, recipe, f"checkpoints.autoresume: the recipe is not the one that {output}")
@@ -112,7 +113,7 @@ def _compare_recipes(record: Path, recipe: Recipe, refusal: str) -> list[str]:
     return [key for key, _, _ in changes]
 
 
-def _record_of(recipe: Recipe) -> Path:
+def record_of(recipe: Recipe) -> Path:
     """The folder with the record of the checkpoint that a run goes on from."""
     output = Path(recipe.output)
     newest = newest_of_all(output / "checkpoints")
@@ -234,7 +235,7 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
     if "data" in recipe.checkpoints.allow_changes:
         return
     if recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output)):
-        run, record = Path(recipe.output), _record_of(recipe)
+        run, record = Path(recipe.output), record_of(recipe)
     elif recipe.checkpoints.load_path and "://" not in recipe.checkpoints.load_path:
         checkpoint = Path(recipe.checkpoints.load_path).resolve()
         run = checkpoint.parent.parent

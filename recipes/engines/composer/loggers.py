@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from textwrap import indent
 from typing import Any
 
+import yaml
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
 from recipes.engines.loggers import MLflow, TensorBoard, WandB
+from recipes.engines.tracking import log_parameters
 
 
 def composer_logger(description: TensorBoard | WandB | MLflow) -> LoggerDestination:
@@ -17,19 +21,69 @@ def composer_logger(description: TensorBoard | WandB | MLflow) -> LoggerDestinat
         return OneTensorBoardFile(log_dir=description.folder, flush_interval=description.flush_every)
     if isinstance(description, WandB):
         settings: dict[str, Any] = {"dir": description.folder, **({"mode": "offline"} if description.offline else {})}
-        return WandBLogger(
+        if description.run_id is not None:
+            settings |= {"id": description.run_id, "resume": "allow"}
+        return ContinuedWandB(
             project=description.project,
             entity=description.entity,
             name=description.run_name,
             tags=description.tags,
             init_kwargs=settings,
         )
-    return MLFlowLogger(
+    return TrackedMLflow(
+        description.run_id,
         experiment_name=description.experiment,
         run_name=description.run_name,
         tracking_uri=description.tracking_uri,
         log_system_metrics=False,
     )
+
+
+class ContinuedWandB(WandBLogger):
+    """Logs to a run that may have figures of earlier starts."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """See `LoggerDestination`. W&B ignores what is logged again after a kill, with a warning at each call."""
+        if self._enabled:
+            import wandb
+
+            if step is None or step >= wandb.run.step:
+                super().log_metrics(metrics, step)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """See `LoggerDestination`. Settings may change when a run goes on, the names of machines among them."""
+        if self._enabled:
+            import wandb
+
+            wandb.config.update(hyperparameters, allow_val_change=True)
+
+    def download_file(self, *arguments: Any, **options: Any) -> None:
+        """W&B has no checkpoints. Composer would look for one at the first start of a run, and fail without a login."""
+        raise NotImplementedError
+
+
+class TrackedMLflow(MLFlowLogger):
+    """Logs to a run that exists. Composer itself would begin another one, or continue one of the same name."""
+
+    def __init__(self, run_id: str, **arguments: Any) -> None:
+        """
+        Args:
+            run_id: MLflow's id of the run.
+            arguments: of Composer's logger.
+        """
+        super().__init__(**arguments)
+        self._tracked = run_id
+
+    def _start_mlflow_run(self, state: State) -> None:
+        import mlflow
+
+        self._run_id = self._tracked
+        mlflow.start_run(run_id=self._run_id, tags=self.tags, log_system_metrics=self.log_system_metrics)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """See `LoggerDestination` and `log_parameters`."""
+        if self._enabled:
+            log_parameters(self._mlflow_client, self._tracked, hyperparameters)
 
 
 class OneTensorBoardFile(TensorboardLogger):
@@ -44,9 +98,12 @@ class OneTensorBoardFile(TensorboardLogger):
             super()._initialize_summary_writer()
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Write settings as texts. Composer would write them into a file of their own, again at each validation."""
+        """Write settings as texts, nested ones as YAML. Composer would write them into a file of their own, again at
+        each validation."""
         for name, value in hyperparameters.items() if self.writer is not None else ():
-            self.writer.add_text(name, str(value))
+            nested = isinstance(value, Mapping)
+            text = indent(yaml.safe_dump(value, sort_keys=False), 4 * " ") if nested else str(value)  # Markdown's code
+            self.writer.add_text(name, text)
 
     def log_images(self, *args: Any, **kwargs: Any) -> None:
         """See `LoggerDestination`."""

@@ -18,6 +18,7 @@ from data.loading import Loading
 from data.log import log
 from data.stores import scheme_of
 from recipes.config.recipe import Recipe
+from recipes.config.values import plain_values
 from recipes.engines.bucket import fetched
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
 from recipes.engines.composer.callback_states import of_checkpoint
@@ -82,7 +83,9 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
         opening(recipe, parts.task, parts.data, parts.evals, world=dist.get_world_size(), precision=place.precision)
     )
     with says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints):
-        return new_trainer(recipe, place, parts)
+        trainer = new_trainer(recipe, place, parts)
+    trainer.logger.log_hyperparameters({"recipe": plain_values(recipe)})
+    return trainer
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from recipes.engines.loggers import MLflow, TensorBoard, WandB
+from recipes.engines.tracking import log_parameters
 from recipes.training.ranks import is_first_rank
 
 
@@ -32,11 +33,13 @@ def lightning_logger(description: TensorBoard | WandB | MLflow, run_name: str) -
             offline=description.offline,
             entity=description.entity,
             tags=description.tags,
+            id=description.run_id,
         )
     return MLFlowLogger(
         experiment_name=description.experiment,
         run_name=description.run_name,
         tracking_uri=description.tracking_uri,
+        run_id=description.run_id,
     )
 
 
@@ -87,7 +90,10 @@ class RunLoggers:
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         """Write what was decided at the start of the run."""
         for logger in self.loggers:
-            logger.log_hyperparams(dict(settings))
+            if isinstance(logger, MLFlowLogger):
+                log_parameters(logger.experiment, logger.run_id, settings)
+            else:
+                logger.log_hyperparams(dict(settings))
 
     def log_images(self, name: str, images: np.ndarray, step: int) -> None:
         """Write images (N, H, W, 3) uint8 at a batch."""

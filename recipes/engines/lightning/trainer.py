@@ -12,6 +12,7 @@ import torch
 
 from data.log import log
 from recipes.config.recipe import Recipe
+from recipes.config.values import plain_values
 from recipes.engines.checkpoint_files import end_if_asked
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.data import RunBatches, epoch_batches, in_present_batches
@@ -111,7 +112,9 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     if is_first_rank():
         keep_record(recipe, parts.data)
     log.info(opening(recipe, parts.task, parts.data, parts.evals, world=world_size(), precision=place.precision))
-    return new_training(recipe, place, parts)
+    training = new_training(recipe, place, parts)
+    training.loggers.log_settings({"recipe": plain_values(recipe)})
+    return training
 
 
 def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTraining:

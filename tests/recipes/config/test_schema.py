@@ -286,7 +286,7 @@ GIVEN = {
     "optimizer": {"parameters", "task"},
     "algorithm": LOGGED | {"clips", "low_rank", "samples", "scaling"},
     "callback": LOGGED | {"average", "scaling"},
-    "logger": LOGGED,
+    "logger": LOGGED | {"tracked"},
 }
 TARGETS = [(group, target) for group, names in COMPONENTS.items() for target in names.values()]
 

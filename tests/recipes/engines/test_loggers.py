@@ -15,6 +15,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
 from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
+from recipes.engines.loggers import WandB
 from recipes.models.task import Task
 
 
@@ -60,7 +61,8 @@ def output(tmp_path_factory):
             component("wandb", project="test", offline=True),
             component("mlflow", experiment="test"),
         ]
-        built = [composer_logger(build(logger, run_name="short", output=str(folder))) for logger in loggers]
+        context = {"run_name": "short", "output": str(folder), "tracked": lambda: "abc"}
+        built = [composer_logger(build(logger, **context)) for logger in loggers]
         data = DataLoader([{"x": torch.tensor(float(i))} for i in range(4)], batch_size=2)
         task = Line()
         trainer = Trainer(
@@ -74,6 +76,8 @@ def output(tmp_path_factory):
             run_name="short",
             progress_bar=False,
         )
+        for rate in (0.1, 0.2):  # as where a run goes on with other settings
+            trainer.logger.log_hyperparameters({"recipe": {"optimizer": {"lr": rate}}})
         trainer.fit()
         trainer.close()
     return folder
@@ -88,6 +92,8 @@ def test_tensorboard_has_metrics_and_images(output):
     assert "loss/train/total" in events.Tags()["scalars"]
     assert any("samples" in tag for tag in events.Tags()["images"])
     assert any("composer_version" in tag for tag in events.Tags()["tensors"])  # the settings
+    (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("recipe"))
+    assert b"    optimizer:\n      lr: 0.2\n" in events.Tensors(tag)[-1].tensor_proto.string_val[0]
 
 
 def test_wandb_writes_below_the_output(output):
@@ -100,3 +106,10 @@ def test_mlflow_writes_a_database_below_the_output(output):
     with sqlite3.connect(output / "mlflow.db") as database:
         keys = {row[0] for row in database.execute("select key from metrics")}
     assert "loss/train/total" in keys
+
+
+def test_no_checkpoint_is_looked_for_at_wandb(output):
+    """Composer asks each logger at the first start of a run, and W&B's answer without a login is an error."""
+    logger = composer_logger(WandB(str(output), "test", "short", None, None, None, offline=True))
+    with pytest.raises(NotImplementedError):  # which Composer takes for "no checkpoint"
+        logger.download_file("latest-rank0.pt", str(output / "fetched"), overwrite=True, progress_bar=False)

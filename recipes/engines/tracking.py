@@ -1,0 +1,111 @@
+"""One run of W&B or MLflow for all starts of a run: each start would otherwise begin another one there."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.files import write_text
+from recipes.config.recipe import Recipe
+from recipes.engines.record import TRACKED, record_of
+from recipes.training.newest import has_checkpoints
+from recipes.training.ranks import by_first_rank, from_first_rank
+
+if TYPE_CHECKING:  # the import takes seconds, and few runs need it
+    from mlflow import MlflowClient
+
+TAG = "precompose.run"  # of MLflow's runs
+AT_ONCE = 100  # parameters that an MLflow server accepts in one call
+LONGEST = 6000  # characters of a parameter's value, by MLflow
+
+
+def tracked_run(recipe: Recipe) -> str:
+    """The identifier of a run: the same at each start that goes on, another one where a run begins.
+
+    It is kept in the run's folder and with each checkpoint. Every rank must call this, after `prepare_folder`.
+    """
+    found: list[str] = []
+    by_first_rank(lambda: found.append(_kept_or_new(recipe)))
+    return from_first_rank(found)[0]
+
+
+def _kept_or_new(recipe: Recipe) -> str:
+    output = Path(recipe.output)
+    kept = record_of(recipe) / TRACKED
+    if recipe.checkpoints.resumes and has_checkpoints(output) and kept.is_file():
+        identifier = kept.read_text(encoding="utf-8").strip()
+    else:
+        identifier = secrets.token_hex(8)
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(output / TRACKED, f"{identifier}\n")
+    return identifier
+
+
+def mlflow_run(identifier: str, *, uri: str, experiment: str, run_name: str, artifacts: str | None) -> str:
+    """MLflow's id of a run, which is made if there is none yet. MLFLOW_RUN_ID takes precedence. Only the first rank
+    calls this.
+
+    Args:
+        identifier: of the run; see `tracked_run`.
+        uri: address of the server or the database.
+        experiment: name of the experiment; it is made if there is none.
+        run_name: name that MLflow shows.
+        artifacts: address of a new experiment's files; null: MLflow chooses.
+
+    Raises:
+        ValueError: the server cannot be reached or refuses it, or the experiment is deleted.
+    """
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    if given := os.environ.get("MLFLOW_RUN_ID"):
+        return given
+    try:
+        client = MlflowClient(uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            number = client.create_experiment(experiment, artifact_location=artifacts)
+        elif found.lifecycle_stage == "deleted":
+            raise ValueError(
+                f"loggers: the experiment {experiment!r} of {uri} is deleted; give another `experiment`, or restore it "
+                f"with `mlflow experiments restore --experiment-id {found.experiment_id}`"
+            )
+        else:
+            number = found.experiment_id
+        runs = client.search_runs([number], filter_string=f"tags.`{TAG}` = '{identifier}'", max_results=1)
+        if not runs:
+            return client.create_run(number, run_name=run_name, tags={TAG: identifier}).info.run_id
+        client.update_run(runs[0].info.run_id, status="RUNNING")
+        return runs[0].info.run_id
+    except MlflowException as error:
+        raise ValueError(f"loggers: MLflow at {uri}: {' '.join(str(error).split())}") from error
+
+
+def log_parameters(client: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:
+    """Write settings as parameters of an MLflow run. Nested ones are joined with dots.
+
+    MLflow never changes a parameter. One that is another at a later start of a run keeps its first value, and a tag of
+    its name has the new one.
+    """
+    from mlflow.entities import Param, RunTag
+
+    before = client.get_run(run_id).data.params
+    now = {re.sub(r"[^\w/. :-]", "_", name): str(value)[:LONGEST] for name, value in flat(settings)}
+    new = [Param(name, value) for name, value in now.items() if name not in before]
+    changed = [RunTag(name, value) for name, value in now.items() if before.get(name, value) != value]
+    for items, kind in ((new, "params"), (changed, "tags")):
+        for start in range(0, len(items), AT_ONCE):
+            client.log_batch(run_id, **{kind: items[start : start + AT_ONCE]})
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Names, joined with dots, and values of nested settings. A mapping without keys is a value."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value

@@ -1,0 +1,121 @@
+"""One run of a tracking server for all starts of a run."""
+
+import importlib
+
+import pytest
+
+from recipes.engines import loggers
+from recipes.engines.record import TRACKED
+from recipes.engines.resuming import prepare_folder
+from recipes.engines.tracking import AT_ONCE, TAG, flat, log_parameters, mlflow_run, tracked_run
+
+MLFLOW = "loggers={mlflow: {name: mlflow, experiment: test}}"
+
+
+def client_of(folder):
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+
+
+def runs_of(folder):
+    client = client_of(folder)
+    return client.search_runs([client.get_experiment_by_name("test").experiment_id])
+
+
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_run_that_goes_on_is_one_run_in_mlflow(engine, quick_recipe, tmp_path, monkeypatch):
+    """Its parameters are the recipe's; what has changed is a tag; its images are in the folder of the run."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)  # MLflow's own default for images
+    output = tmp_path / "run"
+    samples = "callbacks.samples={name: sample_grid, prompts: [a dog], every: 4ba, steps: 1}"
+    common = [f"training.engine={engine}", "checkpoints.autoresume=true", "checkpoints.every=2ba", MLFLOW, samples]
+    for duration in ("2ba", "4ba"):
+        importlib.import_module(f"recipes.engines.{engine}.trainer").train(
+            quick_recipe(output, *common, f"training.duration={duration}")
+        )
+    (run,) = runs_of(output)
+    assert run.info.status == "FINISHED" and run.info.run_name == quick_recipe(output).run_name
+    assert run.data.params["recipe.optimizer.lr"] == "0.002"
+    assert run.data.params["recipe.training.duration"] == "2ba" and run.data.tags["recipe.training.duration"] == "4ba"
+    losses = client_of(output).get_metric_history(run.info.run_id, "loss/train/total")
+    assert sorted({loss.step for loss in losses}) in ([0, 1, 2, 3], [1, 2, 3, 4])
+    assert list((output / "mlartifacts").rglob("*.png")) and not (tmp_path / "mlruns").exists()
+
+
+def test_the_identifier_goes_on_with_the_checkpoints(quick_recipe, tmp_path):
+    """And is another one for a run that begins, whatever a start before has left."""
+    recipe = quick_recipe(tmp_path, "checkpoints.autoresume=true")
+    identifiers = {tracked_run(recipe), tracked_run(recipe)}  # the first was killed before it had a checkpoint
+    assert len(identifiers) == 2
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ep0-ba2-rank0.pt").touch()
+    prepare_folder(recipe, "composer")  # which copies the record for the checkpoint
+    last = (tmp_path / TRACKED).read_text().strip()
+    assert tracked_run(recipe) == last in identifiers
+    (tmp_path / TRACKED).unlink()  # another machine, which has fetched the checkpoint and its record
+    assert tracked_run(recipe) == last == (tmp_path / TRACKED).read_text().strip()
+    assert tracked_run(quick_recipe(tmp_path, "checkpoints.autoresume=false")) not in identifiers
+
+
+def test_wandb_goes_on_where_it_can(tmp_path, monkeypatch):
+    """Offline, a run that is synchronised replaces another one of its id. A user's own id is left alone."""
+    for name in ("WANDB_MODE", "WANDB_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run_id(**arguments):
+        return loggers.wandb("short", str(tmp_path), lambda: "abc", project="test", **arguments).run_id
+
+    assert run_id() == "abc" and run_id(offline=True) is None
+    for name, value in {"WANDB_MODE": "offline", "WANDB_RUN_ID": "mine"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert run_id() is None
+
+
+def test_mlflow_runs_are_found_by_their_identifiers(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    client = client_of(tmp_path)
+
+    def run(identifier, experiment="test"):
+        return mlflow_run(
+            identifier, uri=client.tracking_uri, experiment=experiment, run_name="short", artifacts=tmp_path.as_uri()
+        )
+
+    first = run("a")
+    client.set_terminated(first, "KILLED")
+    assert run("a") == first and client.get_run(first).info.status == "RUNNING"
+    assert client.get_run(first).data.tags[TAG] == "a" and run("b") != first
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_RUN_ID", "mine")
+        assert run("a") == "mine"
+    client.delete_experiment(client.get_experiment_by_name("test").experiment_id)
+    with pytest.raises(ValueError, match="the experiment 'test' of sqlite.* is deleted; .*--experiment-id 1`"):
+        run("a")
+
+
+def test_a_server_that_refuses_is_named(tmp_path):
+    with pytest.raises(ValueError, match="loggers: MLflow at .*nothing.*") as error:
+        mlflow_run("a", uri=f"nothing://{tmp_path}", experiment="test", run_name="short", artifacts=None)
+    assert "\n" not in str(error.value)
+
+
+def test_many_parameters_of_any_name_are_written(tmp_path):
+    client = client_of(tmp_path)
+    run = mlflow_run("a", uri=client.tracking_uri, experiment="test", run_name="short", artifacts=None)
+    settings = {"nested": {str(number): number for number in range(2 * AT_ONCE + 1)}, "a@b": None, "long": 10_000 * "x"}
+    for _ in range(2):
+        log_parameters(client, run, settings)
+    data = client.get_run(run).data
+    assert {name: data.params[f"nested.{name}"] for name in settings["nested"]} == {
+        name: str(number) for name, number in settings["nested"].items()
+    }
+    assert data.params["a_b"] == "None" and "nested.1" not in data.tags
+    log_parameters(client, run, {"nested": {"1": 5}})
+    data = client.get_run(run).data
+    assert (data.params["nested.1"], data.tags["nested.1"]) == ("1", "5")
+
+
+def test_nested_settings_are_joined_with_dots():
+    assert list(flat({"a": {"b": 1, "c": {"d": [2]}}, "e": {}})) == [("a.b", 1), ("a.c.d", [2]), ("e", {})]
