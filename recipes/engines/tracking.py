@@ -93,7 +93,8 @@ def log_parameters(client: MlflowClient, run_id: str, settings: Mapping[str, Any
     """
     from mlflow.entities import Param, RunTag
 
-    before = client.get_run(run_id).data.params
+    data = client.get_run(run_id).data
+    before = data.params | {name: value for name, value in data.tags.items() if name in data.params}
     now = {re.sub(r"[^\w/. :-]", "_", name): str(value)[:LONGEST] for name, value in flat(settings)}
     new = [Param(name, value) for name, value in now.items() if name not in before]
     changed = [RunTag(name, value) for name, value in now.items() if before.get(name, value) != value]
