@@ -58,8 +58,12 @@ class ContinuedWandB(WandBLogger):
             wandb.config.update(hyperparameters, allow_val_change=True)
 
     def download_file(self, *arguments: Any, **options: Any) -> None:
-        """W&B has no checkpoints. Composer would look for one at the first start of a run, and fail without a login."""
-        raise NotImplementedError
+        """W&B has no checkpoints. Composer would look for one at the first start of a run, and fail without a login.
+
+        Raises:
+            FileNotFoundError: Always; Composer takes it for "no checkpoint here".
+        """
+        raise FileNotFoundError("W&B keeps no checkpoints of these runs")
 
 
 class TrackedMLflow(MLFlowLogger):

@@ -111,5 +111,5 @@ def test_mlflow_writes_a_database_below_the_output(output):
 def test_no_checkpoint_is_looked_for_at_wandb(output):
     """Composer asks each logger at the first start of a run, and W&B's answer without a login is an error."""
     logger = composer_logger(WandB(str(output), "test", "short", None, None, None, offline=True))
-    with pytest.raises(NotImplementedError):  # which Composer takes for "no checkpoint"
+    with pytest.raises(FileNotFoundError, match="no checkpoints"):  # which Composer takes for "no checkpoint"
         logger.download_file("latest-rank0.pt", str(output / "fetched"), overwrite=True, progress_bar=False)
