@@ -57,7 +57,7 @@ class ScheduledValue(Callback):
         run.log({f"schedule/{self.value}": self._set(run.clock)})
 
     def _set(self, clock: Clock) -> float:
-        length, unit = clock.measure(self.over)
+        length, unit = clock.position(self.over)
         passed = clock.passed(unit)
         number = between(*self.values, passed / length if length else 1.0, self.shape)
         getattr(self.task, self.value).fill_(number)

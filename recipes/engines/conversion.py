@@ -16,13 +16,13 @@ import torch
 
 from data.files import atomic_write, point_to
 from recipes.engines.composer.callback_states import packed, unpacked
+from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import Sharded
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
-COUNTS = ("batch", "sample", "epoch", "batch_in_epoch", "sample_in_epoch")
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
 OF_COMPOSER = ("CheckpointSaver", "WholeCheckpoints", "EndIfAsked", "EndWorkers", "Generators")  # not of the recipe
 
@@ -104,7 +104,7 @@ def from_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
     generators = state["callbacks"].get("Generators", {}).get("generators") or checkpoint["rng"]
     return {
         "format": FORMAT,
-        "counts": {name: int(timestamp[name]) for name in COUNTS},
+        "counts": {name: int(timestamp[name]) for name in Counts.names()},
         "weights": {_without(name): tensor for name, tensor in state["model"].items()},
         "optimizer_name": optimizer_name,
         "optimizer": _rename(optimizer, _without),

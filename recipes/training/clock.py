@@ -34,6 +34,8 @@ class Clock:
         epoch: complete passes over the data.
         duration: length of the run as in the recipe: "2000ba", "3ep" or "100000sp".
         epoch_batches: optimizer steps per epoch; None if it is not known.
+        epoch_began: batch at which the present epoch began; None: after epochs as long as the present one. They differ
+            where a run goes on with batches of another size, or with other data.
         before: (batch, sample, epoch) of the previous moment: the end of the previous step or epoch.
     """
 
@@ -42,6 +44,7 @@ class Clock:
     epoch: int
     duration: str
     epoch_batches: int | None = None
+    epoch_began: int | None = None
     before: tuple[int, int, int] = (0, 0, 0)
 
     def passed(self, unit: Unit) -> int:
@@ -56,7 +59,7 @@ class Clock:
     @property
     def share(self) -> float:
         """The share of the run that is done, from 0 to 1: of its batches, where it is known how many an epoch has."""
-        value, unit = self.measure(self.duration)
+        value, unit = self.position(self.duration)
         return min(1.0, self.passed(unit) / value)
 
     @property
@@ -75,6 +78,22 @@ class Clock:
         if unit == "ep" and self.epoch_batches is not None:
             value, unit = value * self.epoch_batches, "ba"
         return value, unit
+
+    def position(self, duration: str) -> Length:
+        """When this much of the run is done, in the unit of `measure`.
+
+        It differs from `measure` if earlier epochs had another number of batches. Batches of the present epoch and of
+        later ones are then added to those that were done before it.
+
+        Raises:
+            ValueError: not a duration.
+        """
+        epochs, unit = self._resolved(duration)
+        if unit != "ep" or self.epoch_batches is None or self.epoch_began is None:
+            return self.measure(duration)
+        if epochs < self.epoch:
+            return self.epoch_began * epochs / self.epoch, "ba"
+        return self.epoch_began + (epochs - self.epoch) * self.epoch_batches, "ba"
 
     def crossed(self, every: str) -> bool:
         """Whether a multiple of an interval lies between `before` and now.

@@ -55,7 +55,7 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> Schedule:
 
 def _warmed_up(clock: Clock, warmup: str) -> float:
     """The factor in a linear warm-up, from 0 to 1."""
-    length, unit = clock.measure(warmup)
+    length, unit = clock.position(warmup)
     passed = clock.passed(unit)
     return 1.0 if passed >= length else passed / length
 
@@ -66,8 +66,8 @@ def _share_after_warmup(clock: Clock, warmup: str, over: str) -> float | None:
     Raises:
         ValueError: warm-up and total length have different units.
     """
-    length, unit = clock.measure(over)
-    warm, warm_unit = clock.measure(warmup)
+    length, unit = clock.position(over)
+    warm, warm_unit = clock.position(warmup)
     if warm and warm_unit != unit:
         raise ValueError(
             f"schedule: a warm-up of {warmup} cannot be taken from {over} of a run of {clock.duration}; give both in "

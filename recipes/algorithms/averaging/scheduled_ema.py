@@ -147,9 +147,9 @@ class ScheduledEMA(Lever):
         Raises:
             ValueError: it would not begin within the run, or too late for an update.
         """
-        total, unit = clock.measure(clock.duration)
+        total, unit = clock.position(clock.duration)
         if self.last is None:
-            value, given = clock.measure(self.start or "0ba")
+            value, given = clock.position(self.start or "0ba")
             key = f"start: {self.start}"
         else:
             value, given = clock.measure(self.last)

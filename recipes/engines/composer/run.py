@@ -159,5 +159,6 @@ def clock_of(state: State) -> Clock:
         epoch=now.epoch.value,
         duration=f"{state.max_duration.value}{state.max_duration.unit.value}",
         epoch_batches=None if state.dataloader_len is None else int(state.dataloader_len),
+        epoch_began=now.batch.value - now.batch_in_epoch.value,
         before=(0, 0, 0) if before is None else (before.batch.value, before.sample.value, before.epoch.value),
     )

@@ -29,6 +29,7 @@ from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.composer.workers import EndWorkers
+from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
 from recipes.engines.kinds import KINDS
@@ -84,8 +85,21 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     )
     with says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints):
         trainer = new_trainer(recipe, place, parts)
+    count_in_present_batches(trainer, recipe, parts)
     trainer.logger.log_hyperparameters({"recipe": plain_values(recipe)})
     return trainer
+
+
+def count_in_present_batches(trainer: Trainer, recipe: Recipe, parts: Parts) -> None:
+    """Count the batches of the present epoch in batches of the present size, where a checkpoint had others."""
+    now = trainer.state.timestamp
+    counts = in_present_batches(
+        Counts(**{name: getattr(now, name).value for name in Counts.names()}),
+        parts.data,
+        global_batch=recipe.training.global_batch,
+        ranks=dist.get_world_size() // parts.copies,
+    )
+    trainer.state.timestamp = now.copy(batch_in_epoch=counts.batch_in_epoch)
 
 
 @contextmanager

@@ -25,12 +25,13 @@ from data.stores import STORES, scheme_of
 from recipes.config.recipe import Recipe
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles, whole
+from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
 from recipes.engines.kinds import KINDS
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
-from recipes.engines.lightning.run import Counts, LightningRun
+from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.resuming import says_what_to_remove

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.loading import Loading
-from recipes.engines.lightning.run import Counts, LightningRun
+from recipes.engines.lightning.run import LightningRun
 from recipes.training.ranks import smallest
 
 Batch = dict[str, Tensor]
@@ -121,31 +120,3 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         yield from islice(self._loading.loader, self._batches)
-
-
-def in_present_batches(counts: Counts, loading: Loading, *, global_batch: int, ranks: int) -> Counts:
-    """Counts of a checkpoint, with as many batches of the present epoch done as leave those that the loader has left.
-
-    They change only if the checkpoint's run had batches of another size. The end of an epoch is counted in batches.
-
-    Args:
-        counts: of the checkpoint; zeros where a run begins.
-        loading: training batches.
-        global_batch: number of samples per step, over all ranks.
-        ranks: number of processes, or groups of them, that read different samples.
-    """
-    total = epoch_batches(loading)
-    if total is None or loading.samples is None or not counts.batch_in_epoch:
-        return counts
-    samples, batch = math.ceil(loading.samples / ranks), global_batch // ranks  # of a rank
-    left = max(0, samples - counts.sample_in_epoch // ranks)
-    left = left // batch if loading.loader.drop_last else math.ceil(left / batch)
-    return replace(counts, batch_in_epoch=max(0, total - left))
-
-
-def epoch_batches(loading: Loading) -> int | None:
-    """Number of batches per epoch, on each rank; None if the data has no known end."""
-    try:
-        return len(loading.loader)
-    except TypeError:  # an iterable without a length
-        return None

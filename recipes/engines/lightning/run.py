@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,44 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from recipes.engines.counts import Counts
 from recipes.engines.lightning.loggers import RunLoggers
 from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
 from recipes.training.microbatches import split, with_batch_means
 from recipes.training.run import Precision, Run
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How much of a run is done.
-
-    Attributes:
-        batch: optimizer steps.
-        sample: samples trained on, over all ranks.
-        epoch: complete passes over the data.
-        batch_in_epoch: optimizer steps of the present epoch.
-        sample_in_epoch: samples of the present epoch, over all ranks.
-    """
-
-    batch: int = 0
-    sample: int = 0
-    epoch: int = 0
-    batch_in_epoch: int = 0
-    sample_in_epoch: int = 0
-
-    def after_batch(self, samples: int) -> Counts:
-        """The counts after one more step on this many samples."""
-        return Counts(
-            batch=self.batch + 1,
-            sample=self.sample + samples,
-            epoch=self.epoch,
-            batch_in_epoch=self.batch_in_epoch + 1,
-            sample_in_epoch=self.sample_in_epoch + samples,
-        )
-
-    def after_epoch(self) -> Counts:
-        """The counts once the present epoch is complete."""
-        return replace(self, epoch=self.epoch + 1, batch_in_epoch=0, sample_in_epoch=0)
 
 
 class LightningRun(Run):
@@ -155,6 +122,7 @@ class LightningRun(Run):
             epoch=self.counts.epoch,
             duration=self._duration,
             epoch_batches=self.epoch_batches,
+            epoch_began=self.counts.batch - self.counts.batch_in_epoch,
             before=self._before,
         )
 

@@ -121,13 +121,15 @@ def test_a_run_goes_on_under_the_other_engine(whole, recipe_of, tmp_path, engine
 
 
 class Samples(Callback):
-    """Keeps the numbers of the samples of each epoch."""
+    """Keeps the numbers of the samples of each epoch, the share of the run that is done, and learning rates."""
 
     def __init__(self):
-        self.epochs = [[]]
+        self.epochs, self.shares, self.rates = [[]], [], []
 
     def batch_start(self, run):
         self.epochs[-1] += run.batch["seed"].tolist()
+        self.shares.append(run.clock.share)
+        self.rates.append(run.optimizer.param_groups[0]["lr"])
 
     def epoch_end(self, run):
         self.epochs.append([])
@@ -137,14 +139,20 @@ class Samples(Callback):
 @pytest.mark.parametrize(("global_batch", "left"), [(8, 24), (16, 16), (10, 20)])
 def test_a_run_goes_on_with_other_batches_and_the_rest_of_its_epoch(recipes, tmp_path, engine, global_batch, left):
     always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
+    always += ["schedule={name: linear, warmup: 0ba, final: 0.0}", "optimizer.lr=1e-3"]
     first = recipes["diffusion"](tmp_path, *always, "training={duration: 4ba, global_batch: 4}")
     seen = record(engine, first, Samples()).epochs[0]
     change = ["training={duration: 2ep}", "checkpoints.allow_changes=[training]"]
-    rest, whole, _ = record(
+    samples = record(
         engine, recipes["diffusion"](tmp_path, *always, *change, f"training.global_batch={global_batch}"), Samples()
-    ).epochs
+    )
+    rest, whole, _ = samples.epochs
     assert len(seen) == 16 and len(rest) == left and len(whole) == 40 - 40 % global_batch
     assert len({*seen, *rest}) == 16 + left
+    batches = 4 + left // global_batch + 40 // global_batch
+    assert samples.shares == [batch / batches for batch in range(4, batches)]
+    # Composer sets the rate of a step before it counts the one before it.
+    assert samples.rates[1:] == pytest.approx([1e-3 * (1 - share) for share in samples.shares[:-1]])
 
 
 @pytest.mark.parametrize("engine", ["composer", "lightning"])

@@ -94,3 +94,19 @@ def test_the_share_that_is_done(duration, share):
 def test_a_run_of_epochs_gets_on_within_an_epoch():
     assert [Clock(batch, 8 * batch, batch // 4, "3ep", 4).share for batch in (0, 3, 4, 12)] == [0, 0.25, 1 / 3, 1]
     assert Clock(3, 24, 0, "3ep").share == 0  # how long an epoch is is not known
+
+
+def test_epochs_that_had_another_number_of_batches():
+    """Two epochs of 10 batches, then two of 5: the run ends at batch 30."""
+    earlier, later = Clock(13, 52, 1, "4ep", 10, 10), Clock(23, 104, 2, "4ep", 5, 20)
+    assert earlier.position("4ep") == (40, "ba") and earlier.share == 13 / 40
+    assert later.position("1dur") == (30, "ba") and later.share == 23 / 30
+    assert [later.position(text)[0] for text in ("0ep", "1ep", "2ep", "2.4ep", "3ep")] == [0, 10, 20, 22, 25]
+    assert later.measure("1ep") == (5, "ba")  # a length, from now on
+    assert later.position("7ba") == (7, "ba") and replace(later, epoch_batches=None).position("1ep") == (1, "ep")
+
+
+def test_a_position_is_a_length_where_epochs_stay_the_same():
+    for text in ("3ep", "0.5dur", "1.25ep", "6ba"):
+        clocks = [Clock(batch, 8 * batch, batch // 4, "5ep", 4, batch - batch % 4) for batch in range(20)]
+        assert {clock.position(text) for clock in clocks} == {clocks[0].measure(text)}

@@ -11,11 +11,12 @@ from torch import nn
 from recipes.config.recipe import FSDP
 from recipes.config.recipe import Checkpoints as Settings
 from recipes.engines.conversion import convert, from_composer, to_composer
+from recipes.engines.counts import Counts
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
 from recipes.engines.lightning.loggers import RunLoggers
-from recipes.engines.lightning.run import Counts, LightningRun
+from recipes.engines.lightning.run import LightningRun
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 

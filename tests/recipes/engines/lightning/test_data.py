@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from data.loading import Loading
-from recipes.engines.lightning.data import EvalBatches, RunBatches, epoch_batches, in_present_batches
+from recipes.engines.counts import Counts, epoch_batches
+from recipes.engines.lightning.data import EvalBatches, RunBatches
 from recipes.engines.lightning.loggers import RunLoggers
-from recipes.engines.lightning.run import Counts, LightningRun
+from recipes.engines.lightning.run import LightningRun
 from recipes.training.microbatches import split
 
 
 class Loader:
     """Epochs of numbered batches of 2 samples; it goes on from a position."""
 
-    def __init__(self, batches=3, sized=True, given=None, drop_last=True):
-        self.drop_last = drop_last
+    def __init__(self, batches=3, sized=True, given=None):
         self.batches, self.given = batches, batches if given is None else given
         self.begin, self.sized = 0, sized
 
@@ -114,43 +114,6 @@ def test_a_run_that_was_saved_right_at_the_end_of_an_epoch_begins_by_ending_it()
     loader = Loader()  # as its `load_state_dict` leaves it there: the next epoch is read
     seen, _ = train(new_run("5ba", loader, batch=3, batch_in_epoch=3), loader)
     assert [entry for entry in seen if entry != "wait"] == ["end", 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("samples", "before", "seen", "global_batch", "left"),
-    [
-        (40, 8, 16, 8, 3),
-        (44, 8, 40, 8, 0),
-        (40, 4, 16, 8, 3),
-        (40, 8, 32, 4, 2),
-        (40, 4, 16, 16, 1),  # the last 8 are left out
-        (40, 4, 28, 16, 0),  # the last 12 are left out
-        (60, 14, 28, 16, 2),
-        (44, 8, 40, 4, 1),  # which batches of 8 would have left out
-        (44, 8, 40, 16, 0),
-    ],
-)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_goes_on_with_batches_of_another_size(samples, before, seen, global_batch, left, ranks):
-    loading = Loading(Loader(batches=samples // global_batch), samples=samples)
-    counts = Counts(batch=30, sample=100 + seen, epoch=2, batch_in_epoch=seen // before, sample_in_epoch=seen)
-    now = in_present_batches(counts, loading, global_batch=global_batch, ranks=ranks)
-    assert epoch_batches(loading) - now.batch_in_epoch == left
-    assert before != global_batch or now == counts
-    assert now.batch == 30 and now.sample_in_epoch == seen
-
-
-@pytest.mark.parametrize(("seen", "global_batch", "left"), [(16, 8, 1), (22, 8, 0), (8, 8, 2), (12, 8, 2), (16, 4, 2)])
-def test_a_last_batch_that_is_smaller_counts(seen, global_batch, left):
-    loading = Loading(Loader(batches=-(-22 // global_batch), drop_last=False), samples=22)
-    counts = Counts(batch_in_epoch=1, sample_in_epoch=seen)
-    now = in_present_batches(counts, loading, global_batch=global_batch, ranks=1)
-    assert epoch_batches(loading) - now.batch_in_epoch == left
-
-
-def test_a_run_that_begins_or_reads_a_stream_counts_as_it_did():
-    for loader, counts in [(Loader(), Counts(batch=6, epoch=2)), (Loader(sized=False), Counts(batch_in_epoch=2))]:
-        assert in_present_batches(counts, Loading(loader, samples=6), global_batch=2, ranks=1) == counts
 
 
 def test_an_epoch_that_is_shorter_than_its_length_ends_too():
