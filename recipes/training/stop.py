@@ -23,6 +23,7 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 _caught: str | None = None
 _in_batches = False
+_stopped = False
 
 
 class StartAgain(SystemExit):
@@ -40,6 +41,11 @@ def requested() -> bool:
 def caught() -> str:
     """The name of the signal that this process got; other ranks' signals are not known here."""
     return _caught or "a signal to another rank"
+
+
+def stopped() -> bool:
+    """Whether `StartAgain` has ended the run, and with it the last `stop_signals`."""
+    return _stopped
 
 
 def begin_batches() -> None:
@@ -62,8 +68,8 @@ def stop_signals() -> Iterator[None]:
     After `StartAgain` the process ignores them until it has ended: launchers send SIGTERM to all when the first one has
     ended, and the status of the others must be the same.
     """
-    global _caught, _in_batches
-    _caught, _in_batches = None, False
+    global _caught, _in_batches, _stopped
+    _caught, _in_batches, _stopped = None, False, False
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -79,6 +85,7 @@ def stop_signals() -> Iterator[None]:
     try:
         yield
     except StartAgain:
+        _stopped = True
         before = dict.fromkeys(SIGNALS, signal.SIG_IGN)
         raise
     finally:

@@ -8,11 +8,14 @@ from typing import Any
 
 import yaml
 from composer.core import State
-from composer.loggers import Logger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
+from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
+from recipes.engines.composer.run import clock_of
 from recipes.engines.loggers import MLflow, TensorBoard, WandB
-from recipes.engines.tracking import log_parameters
+from recipes.engines.mlflow_writer import MLflowWriter
+from recipes.training import stop
+from recipes.training.ranks import is_first_rank
 
 
 def composer_logger(description: TensorBoard | WandB | MLflow) -> LoggerDestination:
@@ -30,13 +33,7 @@ def composer_logger(description: TensorBoard | WandB | MLflow) -> LoggerDestinat
             tags=description.tags,
             init_kwargs=settings,
         )
-    return TrackedMLflow(
-        description.run_id,
-        experiment_name=description.experiment,
-        run_name=description.run_name,
-        tracking_uri=description.tracking_uri,
-        log_system_metrics=False,
-    )
+    return MLflowDestination(description)
 
 
 class ContinuedWandB(WandBLogger):
@@ -66,28 +63,37 @@ class ContinuedWandB(WandBLogger):
         raise FileNotFoundError("W&B keeps no checkpoints of these runs")
 
 
-class TrackedMLflow(MLFlowLogger):
-    """Logs to a run that exists. Composer itself would begin another one, or continue one of the same name."""
+class MLflowDestination(LoggerDestination):
+    """Hands over to `MLflowWriter` on the first rank. Composer's own logger ends a run whose server fails."""
 
-    def __init__(self, run_id: str, **arguments: Any) -> None:
+    def __init__(self, description: MLflow) -> None:
         """
         Args:
-            run_id: MLflow's id of the run.
-            arguments: of Composer's logger.
+            description: of the run, which exists.
         """
-        super().__init__(**arguments)
-        self._tracked = run_id
+        self._writer = MLflowWriter(description) if is_first_rank() else None
 
-    def _start_mlflow_run(self, state: State) -> None:
-        import mlflow
-
-        self._run_id = self._tracked
-        mlflow.start_run(run_id=self._run_id, tags=self.tags, log_system_metrics=self.log_system_metrics)
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """See `LoggerDestination`."""
+        if self._writer is not None:
+            self._writer.figures(metrics, step or 0)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """See `LoggerDestination` and `log_parameters`."""
-        if self._enabled:
-            log_parameters(self._mlflow_client, self._tracked, hyperparameters)
+        """See `LoggerDestination`."""
+        if self._writer is not None:
+            self._writer.settings(hyperparameters)
+
+    def log_images(
+        self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, *options: Any
+    ) -> None:
+        """See `LoggerDestination`. Images are (N, H, W, 3) uint8 arrays."""
+        if self._writer is not None:
+            self._writer.images(name, images, step or 0)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """See `Callback`. Composer closes at the end of the process, too, whatever has ended it."""
+        if self._writer is not None:
+            self._writer.close("FINISHED" if clock_of(state).ended else "KILLED" if stop.stopped() else "FAILED")
 
 
 class OneTensorBoardFile(TensorboardLogger):

@@ -1,23 +1,24 @@
-"""Lightning's loggers for the descriptions of `recipes.engines.loggers`, called directly and not through its Trainer.
+"""What writes for the descriptions of `recipes.engines.loggers`: Lightning's loggers, and a writer for MLflow.
 
-Through the Trainer, figures would be written only every 50 batches, and those of validation under the wrong batch.
+They are called directly. Through Lightning's Trainer, figures would be written only every 50 batches, and those of
+validation under the wrong batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from recipes.engines.loggers import MLflow, TensorBoard, WandB
-from recipes.engines.tracking import log_parameters
+from recipes.engines.mlflow_writer import MLflowWriter
 from recipes.training.ranks import is_first_rank
 
 
-def lightning_logger(description: TensorBoard | WandB | MLflow, run_name: str) -> Logger:
-    """Lightning's logger of a description.
+def lightning_logger(description: TensorBoard | WandB | MLflow, run_name: str) -> Logger | MLflowWriter:
+    """What writes the figures of a description.
 
     Args:
         description: see `recipes.engines.loggers`.
@@ -35,12 +36,7 @@ def lightning_logger(description: TensorBoard | WandB | MLflow, run_name: str) -
             tags=description.tags,
             id=description.run_id,
         )
-    return MLFlowLogger(
-        experiment_name=description.experiment,
-        run_name=description.run_name,
-        tracking_uri=description.tracking_uri,
-        run_id=description.run_id,
-    )
+    return MLflowWriter(description)
 
 
 class FlushedTensorBoard(TensorBoardLogger):
@@ -69,7 +65,7 @@ class RunLoggers:
     """All loggers of a run. Only the first rank writes.
 
     Attributes:
-        loggers: Lightning's.
+        loggers: of all descriptions; none on other ranks.
     """
 
     def __init__(self, descriptions: Iterable[TensorBoard | WandB | MLflow], run_name: str) -> None:
@@ -78,20 +74,23 @@ class RunLoggers:
             descriptions: see `recipes.engines.loggers`.
             run_name: name of the run.
         """
-        self.loggers: list[Logger] = []
+        self.loggers: list[Logger | MLflowWriter] = []
         if is_first_rank():
             self.loggers = [lightning_logger(description, run_name) for description in descriptions]
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Write figures at a batch."""
         for logger in self.loggers:
-            logger.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
+            if isinstance(logger, MLflowWriter):
+                logger.figures(figures, step)
+            else:
+                logger.log_metrics({name: float(value) for name, value in figures.items()}, step=step)
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         """Write what was decided at the start of the run."""
         for logger in self.loggers:
-            if isinstance(logger, MLFlowLogger):
-                log_parameters(logger.experiment, logger.run_id, settings)
+            if isinstance(logger, MLflowWriter):
+                logger.settings(settings)
             else:
                 logger.log_hyperparams(dict(settings))
 
@@ -102,11 +101,17 @@ class RunLoggers:
                 logger.experiment.add_images(name, images, step, dataformats="NHWC")
             elif isinstance(logger, WandbLogger):
                 logger.log_image(key=name, images=list(images), step=step)
-            elif isinstance(logger, MLFlowLogger):
-                for number, image in enumerate(images):
-                    logger.experiment.log_image(logger.run_id, image, key=f"{name}_{number}", step=step)
+            else:
+                logger.images(name, images, step)
 
-    def close(self) -> None:
-        """Write what is left, and close."""
+    def close(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+        """Write what is left, and close.
+
+        Args:
+            status: of the run, as MLflow names it; KILLED: it stopped and is to be started again.
+        """
         for logger in self.loggers:
-            logger.finalize("success")
+            if isinstance(logger, MLflowWriter):
+                logger.close(status)
+            else:
+                logger.finalize("failed" if status == "FAILED" else "success")

@@ -69,12 +69,15 @@ class LightningTraining:
         try:
             self.trainer.fit(self.module)
         except stop.StartAgain:
-            self.loggers.close()
+            self.loggers.close("KILLED")
+            raise
+        except BaseException:
+            self.loggers.close("FAILED")
             raise
 
     def close(self) -> None:
         """Close the loggers, end the data workers, and wait for the other ranks."""
-        self.loggers.close()
+        self.loggers.close("FINISHED")
         self.parts.end_workers()
         if world_size() > 1:
             torch.distributed.barrier()
