@@ -42,13 +42,16 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return q.contiguous(), scale.reciprocal()
 
 
-def product(a: Tensor, b: Tensor, factors: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(
+    a: Tensor, b: Tensor, factors: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
+) -> Tensor:
     """a @ b times the product of the factors, summed in float32.
 
     Args:
         a: (M, K) in 8 bits, in row-major order.
         b: (K, N) in 8 bits, in column-major order. K and N are multiples of 16.
-        factors: (2,) float32, of a and b.
+        factors: of a and of b, () float32 each. They must not be views of one tensor, with which the compiler of torch
+            2.11 fails on a GPU.
         dtype: of the result.
         fast: a GPU may add with fewer bits, as is usual in forward passes.
 
@@ -56,7 +59,7 @@ def product(a: Tensor, b: Tensor, factors: Tensor, dtype: torch.dtype, fast: boo
         (M, N).
     """
     if not a.is_cuda:  # the same numbers, without the speed
-        return (a.float() @ b.float() * factors.prod()).to(dtype)
+        return (a.float() @ b.float() * (factors[0] * factors[1])).to(dtype)
     return torch._scaled_mm(a, b, scale_a=factors[0], scale_b=factors[1], out_dtype=dtype, use_fast_accum=fast)
 
 
@@ -69,7 +72,7 @@ class _Linear(torch.autograd.Function):
         w, w_factor = quantise(weight, FORWARD)
         ctx.save_for_backward(q, q_factor, weight)
         ctx.dtype = x.dtype
-        return result(product(q, w.T, torch.stack([q_factor, w_factor]), dtype, fast=True))
+        return result(product(q, w.T, (q_factor, w_factor), dtype, fast=True))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,9 +81,9 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             w, w_factor = quantise(weight, FORWARD)
-            grad_x = product(g, _columns(w), torch.stack([g_factor, w_factor]), ctx.dtype)  # (M, K)
+            grad_x = product(g, _columns(w), (g_factor, w_factor), ctx.dtype)  # (M, K)
         if ctx.needs_input_grad[1]:
-            factors = torch.stack([g_factor, q_factor])
+            factors = (g_factor, q_factor)
             grad_weight = product(g.T.contiguous(), _columns(q), factors, weight.dtype)  # (N, K)
         return grad_x, grad_weight, None
 
