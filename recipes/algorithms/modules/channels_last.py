@@ -37,6 +37,11 @@ def use_channels_last(module: nn.Module) -> int:
     return convolutions
 
 
+def uses_channels_last(module: nn.Module) -> bool:
+    """Whether `use_channels_last` has changed a network in this module, also if its weights were divided since."""
+    return any(hook is _convert_input for child in module.modules() for hook in child._forward_pre_hooks.values())
+
+
 def _convert_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     # Weights alone do not decide the format: FSDP gathers its shards in contiguous memory.
     return (inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 from data.log import log
+from recipes.algorithms.modules.channels_last import uses_channels_last
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.training.lever import Lever
 from recipes.training.run import Run
@@ -74,6 +75,20 @@ def compile_forwards(modules: Iterable[nn.Module], options: dict[str, Any]) -> l
     # Where a graph breaks, functions of modules inside are compiled by themselves.
     allow_compilations(4 * sum(1 for module in found for _ in module.modules()))
     return forwards
+
+
+def inductor_options(mode: str, channels_last: bool) -> dict[str, Any]:
+    """Arguments of torch.compile for its backend inductor.
+
+    Args:
+        mode: of torch.compile.
+        channels_last: images have this format already. In graphs with convolutions, inductor would otherwise give it to
+            all tensors with four dimensions, and copy queries, keys, values and results of attention to and from it.
+    """
+    if not channels_last:
+        return {"mode": mode}
+    # torch.compile takes either a mode or options; a mode is a name of options.
+    return {"options": {**torch._inductor.list_mode_options(mode), "layout_optimization": False}}
 
 
 def allow_compilations(count: int) -> None:
@@ -152,7 +167,8 @@ class Compile(Lever):
                 "FSDP gathers them at new ones; use default or max-autotune-no-cudagraphs"
             )
         # Only inductor has modes.
-        options = {"mode": self.mode} if self.backend == "inductor" else {}
+        inductor = self.backend == "inductor"
+        options = inductor_options(self.mode, uses_channels_last(self.task)) if inductor else {}
         options |= {"backend": self.backend, "dynamic": False, "fullgraph": self.fullgraph}
         self.forwards = compile_forwards(self._parts(), options)
         kind = "networks" if self.whole else "blocks"

@@ -11,14 +11,17 @@ from torch.utils.data import DataLoader
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.modules import compile as compile_module
 from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
+from recipes.algorithms.modules.channels_last import use_channels_last
 from recipes.algorithms.modules.compile import (
     Compile,
     CompiledForward,
     allow_compilations,
     compile_forwards,
+    inductor_options,
     why_no_compiler,
 )
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.latent_diffusion.unet import unet
 from recipes.models.task import Task
 from tests.recipes.algorithms.composer_levers import algorithms_of
 from tests.recipes.engines.composer.inside import lever_of
@@ -288,6 +291,29 @@ def test_a_recipe_compiles_its_unet(small_recipe, fit, tmp_path):
     forwards = lever_of(trainer, Compile).forwards
     assert len(forwards) == 5 and all(f.called for f in forwards)
     assert all(isinstance(block.forward, CompiledForward) for block in trainer.state.model.task.blocks())
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_images_in_channels_last_are_not_laid_out_again(mode):
+    """The compiler's options are those of the mode, but for this one."""
+    plain, changed = (
+        torch._TorchCompileInductorWrapper(**{"mode": None, "options": None, "dynamic": False, **options}).config
+        for options in (inductor_options(mode, channels_last=False), inductor_options(mode, channels_last=True))
+    )
+    assert changed == {**plain, "layout_optimization": False} != plain
+
+
+def test_the_lever_knows_the_format_of_images(monkeypatch):
+    """Whatever has happened to the weights, which FSDP keeps in another format."""
+    asked = []
+    monkeypatch.setattr(compile_module, "why_no_compiler", lambda on_gpu: None)
+    monkeypatch.setattr(compile_module, "inductor_options", lambda _, channels_last: asked.append(channels_last) or {})
+    for change in (lambda network: None, use_channels_last):
+        network = unet(channels=[32, 64], attention=[True, False], heads=[1, 2], text_width=16)
+        change(network)
+        network.to(memory_format=torch.contiguous_format)
+        Compile(network).compile(FakeRun(network))
+    assert asked == [False, True]
 
 
 @pytest.mark.gpu
