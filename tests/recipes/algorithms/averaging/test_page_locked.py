@@ -108,7 +108,8 @@ def test_a_refusal_is_named_and_not_left_to_the_next_kernel(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_on_a_gpu_training_goes_on_after_a_refusal():
-    (view,) = PageLocked([torch.zeros(2**20, device="cuda")]).views
+    memory = PageLocked([torch.zeros(2**20, device="cuda")])  # which is given back with this object
+    (view,) = memory.views
     error = page_locked._register(view.view(torch.uint8))  # a second time
     assert "already" in error
     assert torch.arange(3, device="cuda").add(1).sum().item() == 6
