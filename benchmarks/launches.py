@@ -10,6 +10,7 @@ the recipe act; the Triton kernels are counted and not run. `plain` is the recip
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,9 +34,11 @@ from benchmarks.counting import Launches, counting
 from benchmarks.reporting import write_results
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.powersgd.low_rank import LowRank
+from recipes.algorithms.resilience import guard
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
-from recipes.engines.parts import Place, build_levers
+from recipes.engines.parts import Place, build_levers, the_one
 from recipes.training.clock import Clock
 from recipes.training.levers import Levers
 from recipes.training.run import Run
@@ -197,8 +200,12 @@ def count_step(recipe: Recipe, passes: int) -> Step:
     task = build(recipe.model).train()
     precision = "amp_bf16" if recipe.training.precision in ("auto", "fastest") else recipe.training.precision
     names = {algorithm.name for algorithm in recipe.algorithms.values()}
-    with two_machines() if "powersgd" in names else nullcontext(lambda module: module) as wrapped:
-        levers = Levers(build_levers(recipe, Place(False, precision, 1), {"task": task}, SAMPLES * passes))
+    machines = two_machines() if "powersgd" in names else nullcontext(lambda module: module)
+    with machines as wrapped, gradients_as_on_gpus():
+        built = build_levers(recipe, Place(False, precision, 1), {"task": task}, SAMPLES * passes)
+        scaling = the_one(built, ResblockGradScaling)
+        every_run_has = guard.Guard(recipe.training.nonfinite_limit, recipe.output, scaling=scaling)
+        levers = Levers(built, first=[every_run_has])
         optimizer = build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task)
         levers_run = StepRun(task, task, precision, passes, optimizer)
         levers.prepare(levers_run)
@@ -211,6 +218,11 @@ def count_step(recipe: Recipe, passes: int) -> Step:
         step = Step(Launches(), Launches(), Launches())
         _step(run, levers, batch_of(recipe), *step.parts)
     return step
+
+
+def gradients_as_on_gpus() -> AbstractContextManager:
+    """Inside, the guard looks at gradients as on a GPU, where it does not look at each tensor apart."""
+    return patch.object(guard, "largest_magnitude", lambda tensors: nn.utils.get_total_norm(tensors, math.inf).float())
 
 
 @contextmanager

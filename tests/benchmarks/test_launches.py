@@ -9,20 +9,22 @@ from benchmarks.launches import CHANGES, count_step, narrow_recipe
 
 # Recipe -> most launches per microbatch in the forward and in the backward pass, then the rest of a step.
 LIMITS = {
-    "sd2_base": (1000, 1960, 10),
-    "dalle_1b": (750, 1260, 20),  # queries, keys and values are three products, so that heads can be divided
-    "dvae": (370, 450, 10),
-    "openmoji_text": (240, 470, 20),
-    "openmoji_vae": (250, 310, 20),
-    "openmoji_diffusion": (420, 770, 20),
-    "docs_gpt2": (250, 310, 20),
+    "sd2_base": (1000, 1960, 20),
+    "dalle_1b": (750, 1260, 30),  # queries, keys and values are three products, so that heads can be divided
+    "dvae": (370, 450, 20),
+    "openmoji_text": (240, 470, 30),
+    "openmoji_vae": (250, 310, 30),
+    "openmoji_diffusion": (420, 770, 30),
+    "docs_gpt2": (250, 310, 30),
     "dalle_2b": (180, 490, 3800),  # of compression; on a CPU the numbers on the wire have no kernels of their own
 }
-# Recipe -> operation -> times that the host reads values in a step; the others read none. On a GPU three of these are
-# waits for the device: `cpu`, whether blocks overflowed; two of `tolist`, of powersgd: which bases to compute again,
-# and the norm, by which an update is skipped. All else is in the host's memory: the optimizer's counters of steps, one
-# for each of 73 parameters, and what resblock_grad_scaling logs.
-WAITS = {"dalle_2b": {"cpu": 1, "tolist": 5, "_local_scalar_dense": 76}}
+# Operation -> times that the host reads values in a step: the guard reads once whether gradients are finite, and if a
+# rank is to stop. The engines, which are not counted, read the number of samples and the loss besides.
+WAITS = {"tolist": 1}
+# Recipes with more. On a GPU three of these are waits for the device: `cpu`, whether blocks overflowed; two of
+# `tolist`, of powersgd: which bases to compute again, and the norm, by which an update is skipped. All else is in the
+# host's memory: the optimizer's counters of steps, one for each of 73 parameters, and what resblock_grad_scaling logs.
+MORE_WAITS = {"dalle_2b": {"cpu": 1, "tolist": 6, "_local_scalar_dense": 76}}
 PASSES = 2
 
 
@@ -50,7 +52,7 @@ def step_of():
 def test_a_step_stays_within_its_limits(step_of, name):
     step = step_of(name)
     forward, backward, rest = LIMITS[name]
-    assert step.waits == WAITS.get(name, {})
+    assert step.waits == MORE_WAITS.get(name, WAITS)
     assert step.forward.total <= forward * PASSES, step.forward.launches.most_common(20)
     assert step.backward.total <= backward * PASSES, step.backward.launches.most_common(20)
     assert step.rest.total <= rest, step.rest.launches
