@@ -30,34 +30,32 @@ class Steady(ComposerCallback):
     Attributes:
         rates: samples/s of each window, over all ranks.
         by_clock: the same in wall time, on a CPU too.
-        losses: the training loss of every step.
-        peak: largest memory of tensors on this rank in bytes. On a GPU as measured by its allocator from the start of
-            the run; on a CPU the memory held before the last step of the warm-up plus the growth during that step.
+        losses: the training loss of every step up to the end of the last window.
+        peak: largest memory of tensors on this rank in bytes. On a GPU as measured by its allocator in the windows,
+            without the trials of libraries and levers in the warm-up; on a CPU the memory held before the last step of
+            the warm-up plus the growth during that step.
     """
 
-    def __init__(self, warm_up: int, windows: int, steps: int) -> None:
+    def __init__(self, warm_up: int, windows: int, steps: int, more: int = 0) -> None:
         """
         Args:
             warm_up: steps before the first window, 2 or more.
             windows: number of windows.
             steps: steps per window.
+            more: steps after the last window, such as one that is profiled, which must not slow those that are timed.
 
         Raises:
             ValueError: the warm-up is too short.
         """
         if warm_up < 2:
             raise ValueError(f"steady: a warm-up of {warm_up} steps is too short; give 2 or more")
-        self.warm_up, self.windows, self.steps = warm_up, windows, steps
+        self.warm_up, self.windows, self.steps, self.more = warm_up, windows, steps, more
         self.rates: list[float] = []
         self.by_clock: list[float] = []
         self.losses: list[float] = []
         self.peak = 0
         self.began = (0.0, 0.0, 0)
         self.profiler: profile | None = None
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if state.device.name == "gpu":
-            torch.cuda.reset_peak_memory_stats()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         # In the last step of the warm-up, the optimizer already has its state.
@@ -71,21 +69,28 @@ class Steady(ComposerCallback):
             self.profiler.stop()
             self.peak += largest_growth(self.profiler)
             self.profiler = None
-        self.losses.append(float(state.total_loss_dict["loss/train/total"]))
         done = state.timestamp.batch.value - self.warm_up
-        if done < 0 or done % self.steps:
-            return
-        if state.device.name == "gpu":
+        if len(self.rates) < self.windows:
+            self.losses.append(float(state.total_loss_dict["loss/train/total"]))
+            if done >= 0 and not done % self.steps:
+                self._end_window(state, first=not done)
+        if done >= self.windows * self.steps + self.more:
+            state.stop_training()
+
+    def _end_window(self, state: State, first: bool) -> None:
+        """Between windows: note the rate of the one that ends, and begin another. The first one ends the warm-up."""
+        gpu = state.device.name == "gpu"
+        if gpu:
             torch.cuda.synchronize()
-        own_clock = time.perf_counter if state.device.name == "gpu" else time.process_time
+        own_clock = time.perf_counter if gpu else time.process_time
         now, clock, samples = own_clock(), time.perf_counter(), state.timestamp.sample.value
-        if done:
+        if not first:
             self.rates.append((samples - self.began[2]) / (now - self.began[0]))
             self.by_clock.append((samples - self.began[2]) / (clock - self.began[1]))
-        if len(self.rates) == self.windows:
-            if state.device.name == "gpu":
-                self.peak = torch.cuda.max_memory_allocated()
-            state.stop_training()
+        if gpu and first:
+            torch.cuda.reset_peak_memory_stats()
+        elif gpu:
+            self.peak = torch.cuda.max_memory_allocated()
         self.began = own_clock(), time.perf_counter(), samples
 
 

@@ -112,8 +112,10 @@ def preload() -> None:
     from composer.utils.collect_env import get_cpu_model
 
     import recipes.engines.composer.trainer
-    import recipes.engines.lightning.trainer  # noqa: F401
     from recipes.config.components import COMPONENTS
+
+    with contextlib.suppress(ImportError):  # tests of Composer do without
+        import recipes.engines.lightning.trainer  # noqa: F401
 
     builders = [builder for group, names in COMPONENTS.items() if group != "logger" for builder in names.values()]
     for builder in builders:

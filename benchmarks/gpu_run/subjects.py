@@ -68,6 +68,8 @@ SMALL_DECODER = (
 )
 # Words of two changes that no run has both of: CUDA graphs need weights that keep their addresses (`compile`).
 APART = (("training.fsdp={", "mode: reduce-overhead"),)
+# Averages that begin at the end of a run, or that fewer batches are measured than they are apart.
+NO_AVERAGE = "algorithms.scheduled_ema=null"
 UNET = ("training.fsdp=null", "training.microbatch=128")
 SUBJECTS = {
     "unet_256": Subject(
@@ -89,9 +91,8 @@ SUBJECTS = {
         "sd2_base_512.yaml",
         "data={name: random_latents, resolution: 512}",
         64,
-        ("training.fsdp=null", "training.microbatch=32"),
+        ("training.fsdp=null", "training.microbatch=32", NO_AVERAGE),
         {
-            "microbatches of 16": ("training.microbatch=16",),
             "microbatches of 64": ("training.microbatch=64",),
             "compiled": COMPILED["compiled"],
         },
@@ -102,13 +103,16 @@ SUBJECTS = {
         "dalle_1b.yaml",
         "data={name: random_tokens, samples: 64000}",
         64,
-        (),
+        (NO_AVERAGE,),
         {
-            "microbatches of 32": ("training.microbatch=32",),
-            **RECOMPUTED,
-            "compiled": COMPILED["compiled"],
             "attention with a dense mask": ("model.attention=masked",),
             "fp8": ("algorithms.fp8={name: fp8}",),
+            "averaged every 3 batches": (
+                "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.99, every: 3, device: cpu}",
+            ),
+            "compiled": COMPILED["compiled"],
+            **RECOMPUTED,
+            "microbatches of 32": ("training.microbatch=32",),  # more than 80 GB, by the planner
         },
         SMALL_DECODER,
         "tokens/s",
@@ -134,7 +138,7 @@ def recipe_for(subject: Subject, changes: list[str], small: bool, folder: Path) 
 
 def single_changes(subject: Subject, small: bool) -> dict[str, tuple[str, ...]]:
     """The subject's changes, and the removal of each lever that its starting point has; without those that change
-    nothing."""
+    nothing, and the one that is the recipe as shipped."""
     return {name: changes for name, (changes, _) in settings(subject, small).items()}
 
 
@@ -145,12 +149,40 @@ def settings(subject: Subject, small: bool) -> dict[str, tuple[tuple[str, ...], 
         start = recipe_for(subject, list(subject.start), small, Path(folder))
         changes = {f"without {label}": (f"algorithms.{label}=null",) for label in start.algorithms}
         changes |= subject.changes
-        plain, found = to_yaml(start), {}
+        known, found = {to_yaml(start), to_yaml(recipe_for(subject, [], small, Path(folder)))}, {}
         for name, change in changes.items():
             recipe = recipe_for(subject, [*subject.start, *change], small, Path(folder))
-            if to_yaml(recipe) != plain:
+            if to_yaml(recipe) not in known:
                 found[name] = change, any(lever.name == "compile" for lever in recipe.algorithms.values())
         return found
+
+
+def shipped_change(subject: Subject, small: bool) -> list[str]:
+    """The one of the subject's changes that makes the starting point the recipe as shipped; [] if none does.
+
+    It is measured as the recipe as shipped, and pays if that is faster than the starting point.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shipped = to_yaml(recipe_for(subject, [], small, Path(folder)))
+        for change in subject.changes.values():
+            if to_yaml(recipe_for(subject, [*subject.start, *change], small, Path(folder))) == shipped:
+                return list(change)
+    return []
+
+
+def why_not_compared(rows: list[dict[str, Any]], unit: str) -> str | None:
+    """Why it cannot be said which changes pay; None if it can.
+
+    Args:
+        rows: of a subject's table.
+        unit: of its rates.
+    """
+    measured = {row["setting"] for row in rows if isinstance(row["values"].get(unit), int | float)}
+    if START not in measured:
+        return "The starting point was not measured, so it is not known which changes pay."
+    if not any(row["change"] for row in rows if row["setting"] in measured):
+        return "No single change was measured, so it is not known which ones pay."
+    return None
 
 
 def all_that_pay(rows: list[dict[str, Any]], unit: str) -> list[str]:

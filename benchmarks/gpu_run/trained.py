@@ -25,7 +25,9 @@ from benchmarks.gpu_run.subjects import (
     Subject,
     all_that_pay,
     recipe_for,
+    shipped_change,
     single_changes,
+    why_not_compared,
 )
 from benchmarks.random_latents import REDUCTION
 from benchmarks.steady import Steady, run_until
@@ -65,17 +67,24 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
     change: list[str] = []
     if name == BEST:
         source = SUBJECTS[like or subject]
-        change = all_that_pay(context.records.rows(source.table), source.unit)
+        rows = context.records.rows(source.table)
+        if missing := why_not_compared(rows, source.unit):
+            context.records.note(measured.table, missing)
+            return
+        change = all_that_pay(rows, source.unit)
         if like:  # sizes are other at another resolution
             change = [text for text in change if not text.startswith("training.microbatch")]
         if not change:
             context.records.note(measured.table, "No single change was faster than the starting point.")
             return
-    elif name not in (SHIPPED, START):
+    elif name == SHIPPED:
+        change = shipped_change(measured, context.small)
+    elif name != START:
         change = list(single_changes(measured, context.small)[name])
     changes = [] if name == SHIPPED else [*measured.start, *change]
     values: dict[str, Any] = {"setting": name if name != BEST else f"{name}: {', '.join(change)}"}
-    profile_step = OneStep(2 if context.small else 3) if profiled else None  # of the warm-up
+    # The step after those that are timed: a profiler may slow the ones that follow it.
+    profile_step = OneStep(sum_of_steps(context.small)) if profiled else None
     try:
         values |= measure(measured, changes, context, profile_step)
     except Exception as error:
@@ -100,16 +109,26 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
         write_trace(profile_step.profiler, context.folder / f"trace_{subject}.json.gz")
 
 
+def steps_of(small: bool) -> tuple[int, int, int]:
+    """Steps of warm-up, windows, and steps per window."""
+    return (4, 2, 1) if small else (5, 3, 3)
+
+
+def sum_of_steps(small: bool) -> int:
+    """All steps up to the end of the last window."""
+    warm_up, windows, steps = steps_of(small)
+    return warm_up + windows * steps
+
+
 def measure(subject: Subject, changes: list[str], context: Context, profile_step: OneStep | None) -> dict[str, Any]:
     """Train, and return the cells of a row."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_for(subject, changes, context.small, Path(folder))
-        warm_up, windows, steps = (4, 2, 1) if context.small else (5, 3, 3)
         wait, warnings = Wait(), Warnings()
         with made_on(context.device), warnings:
             trainer = build_trainer(recipe)
             trainer.state.callbacks += [wait] if profile_step is None else [wait, profile_step]
-            steady = run_until(trainer, Steady(warm_up, windows, steps))
+            steady = run_until(trainer, Steady(*steps_of(context.small), more=int(profile_step is not None)))
         rates = sorted(rate * subject.per_sample for rate in steady.rates)
         values: dict[str, Any] = {subject.unit: round(statistics.median(rates), 1)}
         values |= {"range": f"{rates[0]:,.1f} to {rates[-1]:,.1f}", "relative to start": ""}

@@ -20,7 +20,16 @@ from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import FAMILIES, Item, items
 from benchmarks.gpu_run.numbers import SameDraws
 from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
-from benchmarks.gpu_run.subjects import BEST, SHIPPED, START, SUBJECTS, all_that_pay, single_changes
+from benchmarks.gpu_run.subjects import (
+    BEST,
+    SHIPPED,
+    START,
+    SUBJECTS,
+    all_that_pay,
+    shipped_change,
+    single_changes,
+    why_not_compared,
+)
 from recipes.algorithms.sixteen_bit import adam16 as optimizer
 from recipes.config.recipe import load_config
 from recipes.models.autoregressive.flex import SHORTEST
@@ -67,7 +76,7 @@ def test_every_step_has_its_function_and_a_limit():
     names = [item.name for item in steps[False]]
     # Whatever compiles has the time for it, also where its recipe names the lever: of the transformer, all but one.
     limits = {item.name: item.limit for item in steps[False]}
-    compiled = ("without scheduled_ema", "microbatches of 32", "recomputed", "attention with a dense mask", "fp8")
+    compiled = ("averaged every 3 batches", "microbatches of 32", "recomputed", "attention with a dense mask", "fp8")
     assert {limits[f"transformer, {name}"] for name in compiled} == {150} and limits["unet_256, compiled"] == 150
     assert limits["transformer, without compile"] == limits["unet_256, FSDP"] == 90
     assert (
@@ -79,10 +88,30 @@ def test_changes_are_those_of_the_recipe():
     for subject in SUBJECTS.values():
         changes = single_changes(subject, small=False)
         recipe = load_config(gpu.ROOT / "yamls" / subject.yaml, [], trained.Recipe, [])
-        assert {f"without {label}" for label in recipe.algorithms} <= set(changes)
+        of_a_run = {label for label in recipe.algorithms if label != "scheduled_ema"}  # which none of these begins
+        assert {f"without {label}" for label in of_a_run} <= set(changes)
         assert all(
             len(keys) == len(set(keys)) for change in changes.values() for keys in [[c.split("=")[0] for c in change]]
         )
+
+
+def test_the_recipe_as_shipped_is_measured_once():
+    """And counts as the change that it is."""
+    unet = SUBJECTS["unet_256"]
+    assert shipped_change(unet, small=False) == ["training.microbatch=64"]
+    assert "microbatches of 64" not in single_changes(unet, small=False)
+    assert shipped_change(SUBJECTS["transformer"], small=False) == []
+
+
+def test_that_nothing_pays_is_not_said_where_nothing_is_known():
+    def row(setting, rate, *change):
+        return {"setting": setting, "values": {"images/s": rate}, "change": list(change)}
+
+    failed, start = row(START, "OutOfMemoryError"), row(START, 100)
+    assert "starting point was not measured" in why_not_compared([row("a", 120, "x=1")], "images/s")
+    assert "starting point was not measured" in why_not_compared([failed, row("a", 120, "x=1")], "images/s")
+    assert "No single change" in why_not_compared([start, row(SHIPPED, 90), row("a", "error", "x=1")], "images/s")
+    assert why_not_compared([start, row("a", 90, "x=1")], "images/s") is None
 
 
 def test_all_that_pay():
