@@ -36,6 +36,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import Item, items
 from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
+from data.threads import set_default_threads
 
 CACHE = ROOT / "runs" / "gpu" / "cache"
 DOCUMENT = ROOT / "docs" / "gpu.md"
@@ -46,6 +47,7 @@ RESERVE = 10.0  # seconds of the budget that are left for writing the last table
 
 def prepare(options: argparse.Namespace) -> None:
     """Set the variables that must be set before the first import of torch, here and in the processes of the steps."""
+    set_default_threads()
     CACHE.mkdir(parents=True, exist_ok=True)
     folders = {
         "TRITON_CACHE_DIR": "triton",
