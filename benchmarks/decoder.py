@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.reporting import write_results
-from recipes.engines.precision import allow_tf32
+from benchmarks.timing import training_device
 from recipes.models.autoregressive.masks import (
     Kind,
     TokenLayout,
@@ -59,10 +59,9 @@ class TimedDevice:
     """The device of the benchmark, and measurements of time on it."""
 
     def __init__(self) -> None:
-        self.gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda" if self.gpu else "cpu")
+        self.device = training_device()
+        self.gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32  # of the measurement of attention alone
-        allow_tf32()  # as in training
 
     def autocast(self) -> torch.autocast:
         """bfloat16 autocast on a GPU; no autocast on a CPU."""
