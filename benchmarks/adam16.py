@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from benchmarks.reporting import keep_results, write_results
-from benchmarks.timing import times
+from benchmarks.timing import times, training_device
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
 ARGUMENTS = {"lr": 4.5e-4, "betas": (0.9, 0.96), "eps": 1e-8, "weight_decay": 4.5e-2}
@@ -50,7 +50,7 @@ def grouped(found: list[nn.Parameter]) -> list[dict]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    gpu = torch.cuda.is_available()
+    gpu = training_device().type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1920 if gpu else 512)
     parser.add_argument("--layers", type=int, default=24 if gpu else 2)

@@ -19,7 +19,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
@@ -29,16 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.reporting import write_results
-from recipes.engines.precision import allow_tf32
-from recipes.models.autoregressive.masks import (
-    Kind,
-    TokenLayout,
-    dense_mask,
-    visible,
-    visible_by_columns,
-    visible_pairs,
-)
+from benchmarks.flex_blocks import NARROW, block_share, narrow_attend
+from benchmarks.reporting import keep_results, write_results
+from benchmarks.timing import training_device
+from recipes.models.autoregressive.flex import BLOCK
+from recipes.models.autoregressive.masks import Kind, TokenLayout, visible_pairs
 from recipes.models.autoregressive.sampler import Choice, sample_tokens, uniforms
 from recipes.models.autoregressive.sparse_attention import make_attend
 from recipes.models.autoregressive.task import Autoregressive
@@ -53,16 +50,17 @@ SIZES = {
 }
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # FLOP/s of dense bf16 products, SXM boards
 KINDS: tuple[Kind, ...] = ("row", "column", "convolution")
+DENSE = ("dense causal", "sdpa")  # mask and implementation that the others are compared with
+FEWER_KEYS = f"flex, {NARROW[0]} x {NARROW[1]}"
 
 
 class TimedDevice:
     """The device of the benchmark, and measurements of time on it."""
 
     def __init__(self) -> None:
-        self.gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda" if self.gpu else "cpu")
+        self.device = training_device()
+        self.gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32  # of the measurement of attention alone
-        allow_tf32()  # as in training
 
     def autocast(self) -> torch.autocast:
         """bfloat16 autocast on a GPU; no autocast on a CPU."""
@@ -88,16 +86,6 @@ class TimedDevice:
         """Peak FLOP/s for MFU; None for a CPU and for GPUs that are not in `PEAKS`."""
         name = torch.cuda.get_device_name() if self.gpu else ""
         return next((peak for part, peak in PEAKS.items() if part in name), None)
-
-
-def block_share(kind: Kind, layout: TokenLayout) -> float:
-    """The number of 128 x 128 blocks with a visible pair, in FlexAttention's token order, relative to a causal mask."""
-    sees = visible_by_columns(layout) if kind == "column" else visible(kind, layout)
-    blocks = [
-        nn.functional.max_pool2d(mask[None].float(), 128, ceil_mode=True).sum().item()
-        for mask in (dense_mask(sees, layout.length), torch.ones(layout.length, layout.length).tril())
-    ]
-    return blocks[0] / blocks[1]
 
 
 def training(device: TimedDevice, options: argparse.Namespace) -> None:
@@ -159,48 +147,82 @@ def attention(device: TimedDevice, options: argparse.Namespace) -> None:
     shape = (options.batch, heads, layout.length, sizes["width"] // heads)
     q, k, v, slope = (torch.randn(shape, device=device.device, dtype=device.dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def both(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], None]:
-        return lambda: torch.autograd.grad(attend(*leaves), leaves, slope) and None
-
-    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    works = {("dense causal", "sdpa"): both(causal)}
-    for kind in KINDS:
-        for implementation in ("flex", "masked") if device.gpu else ("local", "masked"):
-            works[kind, implementation] = both(make_attend(implementation, kind, layout, device.device, shape[-1]))
-    failed = {}
-    for name, work in list(works.items()):
-        try:
-            work()
-        except Exception as error:  # one implementation does not run here; the others still count
-            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            del works[name]
-    taken: dict[tuple[str, str], list[float]] = {name: [] for name in works}
-    for _ in range(options.rounds):  # in turns, so that other load on the machine affects all of them
-        for name, work in works.items():
-            taken[name] += device.seconds(work, 1, warm=1)
-    seconds = {name: statistics.median(values) for name, values in taken.items()}
-    reference = seconds["dense causal", "sdpa"]
-    whole = layout.length * (layout.length + 1) // 2
-    rows = [
-        {
-            "mask": mask,
-            "implementation": implementation,
-            "relative pairs": 1.0 if mask == "dense causal" else round(visible_pairs(mask, layout) / whole, 3),
-            "relative 128 x 128 blocks": 1.0 if mask == "dense causal" else round(block_share(mask, layout), 3),
-            "ms": round(1e3 * value, 2),
-            "speed relative to dense causal": round(reference / value, 2),
-        }
-        for (mask, implementation), value in seconds.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    # What may leave the GPU unusable comes last, when the other rows are kept.
+    for makers in (shipped_attention(layout, device, shape[-1]), narrower_attention(layout, device)):
+        works: dict[tuple[str, str], Callable[[], None]] = {}
+        for name, make in makers.items():
+            try:
+                attend = make()
+                works[name] = lambda f=attend: torch.autograd.grad(f(*leaves), leaves, slope) and None
+                works[name]()
+            except Exception as error:  # one implementation does not run here; the others still count
+                works.pop(name, None)
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                rows.append({**attention_facts(name, layout), "ms": reason})
+        rows += attention_rows(works, rows, layout, device, options.rounds)
+        keep_results("decoder_attention", options.size, rows)
     note = (
         f"Queries, keys and values {shape}, forward and backward pass without projections; medians of "
-        f"{options.rounds} rounds. Numbers of pairs and blocks are relative to a causal mask."
-        + "".join(f" {kind}, {implementation}: {reason}." for (kind, implementation), reason in failed.items())
+        f"{options.rounds} rounds. Numbers of pairs are relative to a causal mask; those in blocks are all pairs of "
+        "the 128 x 128 blocks, or of those that are named, that have a visible one."
     )
     write_results("decoder_attention", options.size, rows, note)
+
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Makers = dict[tuple[str, str], Callable[[], Attention]]  # by mask and implementation
+
+
+def shipped_attention(layout: TokenLayout, device: TimedDevice, head_width: int) -> Makers:
+    """Dense causal attention, and each mask by each implementation of recipes."""
+    dense = partial(nn.functional.scaled_dot_product_attention, is_causal=True)
+    found: Makers = {DENSE: lambda: dense}
+    for kind in KINDS:
+        for one in ("flex", "masked") if device.gpu else ("local", "masked"):
+            found[kind, one] = partial(make_attend, one, kind, layout, device.device, head_width)
+    return found
+
+
+def narrower_attention(layout: TokenLayout, device: TimedDevice) -> Makers:
+    """Each mask by FlexAttention with fewer keys per block; nothing without a GPU."""
+    return {(kind, FEWER_KEYS): partial(narrow_attend, kind, layout, device.device) for kind in KINDS if device.gpu}
+
+
+def attention_facts(name: tuple[str, str], layout: TokenLayout) -> dict[str, Any]:
+    """The cells of a row that are not measured."""
+    mask, implementation = name
+    block = NARROW if implementation == FEWER_KEYS else BLOCK
+    whole = layout.length * (layout.length + 1) // 2
+    return {
+        "mask": mask,
+        "implementation": implementation,
+        "relative pairs": 1.0 if name == DENSE else round(visible_pairs(mask, layout) / whole, 3),
+        "relative pairs in blocks": 1.0 if name == DENSE else round(block_share(mask, layout, block), 3),
+    }
+
+
+def attention_rows(
+    works: dict[tuple[str, str], Callable[[], None]],
+    earlier: list[dict[str, Any]],
+    layout: TokenLayout,
+    device: TimedDevice,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Rows of those that run here. Dense causal attention is among them, or among the earlier rows, or did not run."""
+    taken: dict[tuple[str, str], list[float]] = {name: [] for name in works}
+    for _ in range(rounds):  # in turns, so that other load on the machine affects all of them
+        for name, work in works.items():
+            taken[name] += device.seconds(work, 1, warm=1)
+    rows = [
+        attention_facts(name, layout) | {"ms": round(1e3 * statistics.median(values), 2)}
+        for name, values in taken.items()
+    ]
+    dense = next((row["ms"] for row in earlier + rows if row["mask"] == DENSE[0]), None)
+    for row in rows:
+        relative = round(dense / row["ms"], 2) if isinstance(dense, float) else ""
+        row["speed relative to dense causal"] = relative
+    return rows
 
 
 def sampling(device: TimedDevice, options: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ import torch
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
 
 from benchmarks.reporting import write_results
-from benchmarks.timing import times
+from benchmarks.timing import times, training_device
 from recipes.algorithms.averaging.average import Average, HostAverage
 from recipes.models.latent_diffusion.unet import unet
 
@@ -39,7 +39,7 @@ SIZES = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    gpu = torch.cuda.is_available()
+    gpu = training_device().type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="sd2" if gpu else "small")
     parser.add_argument("--rounds", type=int, default=50 if gpu else 20, help="measured updates of each alternative")

@@ -88,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if gpu else "cpu")
     torch.backends.cudnn.benchmark = True  # as the encode job does
+    torch.backends.cudnn.allow_tf32 = False  # likewise
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_encoders(VAES[options.size], TEXTS[options.size], Path(folder))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.norms import copy_rate, milliseconds
 from benchmarks.reporting import write_results
+from benchmarks.timing import training_device
 from recipes.models.kernels.geglu import geglu, reference
 
 DTYPE = torch.bfloat16
@@ -61,13 +62,13 @@ def row(
 
 
 def main(words: list[str] | None = None) -> None:
-    gpu = torch.cuda.is_available()
+    device = training_device()
+    gpu = device.type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64 if gpu else 2, help="images")
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per measurement")
     parser.add_argument("--uncompiled", action="store_true", help="without compiled PyTorch")
     options = parser.parse_args(words)
-    device = torch.device("cuda" if gpu else "cpu")
     rate = copy_rate(device, options.seconds)
     rows = []
     for tokens, width in SD2 if gpu else SMALL:

@@ -3,9 +3,9 @@
     python benchmarks/gpu.py                                  # results go to benchmarks/results and docs/gpu.md
     python benchmarks/gpu.py --out results --budget 300       # all files in one folder; five minutes
     python benchmarks/gpu.py --list                           # the steps, in the order of their worth
-    python benchmarks/gpu.py --only unet_256 numbers          # steps whose names begin so
+    python benchmarks/gpu.py --only unet_256 numbers          # steps whose names begin so; results of others stay
     python benchmarks/gpu.py --small --device cpu             # all of it at tiny sizes, to see whether it runs
-    python benchmarks/gpu.py --place results/gpu.jsonl        # a run's tables into benchmarks/results and docs/gpu.md
+    python benchmarks/gpu.py --place results/gpu.jsonl        # its tables into benchmarks/results and docs/gpu.md
 
 Nothing is fetched, and caches are written to runs/gpu/cache only. Each step runs in a process of its own with a limit
 of time, so that an error, a lack of memory or a hang ends that step alone; what it has found until then is kept. The
@@ -35,17 +35,18 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import Item, items
-from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
+from benchmarks.gpu_run.page import page, place, write_page
+from benchmarks.gpu_run.records import LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
+from data.threads import set_default_threads
 
 CACHE = ROOT / "runs" / "gpu" / "cache"
-DOCUMENT = ROOT / "docs" / "gpu.md"
-BEGIN, END = "<!-- results begin -->", "<!-- results end -->"
 Perform = Callable[[Item, Path, bool], None]
 RESERVE = 10.0  # seconds of the budget that are left for writing the last tables
 
 
 def prepare(options: argparse.Namespace) -> None:
     """Set the variables that must be set before the first import of torch, here and in the processes of the steps."""
+    set_default_threads()
     CACHE.mkdir(parents=True, exist_ok=True)
     folders = {
         "TRITON_CACHE_DIR": "triton",
@@ -122,7 +123,7 @@ class Isolated:
             self.process.join(1)
             if self.records.path.exists() and self.records.path.stat().st_size != size:
                 size = self.records.path.stat().st_size
-                self.records.write_markdown(self.markdown)
+                write_page(self.records, self.markdown)
         late = self.process.is_alive()
         self.end()
         if late:
@@ -170,7 +171,7 @@ def run_all(chosen: list[Item], run: Callable[[Item, float], str], records: Reco
         left = until - time.monotonic()
         records.add("begin", item=item.name)
         if left <= 0:
-            records.add("end", item=item.name, state="left out: the budget is spent", seconds="")
+            records.add("end", item=item.name, state=LEFT_OUT, seconds="")
             continue
         began = time.monotonic()
         state = run(item, min(item.limit, left))
@@ -180,19 +181,6 @@ def run_all(chosen: list[Item], run: Callable[[Item, float], str], records: Reco
             state = run(item, min(item.limit, until - time.monotonic()))
         records.add("end", item=item.name, state=state, seconds=round(time.monotonic() - began, 1))
         say(f"{item.name}: {state}, {time.monotonic() - began:.0f} s")
-
-
-def place(records: Records) -> None:
-    """Write a run's tables to benchmarks/results, and all of it to docs/gpu.md."""
-    from benchmarks.reporting import save
-    from data.files import write_text
-
-    for line in records.lines("record"):
-        save(line["record"])
-    text = DOCUMENT.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    write_text(DOCUMENT, f"{before}{BEGIN}\n\n{records.as_text(level=2).strip()}\n\n{END}{after}")
 
 
 def main(arguments: list[str] | None = None) -> Records | None:
@@ -210,7 +198,10 @@ def main(arguments: list[str] | None = None) -> Records | None:
     options = parser.parse_args(arguments)
     began = time.monotonic()
     if options.place:
-        place(Records(options.place))
+        try:
+            place(Records(options.place))
+        except ValueError as error:
+            parser.error(f"--place: {error}")
         return None
     if options.device == "cpu" and not options.small:
         parser.error("--device cpu: the published sizes would take days; add --small")
@@ -235,28 +226,27 @@ def main(arguments: list[str] | None = None) -> Records | None:
 
 
 def run(options: argparse.Namespace, chosen: list[Item], began: float) -> Records:
-    """Run the chosen steps and write their results."""
+    """Run the chosen steps and write their results beside those of earlier runs."""
     folder = (options.out or ROOT / "runs" / "gpu").resolve()
     records = Records(folder / RECORDS)
-    records.path.unlink(missing_ok=True)
     from benchmarks.reporting import surroundings
 
-    records.add("run", surroundings=surroundings(), small=options.small, budget=options.budget)
+    records.begin_run(surroundings=surroundings(), small=options.small, budget=options.budget)
     runner: Any = here(folder, options.small)
     if not options.here:
         runner = Isolated(folder, options.small, records, folder / MARKDOWN)
 
         def stop(number: int, frame: Any) -> None:
             runner.end()
-            records.write_markdown(folder / MARKDOWN)
+            write_page(records, folder / MARKDOWN)
             sys.exit(f"stopped by signal {number}; what was found is in {folder / MARKDOWN}")
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
     run_all(chosen, runner, records, began + options.budget - RESERVE, lambda text: print(text, flush=True))
-    records.write_markdown(folder / MARKDOWN)
+    write_page(records, folder / MARKDOWN)
     (folder / ".reason").unlink(missing_ok=True)
-    print(f"\n{records.as_text()}\nEverything is in {folder}")
+    print(f"\n{page(records)}\nEverything is in {folder}")
     if options.out is None and not options.small:
         place(records)
     return records

@@ -25,6 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.threads import set_default_threads
+
+if __name__ == "__main__":
+    set_default_threads()  # before torch is imported
+
 import numpy as np
 
 LONGEST = 600.0  # seconds after which a start that does not end is an error

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reporting import write_results
+from benchmarks.timing import training_device
 from data.log import log
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm
@@ -247,7 +248,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--most", type=int, metavar="N", help="only the N shapes with most of the network's traffic")
     parser.add_argument("--tune", action="store_true", help="only the fused kernels, with other tile sizes and splits")
     arguments = parser.parse_args(words)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = training_device()
     if arguments.tune and device.type == "cpu":
         parser.error("--tune: the kernels need a GPU")
     size = arguments.size or ("sd2" if device.type == "cuda" else "small")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.reporting import write_results
-from benchmarks.timing import times
+from benchmarks.timing import times, training_device
 from data.log import log
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.powersgd.orthogonal import cholesky_qr, householder
@@ -108,7 +108,8 @@ def measure(width: int, rank: int, options: argparse.Namespace, device: torch.de
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    gpu = torch.cuda.is_available()
+    device = training_device()
+    gpu = device.type == "cuda"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[1920, 2688, 3968] if gpu else [512])
     ranks = [512, 640, 896] if gpu else [128]
@@ -123,7 +124,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if wrong:
         parser.error(f"--widths: {wrong[0]} is not a multiple of 64 (the size of a head) and {options.shards} shards")
     torch.manual_seed(0)
-    device = torch.device("cuda" if gpu else "cpu")
     started = not dist.is_initialized()
     if started:
         with socket.socket() as free:

@@ -25,6 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.threads import set_default_threads
+
+if __name__ == "__main__":
+    set_default_threads()  # before torch is imported
+
 import torch
 
 from recipes.config.command_line import read_command_line, user_errors

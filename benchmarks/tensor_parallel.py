@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.reporting import write_results
-from benchmarks.timing import times
+from benchmarks.timing import times, training_device
 from data.cost import FLOAT
 from data.process_groups import leave
 from recipes.algorithms.tensor_parallel.divide import divide
@@ -36,7 +36,7 @@ from recipes.planning.tensor_parallel import messages, sent_bytes
 
 def start() -> torch.device:
     """Join the launcher's processes, or be the only one."""
-    gpu = torch.cuda.is_available()
+    gpu = training_device().type == "cuda"
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, str(value))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")

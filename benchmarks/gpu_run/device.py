@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_run.context import Context
-from callbacks.peak_flops import peak_flops
+from callbacks.peak_flops import NumberFormat, peak_flops
 
 TABLE = "The machine"
 # What the steps import. The server process imports all of it once, and each step is a fork of it.
@@ -69,10 +69,11 @@ def machine(context: Context) -> None:
         for what, value in found.items():
             context.records.row(TABLE, {"what": what, "found": value})
     side, rounds = (256, 3) if context.small else (8192, 20)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        rate, peak = matmul_rate(side, dtype, device, rounds), peak_of(device, dtype)
+    formats: tuple[NumberFormat, ...] = ("bf16", "fp16", "fp32", "tf32")
+    for number_format in formats if device.type == "cuda" else formats[:3]:
+        rate, peak = matmul_rate(side, number_format, device, rounds), peak_of(device, number_format)
         share = f", {rate / peak:.0%} of the data sheet's {peak / 1e12:,.0f}" if peak else ""
-        what = f"{side:,} x {side:,} matrix product, {str(dtype).removeprefix('torch.')}"
+        what = f"{side:,} x {side:,} matrix product, {number_format}"
         context.records.row(TABLE, {"what": what, "found": f"{rate / 1e12:,.3g} TFLOP/s{share}"})
     count = 2**20 if context.small else 2**32
     source = torch.randint(255, (count,), dtype=torch.uint8, device=device)
@@ -92,8 +93,10 @@ def lightning(context: Context) -> None:
         raise ImportError(failed[0])
 
 
-def matmul_rate(side: int, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
+def matmul_rate(side: int, number_format: NumberFormat, device: torch.device, rounds: int) -> float:
     """FLOP/s of a square product of random matrices."""
+    torch.backends.cuda.matmul.allow_tf32 = number_format == "tf32"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(number_format, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / median_seconds(lambda: a @ b, device, rounds)
 
@@ -107,9 +110,8 @@ def median_seconds(work: Any, device: torch.device, rounds: int) -> float:
     return milliseconds(work, 0.2 if device.type == "cuda" else 0.02, device) / 1e3
 
 
-def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+def peak_of(device: torch.device, number_format: NumberFormat) -> float | None:
     """The data sheet's FLOP/s of dense products; None for a CPU and for GPUs that are not known."""
     if device.type != "cuda":
         return None
-    formats = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    return peak_flops(torch.cuda.get_device_name(device), formats[dtype])
+    return peak_flops(torch.cuda.get_device_name(device), number_format)

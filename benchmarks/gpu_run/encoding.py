@@ -40,6 +40,7 @@ def rates(context: Context, *, resolution: int) -> None:
         RuntimeError: an option failed; its row says why.
     """
     torch.backends.cudnn.benchmark = True  # as the encode job does
+    torch.backends.cudnn.allow_tf32 = False  # likewise
     device, size = context.device, "small" if context.small else "sd2"
     table = f"VAE encoding at {resolution}"
     side = 64 if context.small else resolution

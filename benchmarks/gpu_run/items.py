@@ -48,16 +48,18 @@ def items(small: bool) -> list[Item]:
         encoding(512),
         Item("tests", "suite:marked_tests", 150, {"processes": 1 if small else 4}),
     ]
+    found += [
+        other("attention", "decoder", 120, ["--parts", "attention", "--rounds", "10"], ["--rounds", "1"]),
+        other("norms", "norms", 90, ["--seconds", "0.05", "--most", "3"], ["--seconds", "0", "--most", "1"]),
+        other("adam16", "adam16", 90, ["--rounds", "10"], ["--width", "64", "--layers", "1", "--rounds", "1"]),
+    ]
     found += list(levers("unet_256", small))
     found += list(levers("transformer", small))
     found += [
         trained("unet_256", "all that pay", 150, profiled=True),
         trained("transformer", "all that pay", 150, profiled=True),
         trained("unet_512", "all that pay", 150, profiled=True, like="unet_256"),
-        other("attention", "decoder", 120, ["--parts", "attention", "--rounds", "10"], ["--rounds", "1"]),
-        other("norms", "norms", 90, ["--seconds", "0.05", "--most", "3"], ["--seconds", "0", "--most", "1"]),
         other("geglu", "geglu", 60, ["--seconds", "0.05"], ["--seconds", "0", "--uncompiled"]),
-        other("adam16", "adam16", 90, ["--rounds", "10"], ["--width", "64", "--layers", "1", "--rounds", "1"]),
         other(
             "powersgd cost",
             "powersgd_cost",

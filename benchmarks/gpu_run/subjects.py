@@ -171,7 +171,7 @@ def shipped_change(subject: Subject, small: bool) -> list[str]:
 
 
 def why_not_compared(rows: list[dict[str, Any]], unit: str) -> str | None:
-    """Why it cannot be said which changes pay; None if it can.
+    """What has not been measured, without which it is not known which changes pay; None if nothing is missing.
 
     Args:
         rows: of a subject's table.
@@ -179,9 +179,9 @@ def why_not_compared(rows: list[dict[str, Any]], unit: str) -> str | None:
     """
     measured = {row["setting"] for row in rows if isinstance(row["values"].get(unit), int | float)}
     if START not in measured:
-        return "The starting point was not measured, so it is not known which changes pay."
+        return "no starting point"
     if not any(row["change"] for row in rows if row["setting"] in measured):
-        return "No single change was measured, so it is not known which ones pay."
+        return "no single change"
     return None
 
 

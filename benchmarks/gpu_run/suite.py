@@ -19,6 +19,7 @@ class Rows:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.results: list[str] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Called by pytest for the set-up, the call and the end of every test."""
@@ -28,6 +29,7 @@ class Rows:
                 values["reason"] = reason(report)
             elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
                 values["reason"] = report.longrepr[2]
+            self.results.append(report.outcome)
             self.context.records.row(TABLE, values)
 
 
@@ -52,9 +54,9 @@ def marked_tests(context: Context, *, mark: str = "gpu", processes: int = 4) -> 
     arguments = ["-q", "-m", mark, "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     if processes > 1 and importlib.util.find_spec("xdist"):
         arguments += ["-n", str(processes), "--dist", "loadgroup"]
-    code = pytest.main([*arguments, *(str(ROOT / path) for path in files_with(mark))], plugins=[Rows(context)])
-    rows = context.records.rows(TABLE)
-    failed = sum(row["values"]["result"] == "failed" for row in rows)
-    context.records.note(TABLE, f"{len(rows)} results, {failed} failed.")
+    rows = Rows(context)
+    code = pytest.main([*arguments, *(str(ROOT / path) for path in files_with(mark))], plugins=[rows])
+    count, failed = len(rows.results), rows.results.count("failed")
+    context.records.note(TABLE, f"{count} results, {failed} failed.")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        raise RuntimeError(f"pytest: {pytest.ExitCode(code).name.lower()}, {failed} of {len(rows)} failed")
+        raise RuntimeError(f"pytest: {pytest.ExitCode(code).name.lower()}, {failed} of {count} failed")

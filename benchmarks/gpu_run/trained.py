@@ -17,6 +17,7 @@ from composer import Logger, State
 
 from benchmarks.gpu_run.context import Context
 from benchmarks.gpu_run.operators import OneStep, busy, operator_rows, write_trace
+from benchmarks.gpu_run.records import RELATIVE
 from benchmarks.gpu_run.subjects import (
     BEST,
     SHIPPED,
@@ -62,6 +63,9 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
         name: of the setting: `SHIPPED`, `START`, `BEST`, or one of `single_changes`.
         profiled: whether one step is profiled as well.
         like: the subject whose changes are tried, for `BEST`; None: this one.
+
+    Raises:
+        ValueError: `BEST` without a starting point to compare with.
     """
     measured = SUBJECTS[subject]
     change: list[str] = []
@@ -69,8 +73,7 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
         source = SUBJECTS[like or subject]
         rows = context.records.rows(source.table)
         if missing := why_not_compared(rows, source.unit):
-            context.records.note(measured.table, missing)
-            return
+            raise ValueError(f"{missing} of {source.table} by this commit on this GPU; run its steps as well")
         change = all_that_pay(rows, source.unit)
         if like:  # sizes are other at another resolution
             change = [text for text in change if not text.startswith("training.microbatch")]
@@ -91,11 +94,9 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
         values[measured.unit] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise
     finally:
-        rows = context.records.rows(measured.table)
-        start = next((row["values"].get(measured.unit) for row in rows if row["setting"] == START), None)
-        if isinstance(start, int | float) and isinstance(values.get(measured.unit), int | float):
-            values["relative to start"] = round(values[measured.unit] / start, 3)
-        context.records.row(measured.table, values, setting=name, change=change)
+        rate = values.get(measured.unit)
+        numeric = {"rate": rate} if isinstance(rate, int | float) else {}
+        context.records.row(measured.table, values, setting=name, change=change, **numeric)
     context.records.note(
         measured.table, f"Starting point: yamls/{measured.yaml} with {', '.join(measured.start) or 'no change'}."
     )
@@ -131,7 +132,7 @@ def measure(subject: Subject, changes: list[str], context: Context, profile_step
             steady = run_until(trainer, Steady(*steps_of(context.small), more=int(profile_step is not None)))
         rates = sorted(rate * subject.per_sample for rate in steady.rates)
         values: dict[str, Any] = {subject.unit: round(statistics.median(rates), 1)}
-        values |= {"range": f"{rates[0]:,.1f} to {rates[-1]:,.1f}", "relative to start": ""}
+        values |= {"range": f"{rates[0]:,.1f} to {rates[-1]:,.1f}", RELATIVE: ""}
         if context.device.type == "cuda":
             values |= {"peak GB": round(steady.peak / 1e9, 1)}
         flops = 3 * forward_flops(recipe)

@@ -1,4 +1,7 @@
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +44,18 @@ def test_commands_set_their_threads():
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
     commands = {path: text for path, text in texts.items() if "__main__" in text}
     assert {path for path, text in commands.items() if "set_default_threads(" not in text} == OTHERS
+
+
+def test_benchmarks_that_train_set_their_threads():
+    """Before they import anything that may import torch: afterwards the variable has no effect."""
+    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+    training = ("build_trainer(", "recipes.train ", "precompute.encode ", "forkserver")
+    commands = {name for name, text in files.items() if "__main__" in text and any(word in text for word in training)}
+    assert {"levers.py", "overhead.py", "rank_curves.py", "soak.py", "killing.py", "gpu.py"} <= commands
+    for name in commands - {"network_rank.py"}:  # whose launcher, network.py, sets the variable
+        before, call, _ = files[name].partition("set_default_threads()")
+        assert call, f"{name} does not call set_default_threads"
+        at_import = re.findall(r"^(?:import|from) ([\w.]+)", before, re.MULTILINE)
+        own = [module for module in at_import if module.split(".")[0] not in sys.stdlib_module_names]
+        code = f"import sys, {', '.join(own)}; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, f"{name} imports torch first"

@@ -1,0 +1,52 @@
+"""What benchmarks that time the GPU must say first: whether float32 products and convolutions are computed in TF32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import powersgd_cost, reporting, timing
+
+ROOT = Path(__file__).resolve().parents[2]
+SAYS = (
+    "training_device(",
+    "allow_tf32 =",  # `precompute/job.py` turns it off, and so do measurements of the encoders
+    "build_trainer(",  # Composer turns it on
+)
+# They know of GPUs, and time nothing that they run themselves.
+OTHERS = {"gpu.py", "reporting.py", "steady.py", "training.py", "soak.py"}
+OTHERS |= {"gpu_run/context.py", "gpu_run/operators.py", "gpu_run/preload.py"}
+
+
+def test_every_benchmark_on_a_gpu_says_whether_it_uses_tf32():
+    folder = ROOT / "benchmarks"
+    texts = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+    on_gpu = {name for name, text in texts.items() if "cuda" in text or "training_device" in text}
+    silent = {name for name in on_gpu if not any(word in texts[name] for word in SAYS)}
+    assert {"adam16.py", "powersgd_cost.py", "gpu_run/device.py", "gpu_run/encoding.py"} <= on_gpu - silent
+    assert silent <= OTHERS, f"{silent - OTHERS}: take the device from benchmarks.timing.training_device"
+
+
+@pytest.fixture
+def no_tf32():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_the_device_computes_as_in_training(no_tf32):
+    assert timing.training_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+
+
+def test_compression_is_timed_as_it_computes_in_training(no_tf32, monkeypatch, tmp_path):
+    """Composer turns TF32 on, and the products of PowerSGD are of float32 numbers."""
+
+    def seen(works, rounds, gpu):
+        assert torch.backends.cuda.matmul.allow_tf32
+        return dict.fromkeys(works, 1.0)
+
+    monkeypatch.setattr(powersgd_cost, "times", seen)
+    monkeypatch.setattr(reporting, "RESULTS", tmp_path)
+    assert powersgd_cost.main(["--widths", "64", "--ranks", "16"])
