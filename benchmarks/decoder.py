@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.flex_blocks import NARROW, block_share, narrow_attend
 from benchmarks.reporting import keep_results, write_results
-from benchmarks.timing import training_device
+from benchmarks.timing import gpu_seconds, training_device
 from recipes.models.autoregressive.flex import BLOCK
 from recipes.models.autoregressive.masks import Kind, TokenLayout, visible_pairs
 from recipes.models.autoregressive.sampler import Choice, sample_tokens, uniforms
@@ -213,7 +213,7 @@ def attention_rows(
     taken: dict[tuple[str, str], list[float]] = {name: [] for name in works}
     for _ in range(rounds):  # in turns, so that other load on the machine affects all of them
         for name, work in works.items():
-            taken[name] += device.seconds(work, 1, warm=1)
+            taken[name] += [gpu_seconds(work)] if device.gpu else device.seconds(work, 1, warm=1)
     rows = [
         attention_facts(name, layout) | {"ms": round(1e3 * statistics.median(values), 2)}
         for name, values in taken.items()
@@ -244,7 +244,7 @@ def sampling(device: TimedDevice, options: argparse.Namespace) -> None:
         with device.autocast():
             network.image_logits(network(text.expand(count, -1), image)[:, -1])
 
-    whole = statistics.median(device.seconds(cached, 1 if not device.gpu else 3, warm=device.gpu))
+    whole = statistics.median(device.seconds(cached, 1, warm=device.gpu))
     token = statistics.median(device.seconds(one_token, 3))
     caches = network.new_caches(count)
     with torch.no_grad(), device.autocast():

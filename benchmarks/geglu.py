@@ -20,9 +20,9 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from torch import Tensor
 
-from benchmarks.norms import copy_rate, milliseconds
+from benchmarks.norms import copy_rate
 from benchmarks.reporting import write_results
-from benchmarks.timing import training_device
+from benchmarks.timing import milliseconds, training_device
 from recipes.models.kernels.geglu import geglu, reference
 
 DTYPE = torch.bfloat16

@@ -36,7 +36,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import Item, items
 from benchmarks.gpu_run.page import page, place, write_page
-from benchmarks.gpu_run.records import LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
+from benchmarks.gpu_run.records import DONE, LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
 from data.threads import set_default_threads
 
 CACHE = ROOT / "runs" / "gpu" / "cache"
@@ -113,7 +113,7 @@ class Isolated:
         self.perform: Perform = perform
 
     def __call__(self, item: Item, limit: float) -> str:
-        """Run an item. Returns "done" or, in one line, what went wrong."""
+        """Run an item. Returns `DONE` or, in one line, what went wrong."""
         (self.folder / ".reason").unlink(missing_ok=True)
         arguments = (self.perform, item, self.folder, self.small, limit)
         self.process = self.context.Process(target=in_own_process, args=arguments)
@@ -129,7 +129,7 @@ class Isolated:
         if late:
             return f"FAILED: ended after {limit:.0f} s"
         if self.process.exitcode == 0:
-            return "done"
+            return DONE
         reason = self.folder / ".reason"
         if reason.exists():
             return f"FAILED: {reason.read_text(encoding='utf-8')}"
@@ -160,7 +160,7 @@ def here(folder: Path, small: bool) -> Callable[[Item, float], str]:
         except Exception as error:
             traceback.print_exc()
             return f"FAILED: {one_line(error)}"
-        return "done"
+        return DONE
 
     return run
 
@@ -189,6 +189,7 @@ def main(arguments: list[str] | None = None) -> Records | None:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="steps whose names begin so")
     parser.add_argument("--skip", nargs="+", default=[], metavar="STEP", help="no steps whose names begin so")
+    parser.add_argument("--resume", action="store_true", help="no steps that earlier runs in --out have done")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu", help="cpu: as if there were no GPU")
     parser.add_argument("--here", action="store_true", help="all steps in this process, without limits of time")
@@ -232,6 +233,10 @@ def run(options: argparse.Namespace, chosen: list[Item], began: float) -> Record
     from benchmarks.reporting import surroundings
 
     records.begin_run(surroundings=surroundings(), small=options.small, budget=options.budget)
+    if options.resume:
+        done = records.done()
+        chosen = [item for item in chosen if item.name not in done]
+        print(f"{len(done)} steps are done, {len(chosen)} are left")
     runner: Any = here(folder, options.small)
     if not options.here:
         runner = Isolated(folder, options.small, records, folder / MARKDOWN)

@@ -12,9 +12,7 @@ neighbouring layers are therefore included.
 import argparse
 import importlib.util
 import itertools
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reporting import write_results
-from benchmarks.timing import training_device
+from benchmarks.timing import milliseconds, training_device
 from data.log import log
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm
@@ -153,31 +151,6 @@ class Traffic(TorchDispatchMode):
             tensors = [t for t in torch.utils._pytree.tree_leaves((args, result)) if isinstance(t, Tensor)]
             self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         return result
-
-
-def milliseconds(step: Callable[[], Any], seconds: float, device: torch.device) -> float:
-    """Median time of a step in milliseconds, after a warm-up."""
-    for _ in range(3):
-        step()
-    times: list[Any] = []
-    began = time.perf_counter()
-    while len(times) < 5 or time.perf_counter() - began < seconds:
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            step()
-            end.record()
-            times.append((start, end))
-            if len(times) % 20 == 0:
-                torch.cuda.synchronize()  # otherwise the queue would outlast the measurement
-        else:
-            start = time.perf_counter()
-            step()
-            times.append(1e3 * (time.perf_counter() - start))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        times = [start.elapsed_time(end) for start, end in times]
-    return statistics.median(times)
 
 
 def copy_rate(device: torch.device, seconds: float) -> float:

@@ -103,7 +103,7 @@ def matmul_rate(side: int, number_format: NumberFormat, device: torch.device, ro
 
 def median_seconds(work: Any, device: torch.device, rounds: int) -> float:
     """Median seconds of a call, after three calls that are not counted."""
-    from benchmarks.norms import milliseconds
+    from benchmarks.timing import milliseconds
 
     for _ in range(rounds):
         work()

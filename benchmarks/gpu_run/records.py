@@ -18,6 +18,7 @@ from benchmarks.gpu_run.subjects import START
 
 RECORDS, MARKDOWN, LOG = "gpu.jsonl", "gpu.md", "gpu.log"  # files of a run
 RELATIVE = "relative to start"  # column of the training tables
+DONE = "done"
 LEFT_OUT = "left out: the budget is spent"
 Line = dict[str, Any]
 
@@ -105,6 +106,13 @@ class Records:
         """The lines of a table's rows that may be compared with what the last run finds."""
         found = attempts(self.lines())
         return rows_of((one for one in that_count(found) if one.conditions == found[-1].conditions), table)
+
+
+    def done(self) -> set[str]:
+        """Names of the steps that have ended well, in runs whose numbers may be compared with those of the last."""
+        found = attempts(self.lines())
+        last = Attempt(self.lines("run")[-1], "")
+        return {one.item for one in found if one.state == DONE and one.conditions == last.conditions}
 
 
 def attempts(lines: Iterable[Line]) -> list[Attempt]:

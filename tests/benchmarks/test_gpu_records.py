@@ -77,6 +77,27 @@ def test_a_newer_run_of_a_step_replaces_that_step_only(records):
     assert rates(records)["b"] == (150, 0.75)
 
 
+def test_a_run_goes_on_with_what_is_not_done(records):
+    begin(records)
+    measure(records, "one", start=100)
+    measure(records, "two", state="FAILED: out of memory")
+    begin(records)
+    assert records.done() == {"one"}
+    begin(records, commit="def")
+    assert records.done() == set()
+
+
+def test_steps_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "prepare", lambda options: None)
+    monkeypatch.setenv("PRECOMPOSE_COMMIT", "abc")
+    ran = []
+    monkeypatch.setattr(gpu, "perform", lambda item, folder, small: ran.append(item.name))
+    words = ["--small", "--device", "cpu", "--here", "--out", str(tmp_path), "--resume", "--only"]
+    gpu.main([*words, "numbers dvae"])
+    gpu.main([*words, "numbers dvae", "geglu"])
+    assert ran == ["numbers dvae", "geglu"] and "1 steps are done, 1 are left" in capsys.readouterr().out
+
+
 def test_what_found_nothing_replaces_nothing(records):
     begin(records)
     measure(records, "start", start=100)

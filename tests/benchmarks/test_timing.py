@@ -50,3 +50,48 @@ def test_compression_is_timed_as_it_computes_in_training(no_tf32, monkeypatch, t
     monkeypatch.setattr(powersgd_cost, "times", seen)
     monkeypatch.setattr(reporting, "RESULTS", tmp_path)
     assert powersgd_cost.main(["--widths", "64", "--ranks", "16"])
+
+
+class PretendedGPU:
+    """A GPU, and the host's clock: launches take the host some time, and the GPU works on them one after the other."""
+
+    def __init__(self, launch, work):
+        self.launch, self.work = launch, work
+        self.host = self.free = 0.0  # the host's time, and when the GPU has done all that it was given
+
+    def step(self):
+        self.host += self.launch
+        self.free = max(self.free, self.host) + self.work
+
+    def _sleep(self, cycles):
+        self.free = max(self.free, self.host) + cycles / timing.MOST_CYCLES
+
+    def synchronize(self):
+        self.host = max(self.host, self.free)
+
+    def Event(self, enable_timing):  # noqa: N802 - as in torch.cuda
+        return PretendedEvent(self)
+
+
+class PretendedEvent:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.time = max(self.gpu.free, self.gpu.host)
+
+    def synchronize(self):
+        self.gpu.synchronize()
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.time - self.time)
+
+
+@pytest.mark.parametrize(("launch", "work"), [(1e-4, 2e-5), (1e-4, 1e-4), (1e-5, 3e-3)])
+def test_time_of_the_gpu_is_without_that_of_launches(launch, work, monkeypatch):
+    gpu = PretendedGPU(launch, work)
+    for name in ("_sleep", "synchronize", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: gpu.host)
+    assert timing.gpu_seconds(gpu.step) == pytest.approx(work, rel=1e-6)
+    assert timing.milliseconds(gpu.step, 0.0, torch.device("cuda")) == pytest.approx(1e3 * work, rel=1e-6)
