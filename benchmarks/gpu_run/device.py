@@ -57,7 +57,7 @@ def machine(context: Context) -> None:
     device = context.device
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "GPU": properties.name,
             "memory, GB": round(properties.total_memory / 1e9, 1),
             "multiprocessors": properties.multi_processor_count,
@@ -66,7 +66,7 @@ def machine(context: Context) -> None:
             "cuDNN": torch.backends.cudnn.version(),
             "NCCL": str(torch.cuda.nccl.version()),
         }
-        for what, value in found.items():
+        for what, value in facts.items():
             context.records.row(TABLE, {"what": what, "found": value})
     side, rounds = (256, 3) if context.small else (8192, 20)
     formats: tuple[NumberFormat, ...] = ("bf16", "fp16", "fp32", "tf32")
@@ -74,7 +74,8 @@ def machine(context: Context) -> None:
         rate, peak = matmul_rate(side, number_format, device, rounds), peak_of(device, number_format)
         share = f", {rate / peak:.0%} of the data sheet's {peak / 1e12:,.0f}" if peak else ""
         what = f"{side:,} x {side:,} matrix product, {number_format}"
-        context.records.row(TABLE, {"what": what, "found": f"{rate / 1e12:,.3g} TFLOP/s{share}"})
+        found = f"{rate / 1e12:,.3g} TFLOP/s{share}"
+        context.records.row(TABLE, {"what": what, "found": found}, number_format=number_format, flops_per_second=rate)
     count = 2**20 if context.small else 2**32
     source = torch.randint(255, (count,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -99,6 +100,12 @@ def matmul_rate(side: int, number_format: NumberFormat, device: torch.device, ro
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(number_format, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / median_seconds(lambda: a @ b, device, rounds)
+
+
+def measured_rate(context: Context, number_format: NumberFormat) -> float | None:
+    """FLOP/s of a large matrix product, as the step `machine` has measured it here; None if it has not."""
+    rows = context.records.rows(TABLE)
+    return next((row["flops_per_second"] for row in rows if row.get("number_format") == number_format), None)
 
 
 def median_seconds(work: Any, device: torch.device, rounds: int) -> float:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import inspect
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
+from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.encode import TEXTS, VAES, rate, write_encoders
 from benchmarks.gpu_run.context import Context
+from benchmarks.gpu_run.device import measured_rate
+from benchmarks.gpu_run.operators import bound_by, kernels_of, new_profiler, write_profile
+from benchmarks.gpu_run.subjects import SHIPPED
 from callbacks.peak_flops import peak_flops
 from recipes.encoders.vae import kl_vae
 
@@ -22,7 +28,7 @@ NOT_TRIED = {"slicing"}  # saves memory, by encoding one image at a time
 def options(resolution: int, small: bool) -> dict[str, tuple[int, dict[str, Any]]]:
     """Name -> (images per batch, arguments of `kl_vae`). Every switch that it has is tried."""
     batch = 2 if small else 64 * 256**2 // resolution**2
-    found: dict[str, tuple[int, dict[str, Any]]] = {"as shipped": (batch, {})}
+    found: dict[str, tuple[int, dict[str, Any]]] = {SHIPPED: (batch, {})}
     for name, parameter in inspect.signature(kl_vae).parameters.items():
         if isinstance(parameter.default, bool) and name not in NOT_TRIED:
             found[f"{name}: {str(not parameter.default).lower()}"] = (batch, {name: not parameter.default})
@@ -46,7 +52,7 @@ def rates(context: Context, *, resolution: int) -> None:
     side = 64 if context.small else resolution
     flops = encoder_flops(VAES[size], side)
     peak = peak_flops(torch.cuda.get_device_name(), "fp16") if device.type == "cuda" else None
-    failed = []
+    failed, profiler, kernels = [], None, None
     with tempfile.TemporaryDirectory() as folder:
         write_encoders(VAES[size], TEXTS["small"], Path(folder))
         for name, (batch, arguments) in options(resolution, context.small).items():
@@ -55,17 +61,37 @@ def rates(context: Context, *, resolution: int) -> None:
                 encoder = kl_vae(path=f"{folder}/vae", **arguments).to(device)
                 pixels = torch.randint(256, (batch, 3, side, side), dtype=torch.uint8, device=device)
                 pixels = pixels.contiguous(memory_format=torch.channels_last)
-                found = rate(lambda e=encoder, p=pixels: e.encode(p), batch, 0.0 if context.small else 1.5, device)
+                work = partial(encoder.encode, pixels)
+                found = rate(work, batch, 0.0 if context.small else 1.5, device)
                 values |= {"images/s": round(found, 1), "TFLOP/s": round(found * flops / 1e12, 4)}
                 values |= {"MFU": f"{found * flops / peak:.1%}" if peak else ""}
-                del encoder, pixels
+                if name == SHIPPED:
+                    profiler = profiled(work, device)
+                    kernels = kernels_of(profiler)
+                    if kernels is not None:
+                        product_rate = measured_rate(context, "fp16")
+                        values["bound by"] = bound_by(kernels, batch / found, batch * flops, product_rate)
+                del encoder, pixels, work
             except Exception as error:
-                values["images/s"] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                where = "bound by" if "images/s" in values else "images/s"
+                values[where] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
                 failed.append(name)
             context.records.row(table, values)
+    if profiler is not None:
+        write_profile(context, profiler, kernels, f"{table}, {SHIPPED}: one batch", f"trace_vae_{resolution}.json.gz")
     context.records.note(table, f"{flops / 1e9:,.2f} GFLOP per image. Random weights and pixels, nothing is read.")
     if failed:
         raise RuntimeError(f"failed: {', '.join(failed)}")
+
+
+def profiled(work: Callable[[], Any], device: torch.device) -> profile:
+    """A profiler of one call."""
+    gpu = device.type == "cuda"
+    with new_profiler(gpu) as profiler:
+        work()
+        if gpu:
+            torch.cuda.synchronize()
+    return profiler
 
 
 def encoder_flops(config: dict[str, Any], side: int) -> float:

@@ -16,7 +16,8 @@ from composer import Callback as ComposerCallback
 from composer import Logger, State
 
 from benchmarks.gpu_run.context import Context
-from benchmarks.gpu_run.operators import OneStep, busy, operator_rows, write_trace
+from benchmarks.gpu_run.device import measured_rate
+from benchmarks.gpu_run.operators import OneStep, bound_by, kernels_of, write_profile
 from benchmarks.gpu_run.records import RELATIVE
 from benchmarks.gpu_run.subjects import (
     BEST,
@@ -33,7 +34,7 @@ from benchmarks.gpu_run.subjects import (
 from benchmarks.random_latents import REDUCTION
 from benchmarks.steady import Steady, run_until
 from benchmarks.training import unet_flops
-from callbacks.peak_flops import number_format_of, peak_flops
+from callbacks.peak_flops import NumberFormat, number_format_of, peak_flops
 from data.log import log
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
@@ -88,11 +89,20 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
     values: dict[str, Any] = {"setting": name if name != BEST else f"{name}: {', '.join(change)}"}
     # The step after those that are timed: a profiler may slow the ones that follow it.
     profile_step = OneStep(sum_of_steps(context.small)) if profiled else None
+    profiler, kernels = None, None
     try:
-        values |= measure(measured, changes, context, profile_step)
+        found, number_format = measure(measured, changes, context, profile_step)
+        values |= found
     except Exception as error:
         values[measured.unit] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise
+    else:
+        profiler = None if profile_step is None else profile_step.profiler
+        kernels = None if profiler is None else kernels_of(profiler)
+        if kernels is not None:
+            seconds = measured.batch * measured.per_sample / values[measured.unit]
+            flops = 1e12 * values["TFLOP/s"] * seconds
+            values["bound by"] = bound_by(kernels, seconds, flops, measured_rate(context, number_format))
     finally:
         rate = values.get(measured.unit)
         numeric = {"rate": rate} if isinstance(rate, int | float) else {}
@@ -100,14 +110,8 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
     context.records.note(
         measured.table, f"Starting point: yamls/{measured.yaml} with {', '.join(measured.start) or 'no change'}."
     )
-    if profile_step is not None and profile_step.profiler is not None:
-        where = f"{measured.table}, {name}: one step"
-        for row in operator_rows(profile_step.profiler):
-            context.records.row(where, row)
-        shares = busy(profile_step.profiler)
-        if shares:
-            context.records.note(where, ", ".join(f"{what}: {value}" for what, value in shares.items()) + ".")
-        write_trace(profile_step.profiler, context.folder / f"trace_{subject}.json.gz")
+    if profiler is not None:
+        write_profile(context, profiler, kernels, f"{measured.table}, {name}: one step", f"trace_{subject}.json.gz")
 
 
 def steps_of(small: bool) -> tuple[int, int, int]:
@@ -121,8 +125,10 @@ def sum_of_steps(small: bool) -> int:
     return warm_up + windows * steps
 
 
-def measure(subject: Subject, changes: list[str], context: Context, profile_step: OneStep | None) -> dict[str, Any]:
-    """Train, and return the cells of a row."""
+def measure(
+    subject: Subject, changes: list[str], context: Context, profile_step: OneStep | None
+) -> tuple[dict[str, Any], NumberFormat]:
+    """Train, and return the cells of a row, and the number format in which the blocks compute."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_for(subject, changes, context.small, Path(folder))
         wait, warnings = Wait(), Warnings()
@@ -137,13 +143,16 @@ def measure(subject: Subject, changes: list[str], context: Context, profile_step
             values |= {"peak GB": round(steady.peak / 1e9, 1)}
         flops = 3 * forward_flops(recipe)
         achieved = flops * values[subject.unit] / subject.per_sample
-        peak = peak_for(recipe, trainer.state.model)
+        precision = "amp_bf16" if recipe.training.precision == "auto" else recipe.training.precision
+        number_format = number_format_of(trainer.state.model, precision)
+        on_gpu = context.device.type == "cuda"
+        peak = peak_flops(torch.cuda.get_device_name(), number_format) if on_gpu else None
         values |= {"TFLOP/s": round(achieved / 1e12, 4 if context.small else 1)}
         values |= {"MFU": f"{achieved / peak:.1%}" if peak else "", "s to the second step": round(wait.seconds, 1)}
         graphs, breaks = compiler_counts()
         values |= {"graphs": graphs, "graph breaks": breaks, "loss": round(steady.losses[-1], 4)}
         values |= {"warnings": "; ".join(warnings.found)[:300]}
-        return values
+        return values, number_format
 
 
 @contextlib.contextmanager
@@ -201,11 +210,3 @@ def forward_flops(recipe: Recipe) -> float:
     if known is not None:
         return known
     return unet_flops(task.denoiser, recipe.data.args["resolution"] // REDUCTION)
-
-
-def peak_for(recipe: Recipe, model: torch.nn.Module) -> float | None:
-    """The peak FLOP/s in the number format in which a recipe computes; None if it is not known."""
-    if not torch.cuda.is_available():
-        return None
-    precision = "amp_bf16" if recipe.training.precision == "auto" else recipe.training.precision
-    return peak_flops(torch.cuda.get_device_name(), number_format_of(model, precision))

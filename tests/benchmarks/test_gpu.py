@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import adam16, gpu
-from benchmarks.gpu_run import numbers, operators, suite, trained
+from benchmarks.gpu_run import device, numbers, operators, suite, trained
 from benchmarks.gpu_run.context import Context, benchmark
 from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import FAMILIES, Item, items
@@ -210,12 +210,43 @@ def test_how_busy_a_gpu_is():
         event("## Call CompiledFxGraph", 0, 50),
         event("aten::mm", 0, 50, DeviceType.CPU),
     ]
-    found = operators.busy(SimpleNamespace(events=lambda: events))
-    assert found["kernels"] == 3 and found["GPU computes"] == "80.0%"
-    assert found["matrix product"] == "0.02 ms" and found["attention"] == "0.02 ms"
-    assert operators.busy(SimpleNamespace(events=lambda: events[-1:])) == {}
+    found = operators.kernels_of(SimpleNamespace(events=lambda: events))
+    assert (found.count, found.length, found.covered) == (3, 50, 40)
+    text = operators.busy(found)
+    assert text.startswith("kernels: 3, ") and "GPU computes: 80.0%" in text
+    assert "matrix product: 0.02 ms" in text and "attention: 0.02 ms" in text
+    assert operators.kernels_of(SimpleNamespace(events=lambda: events[-1:])) is None
     assert operators.kind_of("cudnn_fprop_implicit_gemm") == "convolution"
     assert operators.kind_of("_backward") == "norm" and operators.kind_of("mystery") == "other"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seconds", "rate", "words"),
+    [
+        ({"convolution": 700, "norm": 300}, 1e-3, 2e12, "products: 70% of the kernels' time, at 50% of"),
+        ({"matrix product": 1000}, 1e-3, None, "products: 100% of the kernels' time"),
+        ({"matrix product": 300, "norm": 400, "optimizer": 300}, 1e-3, 2e12, "memory: 70% of the kernels' time"),
+        ({"matrix product": 400, "norm": 200, "other": 400}, 1e-3, 2e12, "no one thing: products 40%, memory 20%"),
+        ({"matrix product": 1000}, 1.25e-3, 2e12, "host: the GPU computes 80% of the time"),
+    ],
+    ids=["products", "unknown rate", "memory", "neither", "host"],
+)
+def test_what_a_step_is_bound_by(kinds, seconds, rate, words):
+    """A step of 0.7 GFLOP whose kernels take 1 ms, however long the profiler makes it."""
+    kernels = operators.Kernels(9, 5000, 1000, kinds)
+    assert operators.bound_by(kernels, seconds, 7e8, rate).startswith(words)
+
+
+def test_every_kind_of_kernel_counts_as_something():
+    """Communication waits for other GPUs, and is of neither."""
+    assert {kind for kind, _ in operators.KINDS} - {*operators.PRODUCTS, *operators.MEMORY} == {"communication"}
+
+
+def test_the_rate_of_a_large_product_is_the_last_measured_here(tmp_path):
+    context = Context(tmp_path, True)
+    assert device.measured_rate(context, "bf16") is None
+    device.machine(context)
+    assert device.measured_rate(context, "bf16") > 0 and device.measured_rate(context, "tf32") is None
 
 
 def test_optimizers_are_measured_one_after_the_other(tmp_path, monkeypatch):
