@@ -161,7 +161,11 @@ def _step(norm: nn.Module, x: Tensor, dy: Tensor, case: Case, silu: bool) -> Cal
 
 
 def _interleaved(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median milliseconds of each step. Steps take turns, so that a change of clock rates affects all of them."""
+    """Median milliseconds of each step. Steps take turns, so that a change of clock rates affects all of them.
+
+    Where the host takes longer for the launches than the GPU for the work, as on small grids, its time counts: in a run
+    that waits for the host it is what the norm costs, and in another one both ways take the GPU little.
+    """
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
