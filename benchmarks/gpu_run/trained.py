@@ -91,7 +91,7 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
     profile_step = OneStep(sum_of_steps(context.small)) if profiled else None
     profiler, kernels = None, None
     try:
-        found, number_format = measure(measured, changes, context, profile_step)
+        found, seconds, number_format = measure(measured, changes, context, profile_step)
         values |= found
     except Exception as error:
         values[measured.unit] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -100,9 +100,8 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
         profiler = None if profile_step is None else profile_step.profiler
         kernels = None if profiler is None else kernels_of(profiler)
         if kernels is not None:
-            seconds = measured.batch * measured.per_sample / values[measured.unit]
-            flops = 1e12 * values["TFLOP/s"] * seconds
-            values["bound by"] = bound_by(kernels, seconds, flops, measured_rate(context, number_format))
+            flops, product_rate = 1e12 * values["TFLOP/s"] * seconds, measured_rate(context, number_format)
+            values["bound by"] = bound_by(kernels, seconds, flops, product_rate)
     finally:
         rate = values.get(measured.unit)
         numeric = {"rate": rate} if isinstance(rate, int | float) else {}
@@ -127,8 +126,8 @@ def sum_of_steps(small: bool) -> int:
 
 def measure(
     subject: Subject, changes: list[str], context: Context, profile_step: OneStep | None
-) -> tuple[dict[str, Any], NumberFormat]:
-    """Train, and return the cells of a row, and the number format in which the blocks compute."""
+) -> tuple[dict[str, Any], float, NumberFormat]:
+    """Train. Returns the cells of a row, the seconds of a step, and the number format in which the blocks compute."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_for(subject, changes, context.small, Path(folder))
         wait, warnings = Wait(), Warnings()
@@ -152,7 +151,8 @@ def measure(
         graphs, breaks = compiler_counts()
         values |= {"graphs": graphs, "graph breaks": breaks, "loss": round(steady.losses[-1], 4)}
         values |= {"warnings": "; ".join(warnings.found)[:300]}
-        return values, number_format
+        seconds = recipe.training.global_batch * subject.per_sample / values[subject.unit]
+        return values, seconds, number_format
 
 
 @contextlib.contextmanager

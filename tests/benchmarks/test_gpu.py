@@ -237,6 +237,27 @@ def test_what_a_step_is_bound_by(kinds, seconds, rate, words):
     assert operators.bound_by(kernels, seconds, 7e8, rate).startswith(words)
 
 
+def test_a_profiled_setting_says_what_it_is_bound_by(tmp_path, monkeypatch):
+    """With kernels that take all the time of a step, which a CPU does not have."""
+    context = Context(tmp_path, True)
+    seconds = []
+
+    def bound_by(kernels, step, flops, rate):
+        seconds.append((step, flops, rate))
+        return "products"
+
+    monkeypatch.setattr(trained, "kernels_of", lambda profiler: operators.Kernels(1, 10, 10, {"norm": 10}))
+    monkeypatch.setattr(trained, "bound_by", bound_by)
+    monkeypatch.setattr(trained, "measured_rate", lambda context, number_format: 7.0)
+    trained.setting(context, subject="unet_256", name=START, profiled=True)
+    (row,) = (line["values"] for line in context.records.rows("U-Net at 256"))
+    ((step, flops, rate),) = seconds
+    assert row["bound by"] == "products" and rate == 7.0
+    assert step == pytest.approx(4 / row["images/s"])  # the small batch, not the published one
+    assert flops == pytest.approx(row["TFLOP/s"] * 1e12 * step)
+    assert "norm: 0.01 ms" in page(context.records)
+
+
 def test_every_kind_of_kernel_counts_as_something():
     """Communication waits for other GPUs, and is of neither."""
     assert {kind for kind, _ in operators.KINDS} - {*operators.PRODUCTS, *operators.MEMORY} == {"communication"}
