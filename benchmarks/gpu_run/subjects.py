@@ -163,11 +163,14 @@ def shipped_change(subject: Subject, small: bool) -> list[str]:
     It is measured as the recipe as shipped, and pays if that is faster than the starting point.
     """
     with tempfile.TemporaryDirectory() as folder:
-        shipped = to_yaml(recipe_for(subject, [], small, Path(folder)))
-        for change in subject.changes.values():
-            if to_yaml(recipe_for(subject, [*subject.start, *change], small, Path(folder))) == shipped:
-                return list(change)
-    return []
+        shipped, start, *changed = (
+            to_yaml(recipe_for(subject, changes, small, Path(folder)))
+            for changes in ([], [*subject.start], *([*subject.start, *change] for change in subject.changes.values()))
+        )
+    if shipped == start:
+        return []
+    found = (list(one) for one, text in zip(subject.changes.values(), changed, strict=True) if text == shipped)
+    return next(found, [])
 
 
 def why_not_compared(rows: list[dict[str, Any]], unit: str) -> str | None:
