@@ -13,11 +13,11 @@ from recipes.models.task import Task
 from recipes.planning.gpus import DEVICES, SHARES
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place
-from tests.recipes.algorithms.sharding.fsdp_ranks import GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
+from tests.recipes.algorithms.sharding.fsdp_ranks import CONTRASTIVE, GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [GRADIENTS, LOW_PRECISION, UNITS, RUNS])
+@pytest.mark.parametrize("check", [GRADIENTS, LOW_PRECISION, UNITS, CONTRASTIVE, RUNS])
 def test_two_ranks(two_ranks, check):
     two_ranks(check)
 
