@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions, whose names of parameters have changed since.
+"""Checkpoints of earlier versions, whose names and shapes of parameters have changed since.
 
 Full ones are converted when they are loaded. Of a sharded one each rank reads its own part by the names of this
 version, so it is refused, and `recipes/convert_checkpoint.py` makes a full one of it.
@@ -59,7 +59,8 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
 
 
 def _part_of(value: Any, number: int, parts: int) -> Any:
-    """A part of a matrix or bias, and of the moments that an optimizer keeps of it; other values stay."""
-    if isinstance(value, dict):
-        return {name: _part_of(inner, number, parts) for name, inner in value.items()}
-    return part_of(value, number, parts) if isinstance(value, torch.Tensor) and value.ndim else value
+    """A part of a matrix, bias or scalar, and of the moments that an optimizer keeps of it; other values stay."""
+    if isinstance(value, dict):  # of an optimizer, whose steps are scalars for any parameter
+        return {n: inner if n == "step" else _part_of(inner, number, parts) for n, inner in value.items()}
+    takes_part = isinstance(value, torch.Tensor) and (value.ndim or parts == 1)
+    return part_of(value, number, parts) if takes_part else value

@@ -33,6 +33,7 @@ from recipes.engines.resuming import prepare_folder
 from recipes.engines.tracking import tracked_run
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
+from recipes.planning.sharding import check_sharding
 from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
@@ -115,8 +116,8 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         engine: that runs it, "composer" or "lightning".
 
     Raises:
-        ValueError: batch sizes that do not divide, data that does not fit the model, weights that do not load; the run
-            goes on, and its recipe or data is not what it was.
+        ValueError: batch sizes that do not divide, a model that cannot be sharded, data that does not fit the model,
+            weights that do not load; the run goes on, and its recipe or data is not what it was.
     """
     training = recipe.training
     groups = training.groups(world_size(), place.local_world_size)
@@ -124,6 +125,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     check_tensor_parallel(recipe, Devices.of(training, world_size(), place.local_world_size))
     changed = prepare_folder(recipe, engine)
     task = build(recipe.model)
+    check_sharding(recipe, task)
     if recipe.checkpoints.load_weights:
         task.load_export(Path(recipe.checkpoints.load_weights))
     copies = training.tensor_parallel

@@ -16,6 +16,7 @@ from recipes.planning.costs import Costs, cost_of, costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
+from recipes.planning.sharding import check_sharding
 from recipes.planning.tensor_parallel import check_tensor_parallel, divided_share
 
 
@@ -44,11 +45,12 @@ def survey(recipe: Recipe) -> Survey:
     """Build the model of a checked recipe without memory for weights, and add up what the run takes.
 
     Raises:
-        ValueError: a model that cannot be built, a batch that does not divide, a manifest that does not fit.
+        ValueError: a model that cannot be built or sharded, a batch that does not divide, a manifest that does not fit.
     """
     task = build_on_meta(recipe.model)
     devices = Devices.of_environment(recipe.training)
     check_tensor_parallel(recipe, devices, task)
+    check_sharding(recipe, task)
     plan = plan_of(recipe, task, devices)
     costs = costs_of(recipe, plan)
     return Survey(
@@ -93,6 +95,8 @@ def problems(recipe: Recipe) -> Iterator[str]:
     if devices is not None:
         attempt(batch_text, recipe.training, devices.world)
     task = attempt(build_on_meta, recipe.model)
+    if task is not None:
+        attempt(check_sharding, recipe, task)
     if task is not None and devices is not None:
         attempt(check_tensor_parallel, recipe, devices, task)
         plan = attempt(plan_of, recipe, task, devices)

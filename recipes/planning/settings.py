@@ -16,6 +16,7 @@ from recipes.planning.costs import Costs, costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import gathered_sizes, gradient_traffic
 from recipes.planning.gpus import Device, Shares
+from recipes.planning.sharding import check_sharding
 from recipes.planning.step_time import LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.tensor_parallel import (
     check_tensor_parallel,
@@ -157,6 +158,7 @@ def runs_of(recipe: Recipe, task: Task, traces: Callable[[int], Traces], place: 
                 batch = training.device_batch(place.world)
                 devices = Devices.of(training, place.world, machine)
                 check_tensor_parallel(divided, devices, task)
+                check_sharding(divided, task)
                 costs = costs_of(divided, plan_of(task, devices, recipe.output))
             except ValueError:
                 continue

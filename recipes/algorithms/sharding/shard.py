@@ -56,13 +56,12 @@ def shard(
             dimension must be a multiple of the number of shards. None: the first dimension.
 
     Raises:
-        ValueError: the task is sharded already, or names no blocks although `by_block` is True.
+        ValueError: the task is sharded already; see also `check_shardable`.
     """
     if is_sharded(task):
         raise ValueError("fsdp: the model is sharded already")
+    check_shardable(task, by_block=by_block)
     blocks = list(task.blocks()) if by_block else []
-    if by_block and not blocks:
-        raise ValueError("fsdp: the model names no blocks to shard one by one; set training.fsdp.wrap to model")
     _make_contiguous(task)
     if mesh.device_type == "cpu":
         divide_by_ranks_on_cpu()
@@ -86,6 +85,25 @@ def shard(
     for name in {"evaluate", *task.entry_points}:
         register_fsdp_forward_method(task, name)
     return units
+
+
+def check_shardable(task: nn.Module, *, by_block: bool) -> None:
+    """
+    Args:
+        task: on any device.
+        by_block: whether each of its blocks is to be a unit.
+
+    Raises:
+        ValueError: the task names no blocks although `by_block` is True, or has a parameter without dimensions.
+    """
+    if by_block and not task.blocks():
+        raise ValueError("fsdp: the model names no blocks to shard one by one; set training.fsdp.wrap to model")
+    for name, parameter in task.named_parameters():
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"fsdp: the model's {name} is a scalar, which PyTorch does not shard; make it a tensor of shape (1,), "
+                "or set training.fsdp to null"
+            )
 
 
 def _shard_in_32_bits(unit: nn.Module, together: Iterable[nn.Module], options: dict) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.clip_library import open_clip
@@ -18,6 +18,29 @@ from recipes.models.task import Task
 from recipes.models.weights import check_config, load_safetensors
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
+SCALE = "logit_scale"  # in files of open_clip: the logarithm, a scalar
+
+
+class LogitScale(nn.Module):
+    """The factor of similarities, at most 100 (section 2.5), trained by its logarithm.
+
+    A module of its own with a tensor of one dimension: FSDP shards no scalars, and it would round the logarithm to 16
+    bits with the weights around it, of which each step is 2% of the factor.
+    """
+
+    full_precision = True
+
+    def __init__(self, log: Tensor) -> None:
+        """
+        Args:
+            log: the logarithm at the start, a scalar.
+        """
+        super().__init__()
+        self.log = nn.Parameter(log.detach().reshape(1))
+
+    def forward(self) -> Tensor:
+        """The factor, float32: (1,)."""
+        return self.log.float().exp().clamp(max=100)
 
 
 class ContrastiveText(Task):
@@ -72,6 +95,8 @@ class ContrastiveText(Task):
             },
         }
         self.network = open_clip.CLIP(**self.config)
+        self.logit_scale = LogitScale(self.network.logit_scale)
+        del self.network.logit_scale
         self.eval_names = ["loss", "accuracy"]
 
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
@@ -83,7 +108,7 @@ class ContrastiveText(Task):
         captions = self.network.encode_text(batch["tokens"]).float()  # (B, E)
         with without_autocast(images.device):
             images, captions = (nn.functional.normalize(embedding, dim=-1) for embedding in (images, captions))
-            return self.network.logit_scale.float().exp().clamp(max=100) * images @ captions.T  # (B, B)
+            return self.logit_scale() * images @ captions.T  # (B, B)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The symmetric contrastive loss over the pairs of this (micro)batch.
@@ -109,16 +134,24 @@ class ContrastiveText(Task):
         config = {"model_cfg": self.config, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-        save_model(self.network, str(folder / WEIGHTS))
+        tensors = {name: tensor.contiguous() for name, tensor in self.network.state_dict().items()}
+        tensors[SCALE] = self.logit_scale.log.detach().reshape(())
+        save_file(tensors, folder / WEIGHTS)
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""
-        load_safetensors(self.network, folder / WEIGHTS)
+        load_safetensors(self, folder / WEIGHTS, _of_task)
         saved = read_object(folder / CONFIG).get("model_cfg", {})
         check_config({"quick_gelu": False}, folder / CONFIG, saved)
         parts = {"vision_cfg": open_clip.CLIPVisionCfg, "text_cfg": open_clip.CLIPTextCfg}
         for part, defaults in parts.items():  # published files leave values out that are open_clip's own
             check_config(self.config[part], folder / CONFIG, vars(defaults()) | saved.get(part, {}))
+
+
+def _of_task(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file of open_clip by the names of the task."""
+    found = {f"network.{name}": tensor for name, tensor in tensors.items() if name != SCALE}
+    return found | ({"logit_scale.log": tensors[SCALE].reshape(-1)} if SCALE in tensors else {})
 
 
 def _contrast(similarities: Tensor) -> Tensor:

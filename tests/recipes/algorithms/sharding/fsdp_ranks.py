@@ -14,10 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.modules.activation_checkpointing import recompute, recomputed_modules
 from recipes.algorithms.sharding.shard import NORMS, shard, whole_weights
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
+from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.latent_diffusion.task import LatentDiffusion
 
 # What every recipe of the launch has.
@@ -35,7 +37,9 @@ RUN = [
 # Of whole runs: a megabyte of anything else is little beside its weights.
 WIDER = "model.denoiser.width=128"
 GRADIENTS, LOW_PRECISION, RUNS = "gradients of shards", "shards in low precision", "recipes with shards"
-UNITS = "units of a published U-Net"
+UNITS, CONTRASTIVE = "units of a published U-Net", "a contrastive model with shards"
+CONTRASTIVE_SIZES = {"width": 16, "layers": 2, "heads": 2, "context_length": 8, "vocabulary": 50, "picture_size": 16}
+CONTRASTIVE_SIZES |= {"patch_size": 8, "picture_width": 32, "picture_layers": 1, "embedding": 8}
 ROOT = Path(__file__).resolve().parents[4]
 BATCH = 4
 # How a model is sharded, and whether its blocks are computed again in the backward pass.
@@ -202,6 +206,50 @@ def check_units(recipe_file: str, folder: Path) -> None:
     assert units == 9 + 1 + 9 + 1
 
 
+def check_contrastive(folder: Path) -> None:
+    """A model of towers and one number, sharded over two ranks: its updates are those of one process that averages the
+    losses of both halves, and in low precision the number keeps its 32 bits."""
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "image": torch.randint(256, (BATCH, 3, 16, 16), generator=generator, dtype=torch.uint8),
+        "tokens": torch.randint(1, 50, (BATCH, 8), generator=generator),
+    }
+
+    def trained(sharded: bool) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[float]]:
+        torch.manual_seed(0)
+        task, found, norms = ContrastiveText(**CONTRASTIVE_SIZES), [], []
+        if sharded:
+            shard(task, init_device_mesh("cpu", (2,)), by_block=False)
+        optimizer = torch.optim.SGD(task.parameters(), lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            halves = [part(batch)] if sharded else [{n: t[:2] for n, t in batch.items()}]
+            halves += [] if sharded else [{n: t[2:] for n, t in batch.items()}]
+            (sum(task(half)["total"] for half in halves) / len(halves)).backward()
+            norms.append(float(clip_by_norm(task.parameters(), 0.5)))
+            found.append(gradients(task))
+            optimizer.step()
+        weights = whole_weights(task) if sharded else task.state_dict()
+        return weights, found, norms
+
+    whole, wanted, norms = trained(False)
+    weights, found, sharded_norms = trained(True)
+    near = {"rtol": 1e-5, "atol": 1e-6}
+    assert all(norm > 0.5 for norm in norms)  # clipped
+    torch.testing.assert_close(sharded_norms, norms, **near)
+    torch.testing.assert_close(found, wanted, **near)
+    torch.testing.assert_close(weights, whole if weights else {}, **near)
+
+    torch.manual_seed(0)
+    task, seen = ContrastiveText(**CONTRASTIVE_SIZES), []
+    shard(task, init_device_mesh("cpu", (2,)), by_block=False, parameters=torch.bfloat16)
+    task.logit_scale.register_forward_hook(lambda module, args, out: seen.append((module.log.dtype, out.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        task(part(batch))["total"].backward()
+    assert seen == [(torch.float32, torch.float32)]
+    assert all(p.grad.dtype == torch.float32 for p in task.parameters())
+
+
 def check_runs(recipe_file: str, out: Path) -> None:
     """Recipes of two ranks: FSDP trains to what DDP trains to, resumes exactly, and writes what one process opens."""
     runs = {
@@ -292,4 +340,4 @@ def checks(folder: Path) -> dict:
     """Checks by name, with the recipes of a folder: of the small U-Net, and of the small transformer for whole runs."""
     functions = {GRADIENTS: check_gradients, LOW_PRECISION: check_low_precision, UNITS: check_units}
     unet = {name: partial(function, str(folder / "unet.yaml")) for name, function in functions.items()}
-    return unet | {RUNS: partial(check_runs, str(folder / "runs.yaml"))}
+    return unet | {CONTRASTIVE: check_contrastive, RUNS: partial(check_runs, str(folder / "runs.yaml"))}

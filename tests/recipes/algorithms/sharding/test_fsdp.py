@@ -1,6 +1,7 @@
 """Sharded training against whole training; blocks that are computed again."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,15 +10,18 @@ from torch import nn
 from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.shard import is_sharded, shard
 from recipes.config.build import build
+from recipes.config.recipe import Recipe, load_config
+from recipes.engines import parts
 from recipes.models.task import Task
+from recipes.planning import dry_run
 from recipes.planning.gpus import DEVICES, SHARES
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place
-from tests.recipes.algorithms.sharding.fsdp_ranks import GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
+from tests.recipes.algorithms.sharding.fsdp_ranks import CONTRASTIVE, GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [GRADIENTS, LOW_PRECISION, UNITS, RUNS])
+@pytest.mark.parametrize("check", [GRADIENTS, LOW_PRECISION, UNITS, CONTRASTIVE, RUNS])
 def test_two_ranks(two_ranks, check):
     two_ranks(check)
 
@@ -113,6 +117,38 @@ class Blockless(Task):
 def test_a_model_without_blocks_is_told():
     with pytest.raises(ValueError, match="names no blocks to shard one by one; set training.fsdp.wrap to model"):
         shard(Blockless(), None)
+
+
+class Scaled(Blockless):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_model_with_a_scalar_is_told():
+    with pytest.raises(ValueError, match="the model's gain is a scalar, .*; make it a tensor of shape"):
+        shard(Scaled(), None, by_block=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "fsdp", "message"),
+    [
+        (Scaled, "{wrap: model}", "fsdp: the model's gain is a scalar"),
+        (Blockless, "{}", "fsdp: the model names no blocks"),
+    ],
+)
+def test_models_that_cannot_be_sharded_are_refused_before_anything_runs(monkeypatch, tmp_path, model, fsdp, message):
+    """Before data is opened, and in the dry run, which named the memory that the run would take."""
+    yaml = Path(__file__).resolve().parents[4] / "yamls" / "openmoji_text.yaml"
+    overrides = [f"training.fsdp={fsdp}", "training.device=cpu", f"output={tmp_path / 'run'}"]
+    recipe = load_config(yaml, overrides, Recipe, missing=[])
+    monkeypatch.setattr(dry_run, "build_on_meta", lambda component: model())
+    with pytest.raises(ValueError, match=message):
+        dry_run.describe_run(recipe, [])
+    assert [line for line in dry_run.problems(recipe) if line.startswith(message)]
+    monkeypatch.setattr(parts, "build", lambda component: model())  # only the model is built so far
+    with pytest.raises(ValueError, match=message):
+        parts.build_parts(recipe, parts.Place.of(recipe, 1), "lightning")
 
 
 @pytest.mark.gpu

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from data.clip_library import open_clip
 from recipes.encoders.text import open_clip_text
-from recipes.models.contrastive.task import ContrastiveText
+from recipes.engines.earlier import upgraded
+from recipes.models.contrastive.task import CONFIG, WEIGHTS, ContrastiveText
 from recipes.models.kl_autoencoder.task import to_signed
 
 SIZES = {"width": 16, "layers": 2, "heads": 2, "context_length": 12, "picture_size": 16, "patch_size": 8}
@@ -21,7 +23,7 @@ def task():
     torch.manual_seed(6)
     task = ContrastiveText(**SIZES).eval()
     with torch.no_grad():
-        for parameter in task.network.parameters():
+        for parameter in task.parameters():
             parameter += 0.1 * torch.randn_like(parameter)  # new weights hardly tell captions apart
     return task
 
@@ -44,7 +46,7 @@ def test_loss_is_that_of_open_clip(task, batch):
     with torch.no_grad():
         image = task.network.encode_image(to_signed(batch["image"]), normalize=True)
         text = task.network.encode_text(batch["tokens"], normalize=True)
-        expected = open_clip.loss.ClipLoss()(image, text, task.network.logit_scale.exp())
+        expected = open_clip.loss.ClipLoss()(image, text, task.logit_scale.log.exp())
     torch.testing.assert_close(task(batch)["total"].detach(), expected)
     figures = task.evaluate(batch)
     assert list(figures) == task.eval_names and all(value.shape == (5,) for value in figures.values())
@@ -54,12 +56,12 @@ def test_loss_is_that_of_open_clip(task, batch):
 
 def test_the_temperature_is_bounded(task, batch):
     """Radford et al. 2021, section 2.5: logits are never scaled by more than 100."""
-    own = task.network.logit_scale.data.clone()
-    task.network.logit_scale.data.fill_(20.0)
+    own = task.logit_scale.log.data.clone()
+    task.logit_scale.log.data.fill_(20.0)
     try:
         assert task._similarities(batch).abs().max() <= 100.001
     finally:
-        task.network.logit_scale.data.copy_(own)
+        task.logit_scale.log.data.copy_(own)
 
 
 def test_logits_are_32_bit_under_autocast(task, batch):
@@ -70,7 +72,7 @@ def test_logits_are_32_bit_under_autocast(task, batch):
         captions = task.network.encode_text(batch["tokens"])
     assert images.dtype == captions.dtype == torch.bfloat16 and found.dtype == torch.float32
     images, captions = (nn.functional.normalize(side.detach().double(), dim=-1) for side in (images, captions))
-    expected = task.network.logit_scale.detach().double().exp() * images @ captions.T
+    expected = task.logit_scale.log.detach().double().exp() * images @ captions.T
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)  # bf16 would be off by 0.03
 
 
@@ -90,8 +92,10 @@ def test_it_learns_to_tell_captions_apart(batch):
 def test_open_clip_opens_the_export(task, batch, folder):
     clip = open_clip.create_model(f"local-dir:{folder}").eval()
     with torch.no_grad():
+        own = dict(task.network.named_parameters()) | {"logit_scale": task.logit_scale.log.reshape(())}
+        assert clip.state_dict()["logit_scale"].shape == ()  # as published
         for name, theirs in clip.named_parameters():
-            assert (theirs == dict(task.network.named_parameters())[name]).all(), name
+            assert torch.equal(theirs, own[name]), name
         assert (clip.encode_text(batch["tokens"]) == task.network.encode_text(batch["tokens"])).all()
         x = to_signed(batch["image"])
         assert (clip.encode_image(x) == task.network.encode_image(x)).all()
@@ -117,6 +121,34 @@ def test_weights_come_back_strictly(task, batch, folder):
     assert (other.evaluate(batch)["loss"] == task.evaluate(batch)["loss"]).all()
     with pytest.raises(ValueError, match="does not fit the model"):
         ContrastiveText(**(SIZES | {"width": 32})).load_export(folder)
+
+
+@pytest.mark.parametrize("shape", [None, (1,), (2,)])
+def test_the_scale_of_a_file_of_open_clip(task, folder, tmp_path, shape):
+    """A scalar, or a vector of one (`nonscalar_logit_scale`); nothing else."""
+    (tmp_path / CONFIG).symlink_to(folder / CONFIG)
+    tensors = load_file(folder / WEIGHTS)
+    assert tensors["logit_scale"].shape == ()
+    scale = tensors.pop("logit_scale")
+    save_file(tensors | ({} if shape is None else {"logit_scale": scale.expand(shape).clone()}), tmp_path / WEIGHTS)
+    other = ContrastiveText(**SIZES)
+    if shape == (1,):
+        other.load_export(tmp_path)
+        assert torch.equal(other.logit_scale.log, task.logit_scale.log)
+    else:
+        with pytest.raises(ValueError, match="does not fit the model: .*logit_scale"):
+            other.load_export(tmp_path)
+
+
+def test_a_checkpoint_of_an_earlier_version(task):
+    """Its scale was a scalar of open_clip's network."""
+    old = {"weights": {"network.logit_scale": torch.tensor(2.0)}, "names": ["task.network.logit_scale"]}
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}
+    new = upgraded(old | {"optimizer": {"state": {"task.network.logit_scale": state}}})
+    assert new["names"] == ["task.logit_scale.log"] and "logit_scale.log" in task.state_dict()
+    assert torch.equal(new["weights"]["logit_scale.log"], torch.tensor([2.0]))
+    (moments,) = new["optimizer"]["state"].values()
+    assert torch.equal(moments["exp_avg"], torch.tensor([0.5])) and torch.equal(moments["step"], torch.tensor(3.0))
 
 
 @pytest.mark.parametrize(
