@@ -58,6 +58,15 @@ DVAE = [
     "callbacks.temperature.over=2ba",
 ]
 WARMUP = "schedule.warmup=0ba"
+TOWERS = "width: 16, layers: 2, heads: 2, picture_size: 16, patch_size: 8, picture_width: 32, picture_layers: 1"
+CONTRASTIVE = [f"model={{{TOWERS}, embedding: 16}}", WARMUP]
+VAE = [
+    *PICTURES,
+    "model={channels: [8, 8, 16], norm_groups: 4}",
+    "callbacks.reconstructions.every=null",
+    WARMUP,
+    "training.precision=amp_bf16",  # the recipe says why not; other recipes of this model may
+]
 # Recipe -> (data set of tests/conftest.py, what is smaller than in the recipe).
 SMALLER = {
     "sd2_base": ("latent_sets", UNET),
@@ -66,17 +75,19 @@ SMALLER = {
     "dalle_2b": ("token_sets", DALLE),
     "dalle_12b": ("token_sets", DALLE),
     "gpt2_1b": ("text_sets", TEXTS),
+    "gpt2_2b": ("text_sets", TEXTS),
+    "docs_gpt2": ("text_sets", TEXTS),
     "dvae": ("drawings", [*DVAE, "data.filter=null", "evals.val.filter=null", "schedule.over=2ba"]),
     "openmoji_dalle": ("token_sets", TOKENS),
     "openmoji_diffusion": ("latent_sets", [*LATENTS, SMALL_DIT, WARMUP]),
     "openmoji_unet": ("latent_sets", [*LATENTS, SMALL_UNET, WARMUP]),
     "openmoji_dvae": ("drawings", [*DVAE, WARMUP]),
+    "openmoji_vae": ("drawings", VAE),
+    "openmoji_text": ("drawings", CONTRASTIVE),
 }
-# Contrastive models and the VAE, which tests/test_path.py trains on one rank; language models, which are trained on one
-# rank by tests/recipes/test_texts.py and on four in algorithms/tensor_parallel. gpt2_8b differs in numbers only, and
-# dalle_5b is dalle_2b with the numbers of others.
-ELSEWHERE = ("dalle_5b", "docs_gpt2", "gpt2_2b", "gpt2_4b", "gpt2_8b")
-ELSEWHERE += ("openmoji_judge", "openmoji_text", "openmoji_vae")
+# What differs in numbers only from a recipe above, or is one with the numbers of another.
+ELSEWHERE = ("dalle_5b", "gpt2_4b", "gpt2_8b", "openmoji_judge")
+# Data set -> its paths in a recipe; recipes with others have their own.
 PATHS = {
     "latent_sets": ["data.streams.train.path={}/train", "evals.val.streams.val.path={}/val"],
     "token_sets": [
@@ -85,6 +96,11 @@ PATHS = {
         "data.vocabulary={}/vocabulary.json",
     ],
     "text_sets": ["data.streams.train.path={}/docs", "evals.val.streams.val.path={}/docs_val"],
+    "docs_gpt2": [
+        "data.streams.docs.path={0}/docs",
+        "data.streams.captions.path={0}/captions",
+        "evals.val.streams.val.path={0}/docs_val",
+    ],
     "drawings": ["data.source.urls={}/train/*.tar", "evals.val.source.urls={}/val/*.tar"],
 }
 
@@ -109,7 +125,7 @@ def small(name, sets, output, *, sharded):
         sharded: whether it is trained by FSDP2 (True) or DDP (False).
     """
     kind, smaller = SMALLER[name]
-    paths = [path.format(sets[kind]) for path in PATHS[kind]]
+    paths = [path.format(sets[kind]) for path in PATHS.get(name, PATHS[kind])]
     if name == "sd2_base_512":  # it begins where the small sd2_base ends
         start = output.parent / "sd2_base" / "export"
         start.mkdir(parents=True, exist_ok=True)  # which is looked for before anything runs
@@ -124,7 +140,7 @@ def small(name, sets, output, *, sharded):
     if not sharded:
         changes.append("training.fsdp=null")
     elif recipe.training.fsdp is None:
-        changes.append("training.fsdp={wrap: blocks}")
+        changes.append(f"training.fsdp={{wrap: {'model' if name == 'openmoji_text' else 'blocks'}}}")
     if low_rank:  # each rank is a machine
         changes.append("training.fsdp.replicas=2" if sharded else "algorithms.powersgd.overlap=false")
     return load_config(ROOT / "yamls" / f"{name}.yaml", [*RUN, *smaller, *paths, f"output={output}", *changes], Recipe)
