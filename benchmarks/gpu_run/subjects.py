@@ -82,6 +82,7 @@ SUBJECTS = {
             "FSDP": ("training.fsdp={strategy: SHARD_GRAD_OP, wrap: blocks}",),
             "microbatches of 64": ("training.microbatch=64",),
             "microbatches of 256": ("training.microbatch=256",),
+            "attention without cuDNN": ("algorithms.attention={name: attention, implementation: flash}",),
             **COMPILED,
         },
         SMALL_UNET,

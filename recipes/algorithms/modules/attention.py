@@ -9,14 +9,16 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from torch import nn
 
 from data.log import log
-from recipes.models.blocks.attention import AttentionOnViews, sdpa, takes, xformers
+from recipes.models.blocks.attention import AttentionOnViews, FlashProcessor, flash, sdpa, takes, xformers
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
-Implementation = Literal["auto", "xformers", "sdpa", "eager"]
-KERNELS = {"xformers": xformers, "sdpa": sdpa}
+Implementation = Literal["auto", "xformers", "sdpa", "flash", "eager"]
+KERNELS = {"xformers": xformers, "sdpa": sdpa, "flash": flash}
 # Of diffusers: for blocks with options that `AttentionOnViews` does not know.
-PROCESSORS = {"xformers": XFormersAttnProcessor, "sdpa": AttnProcessor2_0, "eager": AttnProcessor}
+PROCESSORS = {
+    "xformers": XFormersAttnProcessor, "sdpa": AttnProcessor2_0, "flash": FlashProcessor, "eager": AttnProcessor,
+}  # fmt: skip
 
 
 def use_attention(module: nn.Module, implementation: Implementation, on_gpu: bool) -> tuple[int, str]:
@@ -62,12 +64,13 @@ def why_not_xformers(on_gpu: bool) -> str | None:
 class AttentionImplementation(Lever):
     """Chooses the attention implementation before training starts."""
 
-    def __init__(self, *, implementation: Literal["auto", "xformers", "sdpa", "eager"] = "auto") -> None:
+    def __init__(self, *, implementation: Literal["auto", "xformers", "sdpa", "flash", "eager"] = "auto") -> None:
         """See `use_attention`.
 
         Args:
-            implementation: auto takes xformers if it runs on the GPU here, otherwise PyTorch's
-                scaled_dot_product_attention.
+            implementation: auto takes xformers if it runs on the GPU here, otherwise sdpa, which is PyTorch's
+                scaled_dot_product_attention. flash is sdpa without the kernels of cuDNN, which newer versions of
+                PyTorch prefer on Hopper and Blackwell.
         """
         self.implementation = implementation
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipes.models.blocks.formats import format_of
 
 # Letters: B batch, S positions, H heads, D width of a head, C = H D.
+
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # (query, key, value), (B, S, H, D) each -> (B, S, H, D)
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -20,6 +24,12 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """PyTorch's attention. Its kernels take and give the transposed views as they are."""
     views = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return F.scaled_dot_product_attention(*views).transpose(1, 2)
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """PyTorch's attention without the kernels of cuDNN, which newer versions prefer on newer GPUs."""
+    with sdpa_kernel(WITHOUT_CUDNN):
+        return sdpa(query, key, value)
 
 
 def xformers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -71,6 +81,15 @@ class AttentionOnViews:
             y = y.contiguous(memory_format=format_of(hidden_states))
         y = y + hidden_states if attn.residual_connection else y
         return y if attn.rescale_output_factor == 1 else y / attn.rescale_output_factor
+
+
+class FlashProcessor(AttnProcessor2_0):
+    """Diffusers' processor for PyTorch's attention, as `flash`: for blocks that `AttentionOnViews` does not know."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+        """See `AttnProcessor2_0`."""
+        with sdpa_kernel(WITHOUT_CUDNN):
+            return super().__call__(*arguments, **options)
 
 
 def takes(attn: Attention) -> bool:

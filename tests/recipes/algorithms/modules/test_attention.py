@@ -3,10 +3,11 @@
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.algorithms.modules.attention import AttentionImplementation, use_attention, why_not_xformers
-from recipes.models.blocks.attention import AttentionOnViews, sdpa
+from recipes.models.blocks.attention import AttentionOnViews, FlashProcessor, flash, sdpa
 from recipes.models.latent_diffusion.unet import unet
 from tests.recipes.training.fake_run import FakeRun
 
@@ -27,13 +28,33 @@ def processors(network):
 def test_implementations_agree(network):
     x, timesteps, text = torch.randn(2, 4, 8, 8), torch.tensor([3, 700]), torch.randn(2, 5, 8)
     made = {}
-    for name, processor in (("sdpa", AttentionOnViews), ("eager", AttnProcessor)):
+    for name, processor in (("sdpa", AttentionOnViews), ("flash", AttentionOnViews), ("eager", AttnProcessor)):
         count, chosen = use_attention(network, name, on_gpu=False)
         assert count == len(network.network.attn_processors) > 8 and chosen == name
         assert processors(network) == {processor}
         with torch.no_grad():
             made[name] = network(x, timesteps, text)
     torch.testing.assert_close(made["sdpa"], made["eager"], rtol=1e-4, atol=1e-5)
+    assert torch.equal(made["flash"], made["sdpa"])  # on a CPU the same kernel
+
+
+@pytest.mark.parametrize("processor", [AttentionOnViews(flash), FlashProcessor()])
+def test_flash_is_without_the_kernels_of_cudnn(processor, monkeypatch):
+    """Inside of the call, and compiled as one graph; the settings of the process stay as they are."""
+    block, x = Attention(32, heads=4, dim_head=8), torch.randn(2, 6, 32)
+    block.set_processor(processor)
+    expected = block(x)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, expected, rtol=0, atol=0)
+    plain, seen = F.scaled_dot_product_attention, []
+
+    def attention(*arguments, **options):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    block(x)
+    assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_auto_is_sdpa_without_a_gpu(network):
