@@ -28,6 +28,7 @@ AT_ONCE = 1000  # figures that a server accepts in one call
 FIGURE = 512  # bytes of a waiting one, estimated
 MOST = 256 * 2**20  # bytes that may wait
 LAST = 60.0  # seconds that the end of a run waits for a server that takes nothing
+LAST_IF_STOPPED = 5.0  # the same after a signal, which clusters follow by a kill after 30, or after an error
 # Answers that may be others when the server is asked again: a credential, a time limit, a limit of calls.
 PASSING = {401, 403, 408, 429}
 
@@ -76,7 +77,7 @@ class MLflowWriter:
         self._waiting: deque[Item] = deque()  # `_changed` guards it and what follows
         self._sending: list[Item] = []  # taken from it, and not yet written
         self._size = self._written = self._lost = 0
-        self._closing = False
+        self._closing = self._given_up = False
         self._changed = threading.Condition()
         self._said = -SAID
         self._failing = False
@@ -105,7 +106,8 @@ class MLflowWriter:
     def close(self, status: str) -> None:
         """Write what waits, then the status: FINISHED, FAILED, or KILLED for a run that is to be started again.
 
-        A server that takes nothing for a minute gets no more.
+        A server that takes nothing for a minute gets no more. Where the run has not come to its end, all takes 5 s at
+        most.
         """
         if self._closing:
             return
@@ -113,14 +115,15 @@ class MLflowWriter:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        ended = status == "FINISHED"
         written, since = self._written, time.monotonic()
-        while self._thread.is_alive() and time.monotonic() - since < LAST:
+        while self._thread.is_alive() and time.monotonic() - since < (LAST if ended else LAST_IF_STOPPED):
             self._thread.join(0.1)
-            if self._written > written:
+            if ended and self._written > written:
                 written, since = self._written, time.monotonic()
         with self._changed:
             missing = self._lost + sum(item.count for item in (*self._sending, *self._waiting))
-            self._waiting.clear()
+            self._given_up = True
         if missing:
             log.warning(f"loggers: MLflow at {self._uri} has not got {missing:,} figures and images of this run")
 
@@ -140,14 +143,14 @@ class MLflowWriter:
                 self._changed.wait_for(lambda: self._closing, timeout=AGAIN if self._failing else EVERY)
                 closing = self._closing
             done = self._write_all()
-            if closing and done:
+            if closing and (done or self._given_up):
                 return
             if closing:
                 time.sleep(AT_END)
 
     def _write_all(self) -> bool:
         """Write what waits; whether nothing waits any more."""
-        while self._take():
+        while not self._given_up and self._take():
             try:
                 self._write(self._sending)
             except Exception as error:  # of MLflow, of the network, of a database: none of them may end a run

@@ -109,6 +109,15 @@ def test_the_end_of_a_run_does_not_wait_for_ever(quick, lines):
     assert "has not got 6 figures and images of this run" in lines()
 
 
+@pytest.mark.parametrize("status", ["KILLED", "FAILED"])
+def test_a_run_that_stops_early_waits_less(status, quick, monkeypatch, lines):
+    """Whoever stopped it kills it soon, and its status, which says that it is to be started again, would be lost."""
+    monkeypatch.setattr(mlflow_writer, "LAST", 3600.0)
+    monkeypatch.setattr(mlflow_writer, "LAST_IF_STOPPED", 0.1)
+    assert written(Server(*(down() for _ in range(100_000))), status) == []
+    assert "has not got 6 figures and images of this run" in lines()
+
+
 def test_figures_of_many_batches_are_one_call(monkeypatch):
     monkeypatch.setattr(mlflow_writer, "EVERY", 60.0)
     server = Server()
