@@ -49,6 +49,7 @@ def _release(number: int, path: Path, owner: int) -> None:
     file = _held.pop(number)
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where another rank uses it
+        _remove_locks(number)
         path.unlink()
     os.close(file)
 
@@ -69,8 +70,7 @@ def clear(folder: Path = MEMORY) -> list[Path]:
                 with suppress(FileNotFoundError):
                     block.unlink()
                     removed.append(block)
-            for lock in _blocks(number, Path(tempfile.gettempdir())):
-                lock.unlink(missing_ok=True)
+            _remove_locks(number)
             path.unlink(missing_ok=True)
     return removed
 
@@ -110,6 +110,13 @@ def _lock(number: int, folder: Path) -> Path:
 
 def _blocks(number: int, folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{number:06}_*"))
+
+
+def _remove_locks(number: int) -> None:
+    """streaming locks two files per data set in the folder for temporary files, and leaves them there."""
+    for lock in _blocks(number, Path(tempfile.gettempdir())):
+        with suppress(OSError):
+            lock.unlink()
 
 
 def _free(folder: Path) -> Iterator[tuple[int, Path]]:

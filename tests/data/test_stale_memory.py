@@ -42,6 +42,18 @@ def test_blocks_of_a_killed_process_are_removed_and_others_stay(tmp_path, dead):
     assert not (tmp_path / "precompose-42").exists()
 
 
+def test_the_files_that_streaming_locks_go_with_their_run(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    locks = [temporary / f"{number:06}_{name}" for number in (44, 45) for name in ("barrier_filelock", "cache_filelock")]
+    for path in locks:
+        path.touch()
+    hold(44, tmp_path)
+    stale_memory._release(44, tmp_path / "precompose-44", os.getpid())
+    assert sorted(temporary.iterdir()) == locks[2:]
+
+
 def test_a_process_that_was_forked_keeps_what_its_killed_parent_used(tmp_path):
     wait, end = os.pipe()
     child = os.fork()
