@@ -152,10 +152,11 @@ def test_python_in_the_docs_compiles(page):
         ast.parse(body if "{" not in body.split("\n")[0] and not TABLE_LINE.search(body) else f"{{{body}}}")
 
 
-def test_the_readme_says_which_room_may_import_which():
+def test_extending_says_which_room_may_import_which():
     arrows = runpy.run_path(str(ROOT / "tests" / "recipes" / "test_imports.py"))["ARROWS"]
     rooms = {room: set(others) for room, others in arrows.items() if room != "docs"}
-    table = re.findall(r"^\| \[([\w/]+)\]\(\1\) \| .+ \| (.+) \|$", prose(ROOT / "README.md"), re.MULTILINE)
+    page = prose(ROOT / "docs" / "extending.md")
+    table = re.findall(r"^\| \[([\w/]+)\]\(\.\./\1\) \| .+ \| (.+) \|$", page, re.MULTILINE)
     full = {room.removeprefix("recipes/"): room for room in rooms}
     above: set[str] = set()
     for room, sentence in table:
@@ -165,7 +166,7 @@ def test_the_readme_says_which_room_may_import_which():
             named = above - {full[sentence.removeprefix("everything above but ")]}
         else:
             named = {full[name] for name in sentence.split(", ")}
-        assert named == rooms[room], f"README.md: {room} may import from {rooms[room]}"
+        assert named == rooms[room], f"docs/extending.md: {room} may import from {rooms[room]}"
         above.add(room)
     assert above == set(rooms)
 

@@ -46,7 +46,7 @@ def test_the_files_that_streaming_locks_go_with_their_run(tmp_path, monkeypatch)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    locks = [temporary / f"{number:06}_{name}" for number in (44, 45) for name in ("barrier_filelock", "cache_filelock")]
+    locks = [temporary / f"{number:06}_{name}_filelock" for number in (44, 45) for name in ("barrier", "cache")]
     for path in locks:
         path.touch()
     hold(44, tmp_path)
