@@ -41,7 +41,7 @@ def read_captions(options: argparse.Namespace) -> list[str]:
     captions = list(options.prompts)
     if options.prompts_file is not None:
         try:
-            lines = options.prompts_file.read_text(encoding="utf-8-sig").splitlines()
+            lines = options.prompts_file.read_text(encoding="utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             fail([f"--prompts-file: {options.prompts_file} is not UTF-8 text ({error.reason}): save it as UTF-8"])
         captions += [line.strip() for line in lines if line.strip()]

@@ -114,7 +114,7 @@ def _activation(module: nn.Module, id: str) -> str:
 def clip_tokenizer(tokenize: Any, id: str) -> CLIPTokenizer:
     """OpenCLIP's byte-pair tokenizer as transformers' `CLIPTokenizer`.
 
-    Tokens are the same, except that OpenCLIP also replaces HTML entities (`&amp;`).
+    Tokens are the same where ftfy is installed, except that OpenCLIP also replaces HTML entities (`&amp;`).
 
     Args:
         tokenize: OpenCLIP's.

@@ -78,8 +78,12 @@ class Job:
     folder: Path
 
     def run(self, rank: int, world: int) -> None:
-        """Draw this rank's share of the chunks that are not finished."""
-        for number, (variant, start) in enumerate(self.chunks()):
+        """Draw this rank's share of the chunks that are not finished.
+
+        The first chunk of each variant comes first, so that a value that cannot be, such as an unknown sampler at the
+        end of a sweep, is not met hours later.
+        """
+        for number, (variant, start) in enumerate(sorted(self.chunks(), key=lambda chunk: chunk[1] > 0)):
             file = self.file(variant, start)
             if number % world == rank and not file.is_file():
                 arrays = self.draw(variant, start)

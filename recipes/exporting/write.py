@@ -43,17 +43,22 @@ def write_export(
 
     Raises:
         FileNotFoundError: a part is missing.
-        ValueError: a checkpoint of another recipe; a model that the layout does not have; a folder of something else.
+        ValueError: a checkpoint of another recipe; a model that the layout does not have; a folder of something else,
+            or one inside of the export.
     """
     check_folder(out)
+    out = out.resolve()  # "." has no name, and a link would be replaced
     checkpoint = find_checkpoint(source)
+    found = find_export(source) if checkpoint is None else None
+    if found is not None and found.resolve() in out.parents:
+        raise ValueError(f"{out}: inside of the export {found}; give a folder beside it")
     with about(out, out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
     with about(out), scratch as temporary:
         native = Path(temporary, "native")
         if checkpoint is None:
-            from_export(find_export(source), native, weights)
+            from_export(found, native, weights)
         else:
             from_checkpoint(checkpoint, native, weights, recipe_file, data)
         family = family_or_none(native)

@@ -90,6 +90,13 @@ def test_finished_work_is_not_done_again(job):
     assert changed.file(variant, 0) != first.file(variant, 0)
 
 
+def test_a_wrong_value_of_a_sweep_is_met_before_much_is_drawn(job):
+    wrong = job(sweeps={"guidance": [1, 4, "wrong"]})
+    with pytest.raises(ValueError, match="wrong"):
+        wrong.run(0, 1)
+    assert wrong.pipeline.drawn == 4 * 4  # a chunk of each variant, the wrong one's last
+
+
 def test_a_wait_for_other_ranks_is_named(job, monkeypatch, capsys):
     ours = job()
     ours.run(0, 2)

@@ -305,6 +305,22 @@ def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):
     assert (tmp_path / "mine" / "thesis.tex").exists() and not out.exists()
 
 
+def test_where_an_export_is_written(exported, tmp_path, capsys, monkeypatch):
+    """Not into what is copied; but where a link points, and where the command is called."""
+    source = Path(exported[0].output, "export")
+    names = sorted(file.name for file in source.iterdir())
+    error = refuse(capsys, source, source / "other", "--layout", "native")
+    assert error == f"error: {source}/other: inside of the export {source}; give a folder beside it"
+    assert sorted(file.name for file in source.iterdir()) == names
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    export(source, tmp_path / "link", "--layout", "native")
+    monkeypatch.chdir(tmp_path / "here")
+    export(source, ".", "--layout", "native")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["here", "link"] and (tmp_path / "link").is_symlink()
+    assert (tmp_path / "here" / "README.md").read_text().count("here") == 1
+
+
 def test_data_and_encoders_that_have_gone(small_recipe, tmp_path, latent_sets, capsys):
     data, out = tmp_path / "data", tmp_path / "out"
     shutil.copytree(latent_sets / "train", data)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from recipes.generate import main
+from recipes.generate import main, parse, read_captions
 from recipes.generation.exports import families, find_export, load_pipeline
 
 CAPTIONS = ["a red dot", "a blue star", "a red dot"]
@@ -57,6 +57,14 @@ def test_a_grid(tmp_path, export, capsys):
     arguments = [export, "--prompts-file", tmp_path / "captions.txt", "--out", tmp_path / "file.png"]
     main([str(a) for a in [*arguments, "--steps", "3", "--columns", "3", "--device", "cpu"]])
     assert (np.asarray(Image.open(tmp_path / "file.png")) == grid).all()
+
+
+def test_only_line_feeds_end_a_caption_of_a_file(tmp_path):
+    """With a carriage return before them or without. Other separators of Unicode occur in captions from the web."""
+    file = tmp_path / "captions.txt"
+    file.write_bytes("a red\u2028dot\r\n\r\na\x0cblue\x85star\nlast".encode("utf-8-sig"))
+    options = parse(["export", "--prompts-file", str(file)])
+    assert read_captions(options) == ["a red\u2028dot", "a\x0cblue\x85star", "last"]
 
 
 def test_several_pictures_a_caption(tmp_path, export):
