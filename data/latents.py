@@ -101,7 +101,7 @@ def latents(
     return Loading(
         open_loader(dataset, placement, workers, drop_last),
         on_device,
-        samples=dataset.size,
+        samples=int(dataset.epoch_size),
         manifest=first,
         resolution=resolution,
         null_text=null_text,

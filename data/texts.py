@@ -94,7 +94,7 @@ def texts(
     return Loading(
         open_loader(dataset, placement, workers, drop_last),
         widen,
-        samples=dataset.size,
+        samples=int(dataset.epoch_size),
         vocabulary=streams[first].file(VOCABULARY),
     )
 

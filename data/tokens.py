@@ -117,7 +117,7 @@ def tokens(
     return Loading(
         open_loader(dataset, placement, workers, drop_last),
         widen,
-        samples=dataset.size,
+        samples=int(dataset.epoch_size),
         manifest=first,
         resolution=resolution,
         vocabulary=Path(vocabulary),

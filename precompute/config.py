@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from data.stores import malformed
 from recipes.config.components import COMPONENTS
+from recipes.config.differences import parts_of
 from recipes.config.recipe import plain_values
 from recipes.config.schema import Component, ConfigError
 
@@ -21,6 +22,8 @@ ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 # The client of gs:// and azure:// is in data/stores.py, the others are mosaicml-streaming's. Of these, hf:// and dbfs://
 # are left out: the one fails when it is begun, and the other cannot make folders or replace files.
 UPLOADED = ("s3", "gs", "oci", "azure", "azure-dl")
+# Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart.
+PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores")
 
 
 @dataclass(kw_only=True)
@@ -174,6 +177,17 @@ class VocabularyConfig:
     def request(self) -> dict[str, Any]:
         """Everything that determines the vocabulary."""
         return {key: plain_values(getattr(self, key)) for key in ("sources", "filter", "entries", "limit", "seed")}
+
+
+def reading(source: Component) -> dict[str, Any]:
+    """What is taken of a source's data: its arguments, but not where it lies, so that it may move."""
+    found = {}
+    for name, value in parts_of(source).items():
+        if isinstance(value, Component):
+            found[name] = reading(value)
+        elif name not in PLACES:  # a table of captions moves, too
+            found[name] = value.rpartition("/")[2] if isinstance(value, str) else plain_values(value)
+    return found
 
 
 def storage_errors(size_limit: str, compression: str | None, hashes: list[str]) -> list[str]:

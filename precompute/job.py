@@ -17,9 +17,9 @@ from data.manifest import NULL_TEXT, Manifest
 from data.quarantine import Quarantine
 from data.sources.base import InputShard, Source
 from precompute.columns import LatentColumns, TokenColumns
-from precompute.config import EncodeConfig
+from precompute.config import EncodeConfig, reading
 from precompute.decode import DecodedBatches, Preparation, batches
-from precompute.output import CONFIG, UNREADABLE, OutputSet
+from precompute.output import CONFIG, SOURCE, UNREADABLE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
@@ -47,9 +47,10 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     images: ImageEncoder = build(config.image_encoder).to(device)
     texts: TextEncoder | None = None if config.text_encoder is None else build(config.text_encoder).to(device)
     columns = columns_of(config, images, texts)
-    options = encoding_options(config, images, texts)
-    for output in sets.values():
-        output.claim(options)
+    made_with = encoding_options(config, images, texts)
+    options = {label: made_with | {SOURCE: reading(config.sources[label])} for label in sets}
+    for label, output in sets.items():
+        output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))
         if texts is not None:
             store_null_text(output.out / NULL_TEXT, texts)
@@ -69,7 +70,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
 
     def open_writer(shard: InputShard) -> ShardWriter:
         folder = sets[shard.label].partial(shard.shard, rank.rank)
-        return ShardWriter(folder, shard.shard, columns, storage, options)
+        return ShardWriter(folder, shard.shard, columns, storage, options[shard.label])
 
     def publish(shard: InputShard) -> None:
         sets[shard.label].publish(shard.shard, rank.rank)
@@ -86,7 +87,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
 
     fields = manifest_fields(config, images, texts, columns)
     unreadable: dict[str, str] = {}
-    for output in sets.values():
+    for label, output in sets.items():
         remaining = output.remaining()
         broken = {shard: problem for shard, problem in output.unreadable(rank.began).items() if shard in remaining}
         left = len(remaining) - len(broken)
@@ -96,7 +97,8 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
             continue
         unreadable |= broken
         if not remaining or config.leave_out_unreadable:
-            _log_result(output, output.merge(fields, options, leave_out=broken))
+            request = fields["request"] | {SOURCE: options[label][SOURCE]}
+            _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
         elif rank.world == 1:
             left = len(remaining)
             log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")

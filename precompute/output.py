@@ -36,6 +36,7 @@ CONFIG = "config.yaml"
 DONE = "done.json"
 INDEX = "index.json"
 UNREADABLE = "unreadable"
+SOURCE = "source"  # the option that says what is taken of the source's data (see `precompute.config.reading`)
 CLOCKS = 5.0  # seconds by which the clocks of machines and of their file system may differ
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
@@ -115,7 +116,7 @@ class OutputSet:
         """Whether all shards are done and merged into a set that was made for this request.
 
         Args:
-            request: see `precompute.config.EncodeConfig.request`.
+            request: see `precompute.config.EncodeConfig.request`; it also holds `SOURCE`.
         """
         embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
         needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
@@ -154,6 +155,8 @@ class OutputSet:
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
         options = _as_json(options)
         for name in [*options, *found]:
+            if name == SOURCE and name not in found:  # made by an earlier version
+                continue
             if found.get(name) != options.get(name):
                 raise ValueError(
                     f"{self.out}: holds values made with {name} {found.get(name)}, this job has {options.get(name)}; "

@@ -25,7 +25,8 @@ from data.manifest import REJECTED
 from data.sources.base import Rejected, Source, rejected_line
 from data.text_manifest import VOCABULARY, TextManifest
 from data.vocabulary_files import copy_vocabulary
-from precompute.output import CONFIG, DONE, OutputSet
+from precompute.config import reading
+from precompute.output import CONFIG, DONE, SOURCE, OutputSet
 from precompute.pack_config import PackConfig
 from precompute.ranks import Rank
 from precompute.totals import counts_text
@@ -97,23 +98,23 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
             f"vocabulary: {config.vocabulary} has {vocabulary.size:,} entries; give one with {MOST_TOKENS - 1:,} or "
             "fewer, as tokens are stored in 16 bits"
         )
-    options = config.request()
+    options = {label: config.request() | {SOURCE: reading(config.sources[label])} for label in sets}
     todo = []
     for label, output in sets.items():
-        output.claim(options)
+        output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))
         if not (output.out / VOCABULARY).is_file():
             copy_vocabulary(Path(config.vocabulary), output.out)
         todo += [(label, shard) for shard in output.shards]
     for label, shard in rank.share(todo):
         if not sets[label].is_done(shard):
-            _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options)
-    for output in sets.values():
+            _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label])
+    for label, output in sets.items():
         left = len(output.remaining())
         if left:
             every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
         else:
-            _merge(config, output, vocabulary, options)
+            _merge(config, output, vocabulary, options[label])
 
 
 def _pack_shard(

@@ -21,7 +21,7 @@ def differences(first: Any, second: Any, path: str = "") -> Iterator[Difference]
         first, second: checked configs, or plain values.
         path: of both, in front of their keys.
     """
-    one, other = _parts(first), _parts(second)
+    one, other = parts_of(first), parts_of(second)
     other_kind = isinstance(first, Component) and isinstance(second, Component) and first.name != second.name
     if one is None or other is None or other_kind:
         if plain_values(first) != plain_values(second):
@@ -34,12 +34,12 @@ def differences(first: Any, second: Any, path: str = "") -> Iterator[Difference]
 def value_at(config: Any, path: str) -> Any:
     """The plain value of a key by its full path, which may be a default; None if the config has no such key."""
     for key in path.split("."):
-        config = (_parts(config) or {}).get(key)
+        config = (parts_of(config) or {}).get(key)
     return plain_values(config)
 
 
-def _parts(value: Any) -> Mapping[str, Any] | None:
-    """What a value of a config consists of; None for plain values."""
+def parts_of(value: Any) -> Mapping[str, Any] | None:
+    """What a value of a config consists of, defaults included; None for plain values."""
     if isinstance(value, Component):
         parameters = read_signature(value.target).parameters.values()
         defaults = {p.name: yaml.safe_load(p.default) for p in parameters if not p.required}

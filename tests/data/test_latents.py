@@ -185,13 +185,13 @@ def test_streams_mix_by_their_proportions(latent_sets, load, stored):
         "few": local_set(path=str(latent_sets / "val"), proportion=0.75),
     }
     loading = load(streams=streams, epoch_size=80)
-    assert loading.loader.dataset.size == loading.samples
+    assert loading.samples == 80
     for _ in range(2):
         found = seeds(loading)
         assert len(found) == 80 and sum(seed in stored for seed in found) == 20
     repeated = load(streams={"twice": local_set(path=str(latent_sets / "val"), repeat=2.0)}, batch=4)
     counts = np.unique(seeds(repeated), return_counts=True)[1]
-    assert counts.tolist() == [2] * 6
+    assert counts.tolist() == [2] * 6 and repeated.samples == 12
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def test_ranks_share_the_shards(encoded, read, recipe, tmp_path, monkeypatch, ca
         ("text_layer", "text_encoder.layer=last"),
         ("filter", "filter={name: pictures, min_side: 30}"),
         ("image_precision", "image_encoder.precision=bf16"),
+        ("source", "sources.train.caption=json:n"),
     ],
 )
 def test_a_folder_of_other_options_is_refused(encoded, capsys, field, override):

@@ -10,11 +10,13 @@ from streaming import StreamingDataset
 from data.log import every_rank, log
 from data.sources.base import InputShard, Rejected
 from precompute.columns import LatentColumns
+from precompute.config import EncodeConfig, reading
 from precompute.decode import assign
 from precompute.output import OutputSet
 from precompute.progress import EncodeProgress, duration
 from precompute.ranks import Rank
 from precompute.writer import EncodedSample, ShardWriter, Storage
+from recipes.config.recipe import load_config
 
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
 
@@ -192,6 +194,22 @@ def test_claims(tmp_path):
     with pytest.raises(ValueError, match="made with crop random"):
         output.merge({}, {"resolutions": [8], "crop": "center"})
     assert not (tmp_path / "index.json").exists()
+
+
+def test_what_is_taken_of_a_source_is_an_option_wherever_it_lies(tmp_path, recipe):
+    def source(**arguments):
+        return reading(load_config(recipe(sources={"a": arguments}), [], EncodeConfig, missing=[]).sources["a"])
+
+    folder = source(name="folder", path="a", captions="a/texts.csv", shard_size=7)
+    assert folder == source(name="folder", path="b", captions="b/texts.csv")
+    assert folder != source(name="folder", path="a") == source(name="folder", path="a", captions="txt")
+    inner = {"name": "tars", "urls": "a.tar"}
+    scored = [source(name="scored", source=inner, scores="s", at_least=least) for least in (0.2, 0.3)]
+    OutputSet(tmp_path, []).claim({"source": scored[0]})
+    with pytest.raises(ValueError, match="made with source .*0.2.*, this job has .*0.3"):
+        OutputSet(tmp_path, []).claim({"source": scored[1]})
+    (tmp_path / "options.json").write_text("{}")  # of an earlier version
+    OutputSet(tmp_path, []).claim({"source": scored[1]})
 
 
 def test_a_claim_without_hard_links(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from callbacks.unigram import unigram_loss
 from data.bpe import Vocabulary
 from data.text_manifest import NAME, TextManifest
+from precompute import pack
 from precompute.packing import Packed
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
@@ -63,6 +64,12 @@ def test_texts_that_do_not_fit_the_model(text_sets, tmp_path):
         record("composer", recipe(text_sets, tmp_path, "model.positions=8"))
     with pytest.raises(ValueError, match="the texts have 301 tokens, the model 300; give the model as many or more"):
         record("composer", recipe(text_sets, tmp_path, "model.vocabulary=300"))
+
+
+def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys):
+    with pytest.raises(SystemExit):
+        pack.main([str(text_sets / "docs" / "config.yaml"), "sources.docs.column=other"])
+    assert "holds values made with source {" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("positions", [3, 7])

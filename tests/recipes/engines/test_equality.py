@@ -167,6 +167,20 @@ def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_p
     assert epochs("parts", 1) + epochs("parts", 2) + epochs("parts", 4) == whole
 
 
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+@pytest.mark.parametrize("size", ["streams.train.repeat=2.5", "epoch_size=24"])
+def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, engine, size):
+    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
+    always += [f"data.{size}"]
+
+    def epochs(name, batches):
+        recipe = recipes["diffusion"](tmp_path / name, *always, f"training.duration={batches}ba")
+        return record(engine, recipe, Samples()).epochs
+
+    first, rest, whole = epochs("parts", 2), epochs("parts", 14), epochs("whole", 14)
+    assert [first[0] + rest[0], *rest[1:]] == whole
+
+
 def saved_states(recorder):
     """What a checkpoint at the end of the run would hold of its callbacks."""
     return {name: callback.state_dict() for name, callback in recorder.callbacks.items() if name != "recorder"}
