@@ -65,10 +65,12 @@ class Epoch:
     Attributes:
         samples: over all devices; None where that is not known on this machine.
         incomplete_batch: whether an incomplete last batch is trained on.
+        endless: whether the data is a stream without end, which has no epochs.
     """
 
     samples: int | None
     incomplete_batch: bool = False
+    endless: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from data.cost import Cost, Epoch, Plan, with_cost
 from data.crops import CROPS, LARGEST
 from data.deaths import DecoderDied, keep_alarms, worker_deaths
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
@@ -24,6 +25,12 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 """Number of batches, and per worker the pass and the number of its samples drawn so far."""
 
 
+def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
+    """That training has no epochs, see `data.cost`."""
+    return Cost(epoch=Epoch(None, endless=True))
+
+
+@with_cost(pictures_cost)
 def pictures(
     placement: Placement,
     *,

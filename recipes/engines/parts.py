@@ -239,11 +239,16 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
     """The lever of `training.fsdp`.
 
     Raises:
-        ValueError: replicas whose gradients nothing would average.
+        ValueError: replicas whose gradients nothing would average, or parameters in bf16 without autocast.
     """
     fsdp = recipe.training.fsdp
     replicas = Devices.of(recipe.training, world_size(), place.local_world_size).replicas
     averaging = the_one(levers, PowerSGD)
+    if fsdp.parameters == "bf16" and place.precision == "fp32":
+        raise ValueError(
+            "training.fsdp.parameters: bf16, and the run is in fp32 without autocast, whose 32-bit activations cannot "
+            "be multiplied by them; use auto or fp32, or set training.precision to amp_bf16"
+        )
     if replicas > 1 and averaging is None and not place.use_gpu and torch_version() < (2, 8):
         raise ValueError(
             f"training.fsdp.replicas: {replicas} replicas, between which torch {torch.__version__} averages no "

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from data.cost import Epoch, count_text
 from recipes.config.recipe import Recipe, Training
+from recipes.config.values import plain_values
+
+IN_EPOCHS = re.compile(r"[\d.]+ep")
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,13 @@ def length_of(recipe: Recipe, epoch: Epoch) -> Length:
     """The length of a run whose training data has epochs of this size.
 
     Raises:
-        ValueError: an epoch has fewer samples than a batch.
+        ValueError: an epoch has fewer samples than a batch, or the data has no epochs, in which a duration is given.
     """
+    for key, duration in in_epochs(plain_values(recipe)) if epoch.endless else ():
+        raise ValueError(
+            f"{key}: {duration}, and the data {recipe.data.name} is a stream without end, which has no epochs; give "
+            "batches (ba) or samples (sp)"
+        )
     batch = recipe.training.global_batch
     epoch_steps = None
     if epoch.samples is not None:
@@ -60,6 +70,15 @@ def length_of(recipe: Recipe, epoch: Epoch) -> Length:
             raise ValueError(f"training.global_batch: {batch} is more than the {epoch.samples} samples of an epoch")
     steps = Length(None, epoch_steps, batch).steps_in(recipe.training.duration)
     return Length(None if steps is None else math.ceil(steps), epoch_steps, batch)
+
+
+def in_epochs(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """The full path of each key whose value is a duration in epochs, and the value."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from in_epochs(value, f"{path}{key}.")
+        elif isinstance(value, str) and IN_EPOCHS.fullmatch(value) and path:  # run_name is no duration
+            yield path + key, value
 
 
 def batch_text(training: Training, world: int) -> str:

@@ -30,13 +30,14 @@ def opening(
         precision: number format of the run, with "auto" resolved.
 
     Raises:
-        ValueError: an epoch has fewer samples than a batch, or the batch does not divide over the devices.
+        ValueError: an epoch has fewer samples than a batch, a duration is given in epochs of a stream without end, or
+            the batch does not divide over the devices.
     """
     training = recipe.training
     parameters = sum(p.numel() for p in task.parameters())
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     incomplete = not recipe.data.args.get("drop_last", True)
-    length = length_of(recipe, Epoch(data.samples, incomplete))
+    length = length_of(recipe, Epoch(data.samples, incomplete, endless=data.samples is None))
     lines = {
         "run": f"{recipe.run_name}, engine {training.engine}",
         "model": f"{recipe.model.name}, {parameters:,} parameters, {trained:,} of them trained",

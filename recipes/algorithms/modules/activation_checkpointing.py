@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from data.log import log
@@ -38,11 +41,30 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
-        return checkpoint(self._plain, *args, use_reentrant=False, **kwargs)
+        if torch.compiler.is_compiling():  # the graph has the kernels of both passes
+            return checkpoint(self._plain, *args, use_reentrant=False, **kwargs)
+        kernels = _attention_kernels()
+
+        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+            # PyTorch recomputes under the autocast of the first pass, but with any kernel of attention.
+            return nullcontext(), sdpa_kernel(kernels)
+
+        return checkpoint(self._plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         # Looked up at each call: a lever that the recipe names later may change the class of the module.
         return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _attention_kernels() -> list[SDPBackend]:
+    """Those of which PyTorch's attention takes one at this moment."""
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+    }
+    return [kernel for kernel, on in allowed.items() if on]
 
 
 class ActivationCheckpointing(Lever):

@@ -7,6 +7,7 @@ import pytest
 
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
+from recipes.planning.dry_run import describe_run
 from recipes.planning.opening import opening
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,3 +56,19 @@ def test_other_runs():
 def test_an_epoch_without_a_batch_is_refused():
     with pytest.raises(ValueError, match="training.global_batch: 64 is more than the 15 samples of an epoch"):
         lines("openmoji_diffusion.yaml", samples=15)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("training.duration=2ep", "training.duration: 2ep"),
+        ("schedule={name: constant, warmup: 1ep}", "schedule.warmup: 1ep"),  # the rate would stay 0
+        ("checkpoints.every=1ep", "checkpoints.every: 1ep"),
+    ],
+)
+def test_a_duration_in_epochs_of_data_that_has_none_is_refused(override, key):
+    recipe = load_config(ROOT / "yamls" / "openmoji_vae.yaml", [override, "run_name=2ep"], Recipe, [])
+    with pytest.raises(ValueError, match=f"^{key}, and the data pictures is a stream without end"):
+        lines("openmoji_vae.yaml", override)
+    with pytest.raises(ValueError, match=f"^{key}, and"):
+        describe_run(recipe, [])

@@ -151,6 +151,13 @@ def test_models_that_cannot_be_sharded_are_refused_before_anything_runs(monkeypa
         parts.build_parts(recipe, parts.Place.of(recipe, 1), "lightning")
 
 
+def test_parameters_in_bf16_need_autocast(quick_recipe, tmp_path):
+    """Linear layers multiply no 32-bit activations by 16-bit weights."""
+    recipe = quick_recipe(tmp_path, "training.fsdp={parameters: bf16}")
+    with pytest.raises(ValueError, match="^training.fsdp.parameters: bf16, and the run is in fp32 without autocast"):
+        parts.build_parts(recipe, parts.Place.of(recipe, 1), "composer")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("sharded", ["{}", "{strategy: FULL_SHARD, checkpoints: full}"])
