@@ -88,11 +88,12 @@ def job_of(options: argparse.Namespace) -> Job:
     wrong = next((name for name, sign, _ in variables if not sign), None)
     if wrong is not None:
         raise ValueError(f"--env {wrong}: give NAME=VALUE")
+    name = options.name or (config.run_name if training else Path(options.yaml).stem)
     job = Job(
         kind="train" if training else "encode",
         yaml=options.yaml,
         overrides=overrides,
-        name=options.name or (config.run_name if training else Path(options.yaml).stem),
+        name=name.replace("/", "-"),  # it is part of the names of logs, for which Slurm makes no folders
         output=config.output if training else config.out,
         machines=options.machines,
         gpus=options.gpus,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,9 +111,34 @@ def mlflow(
         tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
         artifacts = (folder / "mlartifacts").as_uri()  # MLflow would write images to mlruns/ in the current folder
     identifier, found = tracked(), []
-    by_first_rank(
-        lambda: found.append(
+
+    def find() -> None:
+        if artifacts is not None:
+            images_are_here(folder / "mlflow.db", artifacts)
+        found.append(
             mlflow_run(identifier, uri=tracking_uri, experiment=experiment, run_name=run_name, artifacts=artifacts)
         )
-    )
+
+    by_first_rank(find)
     return MLflow(run_name, experiment, tracking_uri, from_first_rank(found)[0])
+
+
+def images_are_here(database: Path, artifacts: str) -> None:
+    """Tell a database whose folder has been moved or copied where its images are: MLflow keeps their addresses, and
+    would go on to write into the former folder.
+
+    Args:
+        database: of the run's folder, which may not be there yet.
+        artifacts: address of its images.
+    """
+    if not database.is_file():
+        return
+    ours = "SELECT DISTINCT artifact_location FROM experiments WHERE artifact_location LIKE '%/mlartifacts'"
+    columns = {"experiments": "artifact_location", "runs": "artifact_uri"}
+    # What is wrong with a database, MLflow says.
+    with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(database)) as connection, connection:
+        for (former,) in connection.execute(ours).fetchall():
+            size = len(former)
+            for table, column in columns.items() if former != artifacts else ():
+                change = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+                connection.execute(change, (artifacts, size + 1, size, former))

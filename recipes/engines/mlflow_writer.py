@@ -52,12 +52,18 @@ class Item:
         """Whether it is a figure, many of which are written in one call."""
         return not callable(self.what)
 
+    @property
+    def image(self) -> bool:
+        """Whether it is an image, which many servers keep elsewhere than figures."""
+        return callable(self.what) and self.count > 0
+
 
 class MLflowWriter:
     """Writes figures, images and settings in the order in which they come.
 
-    What a server does not take waits, up to 256 MiB, and is sent again; the oldest is given up first. What a server
-    refuses, such as figures of a run that was deleted, is left out. Each is said in one line, once per minute.
+    What a server does not take waits, up to 256 MiB, and is sent again; the oldest is given up first. Figures do not
+    wait for images, whose store may be one that this machine cannot write to. What a server refuses, such as figures of
+    a run that was deleted, is left out. Each is said in one line, once per minute.
     """
 
     def __init__(self, description: MLflow, client: Any = None) -> None:
@@ -76,6 +82,8 @@ class MLflowWriter:
         self._client, self._uri, self._run_id = client, description.tracking_uri, description.run_id
         self._waiting: deque[Item] = deque()  # `_changed` guards it and what follows
         self._sending: list[Item] = []  # taken from it, and not yet written
+        self._images: deque[Item] = deque()  # those that were not taken
+        self._images_at = 0.0  # when they are tried again
         self._size = self._written = self._lost = 0
         self._closing = self._given_up = False
         self._changed = threading.Condition()
@@ -122,7 +130,7 @@ class MLflowWriter:
             if ended and self._written > written:
                 written, since = self._written, time.monotonic()
         with self._changed:
-            missing = self._lost + sum(item.count for item in (*self._sending, *self._waiting))
+            missing = self._lost + sum(item.count for item in (*self._sending, *self._images, *self._waiting))
             self._given_up = True
         if missing:
             log.warning(f"loggers: MLflow at {self._uri} has not got {missing:,} figures and images of this run")
@@ -132,7 +140,7 @@ class MLflowWriter:
             self._waiting.extend(items)
             self._size += sum(item.size for item in items)
             while self._size > MOST and len(self._waiting) > 1:
-                oldest = self._waiting.popleft()
+                oldest = (self._images or self._waiting).popleft()
                 self._size -= oldest.size
                 self._lost += oldest.count
 
@@ -154,6 +162,12 @@ class MLflowWriter:
             try:
                 self._write(self._sending)
             except Exception as error:  # of MLflow, of the network, of a database: none of them may end a run
+                if not self._refused(error) and self._sending[0].image:
+                    self._say(f"does not take an image ({one_line(error)}); training goes on, and images wait")
+                    with self._changed:
+                        self._images.extend(self._sending)
+                        self._sending, self._images_at = [], time.monotonic() + AGAIN
+                    continue
                 if not self._refused(error):
                     self._failing = True
                     self._say(f"takes nothing ({one_line(error)}); training goes on, and what is logged waits")
@@ -169,12 +183,16 @@ class MLflowWriter:
                 self._size -= sum(item.size for item in self._sending)
                 self._written += len(self._sending)
                 self._sending = []
-        return True
+        return not self._images
 
     def _take(self) -> bool:
         """Choose what to write next, unless something could not be written before: one item, and if it is a figure, as
-        many of those that follow as go into one call. Whether there is something to write."""
+        many of those that follow as go into one call. Whether there is something to write now."""
         with self._changed:
+            while self._images and self._waiting and self._waiting[0].image:
+                self._images.append(self._waiting.popleft())
+            if not self._sending and not self._waiting and self._images and time.monotonic() >= self._images_at:
+                self._waiting.append(self._images.popleft())
             if not self._sending and self._waiting:
                 self._sending = [self._waiting.popleft()]
                 most = AT_ONCE if self._sending[0].figure else 1

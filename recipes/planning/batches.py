@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from data.manifest import NAME, Manifest
+from recipes.config.build import build
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
 from recipes.models.task import Task
 
-DOWNSAMPLE = 8  # pixels per latent, where no manifest is at hand
-TEXT_LENGTH = 77
+SIZES = {"downsample": 8, "text_length": 77}  # Stable Diffusion's, where neither recipe nor manifest says others
 
 
 def traced_model(recipe: Recipe) -> Component:
@@ -26,16 +28,16 @@ def blank_batch(recipe: Recipe, task: Task, samples: int) -> dict[str, Tensor]:
     """A batch on the meta device.
 
     Raises:
-        ValueError: a model family whose batches are not known here.
+        ValueError: a model family whose batches are not known here, or a set of another kind.
     """
     needs, args = task.requirements(), recipe.data.args
+    sizes = encoded_sizes(recipe) if recipe.model.name == "latent_diffusion" else {}
     with torch.device("meta"):
         if recipe.model.name == "latent_diffusion":
-            side = args["resolution"] // DOWNSAMPLE
-            length = (args.get("expect") or {}).get("text_length", TEXT_LENGTH)
+            side = args["resolution"] // sizes["downsample"]
             return {
                 "latents": torch.empty(samples, needs["channels"], side, side),
-                "text": torch.empty(samples, length, needs["text_width"]),
+                "text": torch.empty(samples, sizes["text_length"], needs["text_width"]),
             }
         if recipe.model.name == "autoregressive":
             text = torch.empty(samples, needs["text_positions"], dtype=torch.long)
@@ -45,6 +47,21 @@ def blank_batch(recipe: Recipe, task: Task, samples: int) -> dict[str, Tensor]:
             return {"tokens": torch.empty(samples, needs["positions"] + 1, dtype=torch.long)}
     known = "latent_diffusion, autoregressive and language"
     raise ValueError(f"model.name: plan.py knows the batches of {known}, not those of {recipe.model.name}")
+
+
+def encoded_sizes(recipe: Recipe) -> dict[str, int]:
+    """Pixels per latent and tokens per caption: what the recipe expects, or has in a set that lies on this machine.
+
+    Raises:
+        ValueError: the set is not one of latents.
+    """
+    found = {}
+    for encoded in build(recipe.data.args["streams"]).values():
+        if not found and (Path(encoded.local) / NAME).is_file():
+            manifest = Manifest.read(encoded.local)
+            manifest.check(kind="latents")
+            found = {"downsample": manifest.downsample, "text_length": manifest.text_shape[0]}
+    return {**SIZES, **found, **(recipe.data.args.get("expect") or {})}
 
 
 def sample_bytes(batch: dict[str, Tensor]) -> int:

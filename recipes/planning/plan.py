@@ -28,13 +28,14 @@ class Planner:
     def __init__(self, recipe: Recipe) -> None:
         """
         Raises:
-            ValueError: the model cannot be built, or its batches are not known.
+            ValueError: the model cannot be built, its batches are not known, or the data does not fit it.
         """
         self.recipe = recipe
         self.task = build_on_meta(traced_model(recipe))
         self.batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
         self.sample_bytes = sample_bytes(self.batches[0])
         self.traces = traces_of(self.task, self.batches)
+        self.costs = costs_of(recipe, plan_of(self.task, Devices(1, 1), recipe.output))
         self._divided = {1: self.traces}
 
     def settings(self, place: Place) -> list[Setting]:
@@ -64,8 +65,7 @@ class Planner:
             ValueError: the batch does not divide over the devices, or nothing fits.
         """
         parameters = sum(p.numel() for p in self.task.parameters())
-        costs = costs_of(self.recipe, plan_of(self.task, Devices(1, 1), self.recipe.output))
-        checkpoint = FLOAT * parameters - 2 * costs.stored_16_bit + costs.checkpoint_bytes
+        checkpoint = FLOAT * parameters - 2 * self.costs.stored_16_bit + self.costs.checkpoint_bytes
         samples = self.recipe.training.global_batch
         length = self.recipe.training.duration if self.steps is None else f"{self.steps:,} steps"
         lines = [f"{self.recipe.run_name}: {parameters:,} parameters, {samples:,} samples per step, {length}"]
@@ -77,8 +77,7 @@ class Planner:
     @property
     def steps(self) -> int | None:
         """Steps of the run; None where the size of the data is not known here."""
-        plan_free = self.recipe.training.duration.endswith(("ba", "sp"))
-        return length_of(self.recipe, Epoch(None)).steps if plan_free else None
+        return length_of(self.recipe, self.costs.data.epoch or Epoch(None)).steps
 
     def _lines(self, place: Place, price: float | None) -> list[str]:
         settings = self.settings(place)

@@ -102,6 +102,8 @@ class Clock:
             ValueError: not a duration.
         """
         value, unit = self._resolved(every)
+        if unit == "ep" and abs(value - round(value)) > 1e-9:  # shares of a run that end within epochs
+            value, unit = self.measure(every)
         before = {"ba": self.before[0], "sp": self.before[1], "ep": self.before[2]}[unit]
         # Shares of a run are rounded: 0.1 times 30 batches is slightly more than 3.
         return int(self.passed(unit) / value + 1e-9) > int(before / value + 1e-9)

@@ -61,6 +61,13 @@ def test_a_training_script_asks_for_its_machines_and_is_warned_ahead_of_its_limi
     assert "--machines 4 --processes 8" in script and "machines=4\n" in script
 
 
+@pytest.mark.parametrize("named", [["run_name=study/lr_3e-4"], ["--name", "study/lr_3e-4"]])
+def test_logs_lie_in_a_folder_that_is_there(named):
+    """Slurm makes none, and its job fails without a word."""
+    found = directives(made("slurm", TRAIN, *named, "--machines", "1"))
+    assert (found["job-name"], found["output"]) == ("study-lr_3e-4", "runs/jobs/study-lr_3e-4-%j.log")
+
+
 def test_an_encode_job_is_an_array_with_one_gpu_for_each_task():
     script = made("slurm", ENCODE, "--machines", "4", "--memory", "800")
     found = directives(script)

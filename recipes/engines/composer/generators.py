@@ -25,7 +25,8 @@ class Generators(Callback):
         self.saved: list[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generators": reproducibility.get_rng_state()}  # of all ranks
+        # Of all ranks. A run that ends before its first batch, as one that was complete, passes on what it got.
+        return {"generators": reproducibility.get_rng_state() if self.saved is None else self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Of ranks that a sharded checkpoint has no state of there is an empty form; see `of_fewer_ranks`.

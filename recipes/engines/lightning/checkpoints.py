@@ -46,7 +46,8 @@ class Checkpoints:
 
     Attributes:
         path: of the checkpoint that the run goes on from; None: it begins.
-        generators: states of all ranks' generators in that checkpoint, after `load`; None: there is none.
+        generators: states of all ranks' generators in that checkpoint, from `load` to the first batch; else None. A run
+            that ends before its first batch, as one that was complete, passes them on.
     """
 
     def __init__(self, recipe: Recipe, parts: Parts, run: LightningRun, batches: RunBatches) -> None:
@@ -203,5 +204,5 @@ class Checkpoints:
             "data": self._batches.state_dict(),
             "levers": {type(lever).__name__: lever.state_dict() for lever in self._parts.levers},
             "callbacks": {name: c.state_dict() for name, c in by_names_of_states(self._parts.callbacks).items()},
-            "generators": generator_states(),
+            "generators": generator_states() if self.generators is None else self.generators,
         }

@@ -169,6 +169,7 @@ def restore_saved(checkpoints: Checkpoints) -> None:
     """The generators go on where the checkpoint's run stopped, whatever was drawn until the first batch came."""
     if checkpoints.generators is not None:
         restore_generators(checkpoints.generators)
+        checkpoints.generators = None
 
 
 def new_trainer(

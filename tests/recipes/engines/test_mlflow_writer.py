@@ -109,6 +109,34 @@ def test_the_end_of_a_run_does_not_wait_for_ever(quick, lines):
     assert "has not got 6 figures and images of this run" in lines()
 
 
+class WithoutImages(Server):
+    """A client that cannot write where the server wants images, a number of times."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def log_image(self, *arguments, **keys):
+        if self.times:
+            self.times -= 1
+            raise PermissionError(13, "Permission denied", "/srv/mlflow")
+        super().log_image(*arguments, **keys)
+
+
+@pytest.mark.parametrize("times", [3, 100_000])
+def test_figures_do_not_wait_for_images(times, quick, lines):
+    server = WithoutImages(times)
+    writer = writer_of(server)
+    writer.images("samples", np.full((2, 8, 8, 3), 7, np.uint8), 1)
+    writer.figures({"loss": 0.5}, 1)
+    writer.close("FINISHED")
+    assert server.content[:2] == [("loss", 0.5, 1), "FINISHED"]
+    images = [] if times > 3 else [("samples_0", 7, 1), ("samples_1", 7, 1)]
+    assert sorted(server.content[2:]) == images
+    assert "does not take an image ([Errno 13] Permission denied" in lines()
+    assert ("has not got 2" in lines()) == (not images)
+
+
 @pytest.mark.parametrize("status", ["KILLED", "FAILED"])
 def test_a_run_that_stops_early_waits_less(status, quick, monkeypatch, lines):
     """Whoever stopped it kills it soon, and its status, which says that it is to be started again, would be lost."""

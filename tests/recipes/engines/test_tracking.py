@@ -44,6 +44,20 @@ def test_a_run_that_goes_on_is_one_run_in_mlflow(engine, quick_recipe, tmp_path,
     assert list((output / "mlartifacts").rglob("*.png")) and not (tmp_path / "mlruns").exists()
 
 
+def test_images_of_a_folder_that_was_moved_are_in_the_new_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    found = []
+    for name in ("first", "second"):
+        if found:
+            (tmp_path / "first").rename(tmp_path / "second")
+        found.append(loggers.mlflow("run", str(tmp_path / name), lambda: "one", experiment="test").run_id)
+        (run,) = runs_of(tmp_path / name)
+        here = (tmp_path / name / "mlartifacts").as_uri()
+        assert run.info.artifact_uri == f"{here}/{run.info.run_id}/artifacts"
+        assert client_of(tmp_path / name).get_experiment_by_name("test").artifact_location == here
+    assert found[0] == found[1] and not (tmp_path / "first").exists()
+
+
 def test_the_identifier_goes_on_with_the_checkpoints(quick_recipe, tmp_path):
     """And is another one for a run that begins, whatever a start before has left."""
     recipe = quick_recipe(tmp_path, "checkpoints.autoresume=true")

@@ -197,6 +197,23 @@ def test_of_settings_that_are_as_fast_the_best_sends_the_least(planner):
     assert best(gathered.time.messages + 0.02 * gathered.time.total) == "SHARD_GRAD_OP"
 
 
+def test_shapes_and_length_are_those_of_a_set_that_is_here(latent_sets, tmp_path):
+    """They are latents of half the pictures' side, with 12 tokens, of 40 pictures."""
+    own = ["data.resolution=16", "data.expect=null", "training.duration=3ep", "training.global_batch=8"]
+    own += [*SMALL, "model.denoiser.text_width=16", f"output={tmp_path}"]
+
+    def planned(*overrides):
+        return Planner(load_config(ROOT / "yamls" / "sd2_base.yaml", [*own, *overrides], Recipe, []))
+
+    def shapes(planner):
+        return [tuple(planner.batches[0][name].shape[1:]) for name in ("latents", "text")]
+
+    here = planned(f"data.streams.train.path={latent_sets}/train")
+    assert shapes(here) == [(4, 8, 8), (12, 16)] and here.steps == 15
+    there = planned("data.streams.train.path=nowhere", "data.expect={downsample: 4, text_length: 5}")
+    assert shapes(there) == [(4, 4, 4), (5, 16)] and there.steps is None
+
+
 def test_a_stored_sample_has_the_published_size(recipe):
     full = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     batch = {"latents": torch.empty(2, 4, 32, 32, device="meta"), "text": torch.empty(2, 77, 1024, device="meta")}

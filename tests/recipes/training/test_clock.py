@@ -42,6 +42,9 @@ def held(every, duration, start=0):
         ("0.25dur", "12ba", [3, 6, 9, 12]),
         ("0.1dur", "30ba", list(range(3, 31, 3))),
         ("0.5dur", "2ep", [5, 10]),
+        ("0.25dur", "1ep", [2, 3, 4, 5]),
+        ("0.3dur", "3ep", [5, 9, 14, 15]),
+        ("0.1dur", "30ep", list(range(15, 151, 15))),
         ("0.3dur", "10ba", [3, 6, 9, 10]),
         ("10sp", "10ba", [3, 5, 8, 10]),
     ],
@@ -57,6 +60,13 @@ def test_a_resumed_run_keeps_the_interval():
 def test_an_epoch_ends_at_its_own_moment():
     assert held("1ep", "2ep") == [("epoch", 5), ("epoch", 10)]
     assert held("5ba", "2ep") == [("step", 5), ("step", 10)]
+    assert held("0.1dur", "30ep")[:2] == [("epoch", 15), ("epoch", 30)]
+
+
+def test_where_the_length_of_an_epoch_is_not_known_a_share_of_a_run_ends_with_an_epoch():
+    due = Interval("0.25dur")
+    clocks = [(clock.batch, replace(clock, epoch_batches=None)) for _, clock in moments("3ep")]
+    assert [batch for batch, clock in clocks if due(clock)] == [5, 10, 15]
 
 
 @pytest.mark.parametrize("every", ["0ba", "0dur"])

@@ -24,6 +24,17 @@ def test_generators_are_restored_at_the_first_batch_only():
     assert (first, draw()) == expected
 
 
+def test_a_run_without_a_batch_passes_on_what_it_got():
+    saved = Generators().state_dict()
+    expected = draw()
+    for _ in range(2):
+        resumed = Generators()
+        resumed.load_state_dict(saved)
+        saved = resumed.state_dict()
+    resumed.after_dataloader(None, None)
+    assert draw() == expected
+
+
 def test_a_new_run_keeps_its_own():
     torch.manual_seed(3)
     state = torch.get_rng_state()

@@ -17,6 +17,7 @@ from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
 from recipes.engines.lightning.loggers import RunLoggers
 from recipes.engines.lightning.run import LightningRun
+from recipes.engines.lightning.trainer import restore_saved
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 
@@ -151,6 +152,23 @@ def test_a_conversion_there_and_back_changes_nothing(tmp_path):
     (tmp_path / "checkpoints" / "ep1-ba6.ckpt").unlink()
     back = convert(there.with_name("latest-rank0.pt"), "lightning")
     assert same(read_file(back), before)
+
+
+def test_generators_of_a_run_without_a_batch_are_those_that_it_got(tmp_path):
+    seed_all(3)
+    first, run, _ = new_checkpoints(tmp_path)
+    save_at(first, run, 2)
+    expected = torch.get_rng_state()
+    torch.rand(1)
+    complete, run, _ = new_checkpoints(tmp_path)
+    complete.load()
+    save_at(complete, run, 3)
+    third, _, _ = new_checkpoints(tmp_path)
+    third.load()
+    assert torch.equal(third.generators[0]["torch"], expected)
+    restore_saved(third)
+    torch.rand(1)
+    assert third.generators is None and not torch.equal(third._state()["generators"][0]["torch"], expected)
 
 
 def test_generators_go_on_where_they_were():
