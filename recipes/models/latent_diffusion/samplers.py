@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
@@ -47,9 +48,10 @@ def integrate(
     timesteps = scheduler.config.num_train_timesteps
     if steps >= timesteps:
         raise ValueError(f"steps must be below the {timesteps} timesteps of the forward process, got {steps}")
-    scheduler.set_timesteps(steps, device=noise.device)
+    scheduler.set_timesteps(steps)  # on the host, which would wait for the device in each step to look at them
     latents = noise * scheduler.init_noise_sigma
     for timestep in scheduler.timesteps:
-        prediction = predict(scheduler.scale_model_input(latents, timestep), timestep.expand(len(latents)))
+        times = torch.full((len(latents),), int(timestep), device=latents.device)
+        prediction = predict(scheduler.scale_model_input(latents, timestep), times)
         latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents

@@ -1,0 +1,62 @@
+"""Small versions of the shipped training recipes on a GPU that computes nothing: all that the host does for a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.stub_gpu.build import build, variables, why_not
+from recipes.config.recipe import Recipe, load_config, to_yaml
+from tests.recipes.engines.shipped import BATCHES, ROOT, SMALLER, small
+
+pytestmark = [
+    pytest.mark.timeout(1600),
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+ENGINES = ("composer", "lightning")
+
+
+@pytest.fixture(scope="module")
+def seen(request, tmp_path_factory):
+    """Two runs of each recipe in one process, with and without FSDP2: (recipe, kind) -> what was seen of it."""
+    folder = tmp_path_factory.mktemp("stub")
+    sets = {name: request.getfixturevalue(name) for name in ("latent_sets", "token_sets", "text_sets", "drawings")}
+    plan = {}
+    for number, name in enumerate(SMALLER):
+        for turn, kind in enumerate(("whole", "fsdp")):
+            recipe = small(name, sets, folder / kind / name, sharded=kind == "fsdp")
+            changes = ["training.device=gpu", "training.tensor_parallel=1"]
+            if "powersgd" in recipe.algorithms:  # which needs several machines, as tensor parallelism several GPUs
+                changes += ["algorithms.powersgd=null"] + ["training.fsdp.replicas=1"] * (kind == "fsdp")
+            path = folder / f"{name}_{kind}.yaml"
+            path.write_text(to_yaml(recipe))
+            path.write_text(to_yaml(load_config(path, changes, Recipe)))
+            plan[f"{name} {kind}"] = (ENGINES[(number + turn) % 2], str(path))
+    (folder / "recipes.json").write_text(json.dumps(plan))
+    stub = folder / "stub"
+    stub.mkdir()
+    environment = os.environ | variables(build(stub)) | {
+        "PYTHONPATH": str(ROOT),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # memory that no kernel has written is zero
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.recipes.engines.on_stub_gpu", str(folder)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500, check=False,
+    )  # fmt: skip
+    file = folder / "seen.0.json"
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    missing = {"error": "it was not reached:\n" + done.stdout[-2000:] + done.stderr[-4000:]}
+    return {(name, kind): found.get(f"{name} {kind}", missing) for name in SMALLER for kind in ("whole", "fsdp")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "fsdp"])
+@pytest.mark.parametrize("name", SMALLER)
+def test_it_runs_to_its_end(seen, name, kind):
+    report = seen[name, kind]
+    if "error" in report:
+        pytest.fail(report["error"], pytrace=False)
+    assert len(report["losses"]) == BATCHES
+    assert report["validated"]
