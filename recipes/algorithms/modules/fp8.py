@@ -29,7 +29,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     the tensor itself, so nothing has to be kept between steps. If a value is not finite, all products become NaN.
 
     Args:
-        x: of any shape, 16 or 32 bits.
+        x: (..., K), 16 or 32 bits.
         dtype: the 8-bit format.
 
     Returns:
@@ -37,7 +37,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         factor: () float32.
     """
     largest = torch.finfo(dtype).max
-    scale = largest / x.abs().amax().float().clamp(min=LEAST)
+    # By rows first: torch 2.7's compiler fails on one maximum over all of a tensor that was padded before.
+    scale = largest / x.abs().amax(-1).amax().float().clamp(min=LEAST)
     q = (x.float() * scale).clamp(-largest, largest).to(dtype)
     return q.contiguous(), scale.reciprocal()
 

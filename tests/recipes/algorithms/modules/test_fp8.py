@@ -13,6 +13,7 @@ from recipes.algorithms.modules.fp8 import BACKWARD, FORWARD, Fp8, Fp8Linear, ch
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.autoregressive.transformer import Unembedding
 from tests.recipes.training.fake_run import FakeRun
+from tests.stub_gpu import needs_stub_gpu, run_on_stub_gpu
 
 DIGITS = {FORWARD: 3, BACKWARD: 2}  # explicit bits of the significand
 
@@ -145,6 +146,17 @@ def test_a_block_compiles_as_one_graph():
         (gradient,) = torch.autograd.grad(forward(x).square().sum(), x)
         results.append(gradient)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@needs_stub_gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_block_compiles_for_a_gpu(tmp_path):
+    """At its real size, at which maxima over a tensor are divided over programs."""
+    done = run_on_stub_gpu(tmp_path, "-m", "tests.recipes.algorithms.modules.fp8_on_stub_gpu", timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    got, of = done.stdout.split("gradients: ")[1].split(" of ")
+    assert int(got) == int(of)
 
 
 def test_what_is_refused():
