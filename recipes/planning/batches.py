@@ -56,7 +56,7 @@ def encoded_sizes(recipe: Recipe) -> dict[str, int]:
         ValueError: the set is not one of latents.
     """
     found = {}
-    for encoded in build(recipe.data.args["streams"]).values():
+    for encoded in build(recipe.data.args.get("streams") or {}).values():
         if not found and (Path(encoded.local) / NAME).is_file():
             manifest = Manifest.read(encoded.local)
             manifest.check(kind="latents")
