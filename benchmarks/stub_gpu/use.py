@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,28 +15,60 @@ from recipes.algorithms.resilience import guard
 SMALL = 64  # elements
 
 
+class Counts:
+    """What the host has done since this process began."""
+
+    def __init__(self) -> None:
+        self._stub = ctypes.CDLL(None)  # it is loaded before everything else
+        self._stub.stub_launches.restype = self._stub.stub_waits.restype = ctypes.c_long
+
+    @property
+    def launches(self) -> int:
+        """Kernels launched."""
+        return self._stub.stub_launches()
+
+    @property
+    def waits(self) -> int:
+        """Times that the host waited for all that it had launched."""
+        return self._stub.stub_waits()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is counted."""
+        self._stub.stub_count(0)
+        try:
+            yield
+        finally:
+            self._stub.stub_count(1)
+
+
 def compute_decisions_on_host() -> None:
     """Make the tensors from which the host reads what to do next, such as whether gradients are finite, on the host.
 
-    They are sums over a few numbers and flags. Everything else that the host reads is zero or meaningless.
+    They are flags and numbers of samples, in tensors of integers. Everything else that the host reads is zero or
+    meaningless.
     """
     full, stack, add = torch.full, torch.stack, Tensor.__iadd__
+    counts = Counts()
 
     def host_full(size: Any, value: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda" or tuple(size):
             return full(size, value, *args, device=device, **kwargs)
-        return full(size, value, *args, **kwargs).to(device)
+        with counts.paused():
+            return full(size, value, *args, **kwargs).to(device)
 
     def host_stack(tensors: Any, dim: int = 0, **kwargs: Any) -> Tensor:
         first = tensors[0]
-        if not first.is_cuda or first.numel() > SMALL or any(t.requires_grad for t in tensors):
+        if not first.is_cuda or first.numel() > SMALL or first.is_floating_point():
             return stack(tensors, dim, **kwargs)
-        return stack([t.cpu() for t in tensors], dim, **kwargs).to(first.device)
+        with counts.paused():
+            return stack([t.cpu() for t in tensors], dim, **kwargs).to(first.device)
 
     def host_add(self: Tensor, other: Any) -> Tensor:  # Composer counts finished loaders in a tensor
         if not self.is_cuda or self.numel() > SMALL or self.is_floating_point() or isinstance(other, Tensor):
             return add(self, other)
-        return self.copy_(self.cpu() + other)
+        with counts.paused():
+            return self.copy_(self.cpu() + other)
 
     torch.full, torch.stack = host_full, host_stack
     Tensor.__iadd__ = host_add  # type: ignore[assignment, method-assign]

@@ -1,20 +1,14 @@
 """Small versions of the shipped training recipes on a GPU that computes nothing: all that the host does for a GPU."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks.stub_gpu.build import build, variables, why_not
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from tests.recipes.engines.shipped import BATCHES, ROOT, SMALLER, small
+from tests.recipes.engines.shipped import BATCHES, SMALLER, small
+from tests.stub_gpu import needs_stub_gpu, run_on_stub_gpu
 
-pytestmark = [
-    pytest.mark.timeout(1600),
-    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-]
+pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
 ENGINES = ("composer", "lightning")
 
 
@@ -35,16 +29,12 @@ def seen(request, tmp_path_factory):
             path.write_text(to_yaml(load_config(path, changes, Recipe)))
             plan[f"{name} {kind}"] = (ENGINES[(number + turn) % 2], str(path))
     (folder / "recipes.json").write_text(json.dumps(plan))
-    stub = folder / "stub"
-    stub.mkdir()
-    environment = os.environ | variables(build(stub)) | {
-        "PYTHONPATH": str(ROOT),
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # memory that no kernel has written is zero
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.recipes.engines.on_stub_gpu", str(folder)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500, check=False,
-    )  # fmt: skip
+    done = run_on_stub_gpu(
+        folder,
+        *("-m", "tests.recipes.engines.on_stub_gpu", folder),
+        timeout=1500,
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",  # memory that no kernel has written is zero
+    )
     file = folder / "seen.0.json"
     found = json.loads(file.read_text()) if file.is_file() else {}
     missing = {"error": "it was not reached:\n" + done.stdout[-2000:] + done.stderr[-4000:]}

@@ -1,0 +1,142 @@
+"""What the host does for a GPU, measured without one: how fast it launches the steps of training at their real sizes.
+
+    python benchmarks/host.py
+    python benchmarks/host.py --settings "sd2_base, microbatches of 128"
+
+The recipes train on a GPU that computes nothing (see `benchmarks.stub_gpu.build`), so a step lasts as long as the host
+needs to launch it: the rate is the most that any GPU could reach with this host. Memory is that of PyTorch's allocator,
+which works as on an H100 with 80 GB, and is compared with the planner's. Workspaces of cuDNN and of cuBLASLt, which
+only a GPU chooses, are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+
+from data.threads import set_default_threads
+
+if __name__ == "__main__":
+    set_default_threads()  # before torch is imported
+
+import torch
+from composer import Callback, Logger, State
+
+from benchmarks.gpu_run.page import GOALS
+from benchmarks.gpu_run.subjects import NO_AVERAGE, SUBJECTS, recipe_for
+from benchmarks.gpu_run.trained import made_on
+from benchmarks.reporting import write_results
+from benchmarks.steady import Steady, run_until
+from benchmarks.stub_gpu.build import build, variables, why_not
+from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
+from callbacks.peak_flops import peak_flops
+from recipes.config.recipe import Recipe
+from recipes.engines.composer.trainer import build_trainer
+from recipes.planning.gpus import device_named
+from recipes.planning.plan import Planner
+from recipes.planning.settings import Place
+
+# Which norms are fused is chosen by timing them, and kernels take no time here.
+ON_ONE = ["training.fsdp=null", "algorithms.fused_group_norm.when=always"]
+AT_512 = [*ON_ONE, NO_AVERAGE]
+MARK = "row: "
+# Row -> subject of gpu.py, and changes of its recipe.
+SETTINGS = {
+    "sd2_base, microbatches of 64": ("unet_256", [*ON_ONE, "training.microbatch=64"]),
+    "sd2_base, microbatches of 128": ("unet_256", [*ON_ONE, "training.microbatch=128"]),
+    "sd2_base, microbatches of 256": ("unet_256", [*ON_ONE, "training.microbatch=256"]),
+    "sd2_base_512, microbatches of 32": ("unet_512", [*AT_512, "training.microbatch=32"]),
+    "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
+    "dalle_1b, microbatches of 16": ("transformer", [NO_AVERAGE]),
+}
+
+
+class LastStep(Callback):
+    """Launches of kernels and waits of the host in the last step."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.launches = self.waits = 0
+        self._before = (0, 0)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        now = self.counts.launches, self.counts.waits
+        self.launches, self.waits = now[0] - self._before[0], now[1] - self._before[1]
+        self._before = now
+
+
+def planned(recipe: Recipe) -> float:
+    """Bytes on one H100, by the planner."""
+    device = device_named("h100", ROOT / "runs" / "devices")
+    place = Place(device, peak_flops(device.name, "bf16"), device.shares, 1, 1)
+    same = [s for s in Planner(recipe).settings(place) if s.microbatch == recipe.training.microbatch]
+    return next(s.memory.total for s in same if not s.recompute and s.division == "DDP")
+
+
+def measure(name: str) -> dict[str, Any]:
+    """A row of the table."""
+    key, changes = SETTINGS[name]
+    subject = SUBJECTS[key]
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_for(subject, changes, False, Path(folder))
+        last = LastStep()
+        with made_on(torch.device("cuda")):
+            trainer = build_trainer(recipe)
+            trainer.state.callbacks.append(last)
+            steady = run_until(trainer, Steady(warm_up=5, windows=3, steps=3))
+    rate = statistics.median(steady.rates) * subject.per_sample
+    goal = next(goal for _, table, _, goal in GOALS if table == subject.table)
+    return {
+        "recipe": name,
+        "host's rate": f"{rate:,.0f} {subject.unit}",
+        "goal on an H200": f"{goal:,}",
+        "host / goal": round(rate / goal, 1),
+        "launches per step": last.launches,
+        "waits per step": last.waits,
+        "peak GB": round(steady.peak / 1e9, 1),
+        "peak GB by the planner": round(planned(recipe) / 1e9, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--row", choices=list(SETTINGS), help=argparse.SUPPRESS)  # of a process on the stub GPU
+    arguments = parser.parse_args()
+    if arguments.row:
+        compute_decisions_on_host()
+        print(MARK + json.dumps(measure(arguments.row)))
+        return
+    if reason := why_not():
+        sys.exit(f"host.py: {reason}")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | variables(build(Path(folder)))
+        for name in arguments.settings:  # each in a process of its own, with all memory of the GPU
+            command = [sys.executable, __file__, "--row", name]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                sys.exit(f"host.py: {name} ended with status {done.returncode}")
+            rows.append(json.loads(done.stdout.split(MARK)[1]))
+    notes = (
+        "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
+        "this host needs to launch it. A step has 256 images at 256, 64 at 512, and 64 sequences of 1,280 tokens. "
+        "`waits` are those for all that was launched before. `peak GB` is what PyTorch's allocator gave out at once; "
+        "workspaces of cuDNN come on top."
+    )
+    write_results("host", "sd2", rows, notes)
+
+
+if __name__ == "__main__":
+    main()

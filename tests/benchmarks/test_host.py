@@ -1,0 +1,25 @@
+"""The real U-Net on a GPU that computes nothing: launches, waits and memory of a step."""
+
+import json
+
+import pytest
+
+from benchmarks.host import MARK, SETTINGS
+from tests.stub_gpu import ROOT, needs_stub_gpu, run_on_stub_gpu
+
+NAME = "sd2_base, microbatches of 128"
+
+
+@needs_stub_gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_launches_waits_and_memory_of_a_step_at_its_real_size(tmp_path):
+    assert NAME in SETTINGS
+    done = run_on_stub_gpu(tmp_path, ROOT / "benchmarks" / "host.py", "--row", NAME, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    row = json.loads(done.stdout.split(MARK)[1])
+    # Two microbatches. Another version of a library may launch a few more.
+    assert 5000 < row["launches per step"] < 7200
+    # The guard's, and Composer's: the loss three times, times and numbers of samples, and whether the epoch is over.
+    assert row["waits per step"] <= 9
+    assert row["peak GB"] == pytest.approx(row["peak GB by the planner"], rel=0.1)
