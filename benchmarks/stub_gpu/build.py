@@ -42,10 +42,12 @@ def build(folder: Path) -> Path:
     """
     import triton
 
-    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    # Structures are those of PyTorch's CUDA; Triton has the headers of the compiler, which they include.
+    own_cuda = sorted(_libraries().parents[1].glob("nvidia/*/include/driver_types.h"))
+    headers = [*(file.parent for file in own_cuda), Path(triton.__file__).parent / "backends" / "nvidia" / "include"]
     compiler = ["gcc", "-w", "-O1", "-fPIC"]
     own, others = folder / "stub.o", folder / "others.c"
-    subprocess.run([*compiler, "-c", f"-I{headers}", str(SOURCE), "-o", str(own)], check=True)
+    subprocess.run([*compiler, "-c", *(f"-I{include}" for include in headers), str(SOURCE), "-o", str(own)], check=True)
     here = _symbols(own, "--defined-only")
     needed = {name for file in PYTORCH for name in _symbols(_libraries() / file, "--dynamic", "--undefined-only")}
     names = sorted(n for n in needed - here if STUBBED.fullmatch(n) and not REAL.fullmatch(n))

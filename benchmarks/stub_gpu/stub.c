@@ -172,6 +172,8 @@ int cudaDeviceCanAccessPeer(int *can, int one, int other) { *can = 0; return 0; 
 /* --- kernels, streams and events ---------------------------------------------------------------------------------- */
 
 int cudaLaunchKernel(const void *kernel) { return launch(); }
+int __cudaLaunchKernel(const void *kernel) { return launch(); } /* CUDA 13 */
+int __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; return 0; }
 int cudaLaunchKernelExC(const void *config, const void *kernel, void **arguments) { return launch(); }
 
 int cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *kernel) {
@@ -204,6 +206,9 @@ int cudaStreamGetCaptureInfo_v2(void *s, int *status, unsigned long long *id, vo
   if (status) *status = 0;
   if (number) *number = 0;
   return 0;
+}
+int cudaStreamGetCaptureInfo(void *s, int *status, unsigned long long *id, void *g, void *d, void *e, size_t *number) {
+  return cudaStreamGetCaptureInfo_v2(s, status, id, g, d, number); /* CUDA 13 */
 }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   if (least) *least = 0;
@@ -248,6 +253,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
   return 0;
 }
 int cuModuleLoadData(void **module, const void *image) { *module = (void *)2; return 0; }
+int cuModuleLoad(void **module, const char *file) { return cuModuleLoadData(module, file); }
 int cuModuleUnload(void *module) { return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)3; return 0; }
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
