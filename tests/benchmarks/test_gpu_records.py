@@ -1,13 +1,15 @@
 """Results of several runs of the command for a GPU: what of them counts, what may be compared, and where it goes."""
 
 import json
+import time
 
 import pytest
 
 from benchmarks import gpu, reporting
 from benchmarks.gpu_run import page as pages
+from benchmarks.gpu_run.items import Item
 from benchmarks.gpu_run.page import BEGIN, END, page
-from benchmarks.gpu_run.records import LEFT_OUT, RECORDS, RELATIVE, Records
+from benchmarks.gpu_run.records import DONE, LEFT_OUT, RECORDS, RELATIVE, Records
 from benchmarks.gpu_run.subjects import BEST, START
 from benchmarks.gpu_run.trained import setting
 
@@ -196,3 +198,23 @@ def test_tiny_sizes_are_not_placed(records, document, capsys):
         gpu.main(["--place", str(records.path)])
     assert "has no results at the published sizes" in capsys.readouterr().err
     assert "None yet" in document.read_text()
+
+
+def test_what_a_fork_without_cuda_has_found_is_replaced_by_the_process_after_it(tmp_path):
+    records = Records(tmp_path / RECORDS)
+    records.begin_run(surroundings={"gpu": "A", "commit": "1"}, small=False, budget=1)
+
+    class Runner(gpu.Isolated):
+        def __init__(self):
+            self.forks = True
+
+        def __call__(self, item, limit):
+            records.row("norms", {"ms": "an error" if self.forks else 1.0})
+            return "FAILED: RuntimeError: Cannot re-initialize CUDA in forked subprocess" if self.forks else DONE
+
+        def without_forks(self):
+            self.forks = False
+
+    gpu.run_all([Item("norms", "norms", 9.0)], Runner(), records, time.monotonic() + 60, lambda line: None)
+    assert [row["values"] for row in records.rows("norms")] == [{"ms": 1.0}]
+    assert [line["state"][:6] for line in records.lines("end")] == ["FAILED", "done"]
