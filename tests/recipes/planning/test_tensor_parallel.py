@@ -137,7 +137,8 @@ def test_the_dry_run_of_a_diffusion_transformer(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     network = "model.denoiser={cross_attention: true, text_layers: 1}"
     again = "algorithms.again={name: activation_checkpointing, every: 2}"
-    config = recipe("openmoji_diffusion", TWO, network, again, "training={microbatch: 16, precision: fp32}")
+    nothing = "data.streams.train.path=runs/nothing"  # a set that lies here would have sizes of its own
+    config = recipe("openmoji_diffusion", TWO, network, again, nothing, "training={microbatch: 16, precision: fp32}")
     lines = describe_run(config, []).splitlines()
     (line,) = [line for line in lines if line.startswith("within 2 tensor parallel devices")]
     # 8 layers of three branches, of which every second one is computed again, and the text's block of two branches.
