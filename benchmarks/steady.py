@@ -103,12 +103,11 @@ def live_bytes() -> int:
         if type(thing) not in (Tensor, nn.Parameter):
             continue
         try:
-            held = thing.device.type == "cpu" and thing.layout is torch.strided
-        except RuntimeError:  # autograd has undefined tensors, which have no device
+            if thing.device.type == "cpu" and thing.layout is torch.strided:
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        except RuntimeError:  # undefined tensors of autograd have no device, and those that stand for others no memory
             continue
-        if held:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
