@@ -121,8 +121,8 @@ class Compile(Lever):
 
     The mode reduce-overhead captures CUDA graphs: one launch per block instead of one per kernel. It pays if the device
     waits for the host, as with small grids and microbatches (256 x 256 pixels and a few samples); with long kernels it
-    only takes more memory. Graphs write their gradients into memory that the next graph reuses, so gradients are summed
-    in separate buffers.
+    only takes more memory. Graphs write gradients to the same memory in each microbatch. In batches of several
+    microbatches, gradients are therefore summed in separate buffers.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Compile(Lever):
         self.backend = backend
         self.graphs = mode in ("reduce-overhead", "max-autotune")
         self.forwards: list[CompiledForward] = []
-        self.gradients: list[Tensor] | None = None
+        self.gradients: dict[int, Tensor] = {}
         self.to_check = True
 
     def compile(self, run: Run) -> None:
@@ -177,8 +177,8 @@ class Compile(Lever):
 
     def before_forward(self, run: Run) -> None:
         if self.graphs and run.on_gpu:
-            torch.compiler.cudagraph_mark_step_begin()
             self._keep_gradients()
+            torch.compiler.cudagraph_mark_step_begin()
 
     def before_step(self, run: Run) -> None:
         if self.to_check and not any(forward.paused for forward in self.forwards):
@@ -204,16 +204,21 @@ class Compile(Lever):
             )
 
     def _keep_gradients(self) -> None:
-        """Before the first microbatch of a batch, give parameters zeroed gradients outside of the memory of graphs."""
-        if self.gradients is None:
-            modules = [forward.module for forward in self.forwards]
-            parameters = {id(p): p for m in modules for p in m.parameters() if p.requires_grad}
-            self.parameters = list(parameters.values())
-            self.gradients = [torch.zeros_like(p) for p in self.parameters]
-        if not self.gradients or self.parameters[0].grad is self.gradients[0]:
-            return  # not the first microbatch, or nothing is trained
-        torch._foreach_zero_(self.gradients)
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+        """Copy the gradients of the microbatch before, if there is one in this batch, out of the memory of graphs.
+
+        Later microbatches are added to these copies. A batch of one microbatch needs none: autograd makes its gradients
+        those of the parameters as they are, which saves a kernel per parameter.
+        """
+        parameters = [p for forward in self.forwards for p in forward.module.parameters() if p.grad is not None]
+        new = {id(p): p for p in parameters if p.grad is not self.gradients.get(id(p))}
+        if not new:
+            return
+        for key, parameter in new.items():
+            if key not in self.gradients:
+                self.gradients[key] = torch.empty_like(parameter)
+        kept = [self.gradients[key] for key in new]
+        torch._foreach_copy_(kept, [parameter.grad for parameter in new.values()])
+        for parameter, gradient in zip(new.values(), kept, strict=True):
             parameter.grad = gradient
 
     # --- for the search of a microbatch --------------------------------------------------------
