@@ -104,12 +104,15 @@ class ResblockGradScaling(Lever):
             for matrices, factor in zip(self.matrices, self.factors, strict=True):
                 store(matrices, factor)
 
-    def begin(self, run: Run) -> None:
+    def check_run(self, run: Run) -> None:
         if self.matrices is not None and not isinstance(run.optimizer, Adam16):
             raise ValueError(
                 "resblock_grad_scaling: weights: fp16 needs the optimizer adam16, which knows of the scales in 16-bit "
                 "gradients"
             )
+
+    def begin(self, run: Run) -> None:
+        self.check_run(run)
         self.on_device.copy_(self.scales.values())
 
     @classmethod

@@ -99,6 +99,10 @@ class ContrastiveText(Task):
         del self.network.logit_scale
         self.eval_names = ["loss", "accuracy"]
 
+    def networks(self) -> list[nn.Module]:
+        """The image tower and the text transformer, which are called one by one."""
+        return [self.network.visual, self.network.transformer]
+
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits (B, B), float32 also under autocast: images as rows, captions as columns.
 

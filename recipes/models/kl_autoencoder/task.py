@@ -64,6 +64,10 @@ class KLAutoencoder(Task):
         encoder, decoder = self.network.encoder, self.network.decoder
         return [*encoder.down_blocks, encoder.mid_block, decoder.mid_block, *decoder.up_blocks]
 
+    def networks(self) -> list[nn.Module]:
+        """Encoder and decoder, which are called one by one."""
+        return [self.network.encoder, self.network.decoder]
+
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss, with latents drawn from the posterior.
 
