@@ -36,6 +36,7 @@ class PromptGrid(PeriodicCallback, ABC):
         prompts: list[str],
         every: str | None,
         columns: int | None,
+        batch: int,
     ) -> None:
         """
         Args:
@@ -45,18 +46,22 @@ class PromptGrid(PeriodicCallback, ABC):
             prompts: captions, one per image.
             every: interval; None: only the end of the run.
             columns: images per row; None: as many as make the grid nearest to a square.
+            batch: number of images drawn at once.
 
         Raises:
-            ValueError: no prompts.
+            ValueError: no prompts, or numbers out of range.
         """
         super().__init__(every)
         if not prompts:
             raise ValueError("sample_grid: prompts is empty")
+        if batch < 1 or (columns is not None and columns < 1):
+            raise ValueError(f"sample_grid: batch {batch}, columns {columns}: give 1 or more")
         self.task = task
         self.folder = Path(output, "samples")
         self.average = average
         self.prompts = prompts
         self.columns = columns
+        self.batch = batch
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
 

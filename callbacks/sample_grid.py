@@ -13,6 +13,7 @@ from data.loading import Loading
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.latent_diffusion.objective import seeded_noise
 from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.models.sampling import check_guidance
 
 
 class SampleGrid(PromptGrid):
@@ -50,14 +51,16 @@ class SampleGrid(PromptGrid):
             columns: images per row; null: as many as make the grid nearest to a square.
             batch: number of images sampled at once.
         """
-        super().__init__(task, output, average, prompts, every, columns)
+        super().__init__(task, output, average, prompts, every, columns, batch)
+        if steps < 1:
+            raise ValueError(f"sample_grid: steps: {steps}; give 1 or more")
+        check_guidance(guidance)
         self.loading = loading
         self.encoders = encoders
         self.seed = seed
         self.steps = steps
         self.guidance = guidance
         self.sampler = task.objective.check_sampler(sampler)
-        self.batch = batch
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """See `PromptGrid.prepare`."""

@@ -27,17 +27,12 @@ def build(component: Any, **context: Any) -> Any:
         return type(component)(build(value, **context) for value in component)
     if not isinstance(component, Component):
         return component
-    builder, wanted = import_builder(component), requests(component)
+    builder = import_builder(component)
+    wanted = [p.name for p in inspect.signature(builder).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
     missing = [name for name in wanted if name not in context]
     assert not missing, f"{component.target} asks for {missing}, which a {component.group} is not given"
     arguments = {key: build(value, **context) for key, value in component.args.items()}
     return builder(*(context[name] for name in wanted), **arguments)
-
-
-def requests(component: Component) -> list[str]:
-    """Names of the objects that the builder of a component requests, see `build`."""
-    parameters = inspect.signature(import_builder(component)).parameters.values()
-    return [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
 
 
 def import_builder(component: Component) -> Callable[..., Any]:

@@ -19,9 +19,9 @@ from torch import nn
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
-from recipes.config.build import build, build_on_meta, requests
+from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
-from recipes.config.values import plain_values
+from recipes.config.values import Component, plain_values
 from recipes.engines.parts import Place, build_levers, the_one
 from recipes.engines.precision import resolve
 from recipes.engines.tracking import tracked_run
@@ -64,6 +64,8 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
         "output": recipe.output,
         "tracked": partial(tracked_run, recipe),
         "blank": lambda: build_on_meta(recipe.model),
+        "loading": None,
+        "encoders": None,
     }
     # One value stands for all parameters, which have no memory.
     optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
@@ -72,7 +74,7 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
-        if set(requests(component)) <= set(context):  # others need the data
+        if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
             build(component, **context)
     for lever in levers:
         lever.change_modules(run)

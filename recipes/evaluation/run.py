@@ -13,7 +13,7 @@ import torch
 from data.log import log
 from data.sources.base import Sample
 from recipes.config.build import build
-from recipes.config.values import plain_values
+from recipes.config.values import plain_values, quoted
 from recipes.encoders.base import weights_hash
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.job import Job, Variant, ranks, variants
@@ -23,6 +23,10 @@ from recipes.scoring.extractors import build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import RESIZE, captions_of, content, read_reference, reference_features
 from recipes.scoring.reranking import Reranker
+
+# By the type that an option has on the command line, what it may be in a YAML, and its name.
+TYPES = {float: (int, float), int: int, str: str, Path: str}
+NAMES = {float: "a number", int: "an integer", str: "a text", Path: "a path"}
 
 
 def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
@@ -125,15 +129,20 @@ def settings_of(config: Evaluation) -> Settings:
 def check_options(config: Evaluation, export: Path) -> None:
     """
     Raises:
-        ValueError: an option of sampling or of a sweep that the model's family does not have.
+        ValueError: an option of sampling or of a sweep that the model's family does not have, or a value of another
+            type.
     """
     family = family_of(export)
-    known = {"guidance", *(flag.removeprefix("--").replace("-", "_") for flag in family.options)}
+    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in family.options}
+    known = {"guidance": float, **{name: family.options[flag].get("type", str) for name, flag in flags.items()}}
     for section in ("sampling", "sweeps"):
-        for name in getattr(config, section):
+        for name, values in getattr(config, section).items():
             if name not in known:
                 options = ", ".join(sorted(known))
                 raise ValueError(f"{section}.{name}: no option of {family.title} models, which have {options}")
+            for value in values if section == "sweeps" else [values]:
+                if value is not None and not isinstance(value, TYPES[known[name]]) or isinstance(value, bool):
+                    raise ValueError(f"{section}.{name}: {quoted(value)}; give {NAMES[known[name]]}")
 
 
 def digest(path: Path) -> str:
