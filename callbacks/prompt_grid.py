@@ -13,6 +13,7 @@ from callbacks.averaged import averaged
 from data.cost import Cost, Files, Plan, count_text
 from data.image_grid import picture_grid, save_png, to_uint8
 from data.log import log
+from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.models.task import Task
@@ -54,8 +55,7 @@ class PromptGrid(PeriodicCallback, ABC):
         super().__init__(every)
         if not prompts:
             raise ValueError("sample_grid: prompts is empty")
-        if batch < 1 or (columns is not None and columns < 1):
-            raise ValueError(f"sample_grid: batch {batch}, columns {columns}: give 1 or more")
+        check_least("sample_grid", 1, batch=batch, columns=columns)
         self.task = task
         self.folder = Path(output, "samples")
         self.average = average

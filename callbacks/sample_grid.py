@@ -10,10 +10,10 @@ import torch
 from callbacks.prompt_grid import PromptGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
+from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.latent_diffusion.objective import seeded_noise
 from recipes.models.latent_diffusion.task import LatentDiffusion
-from recipes.models.sampling import check_guidance
 
 
 class SampleGrid(PromptGrid):
@@ -52,9 +52,7 @@ class SampleGrid(PromptGrid):
             batch: number of images sampled at once.
         """
         super().__init__(task, output, average, prompts, every, columns, batch)
-        if steps < 1:
-            raise ValueError(f"sample_grid: steps: {steps}; give 1 or more")
-        check_guidance(guidance)
+        check_least("sample_grid", 1, steps=steps)
         self.loading = loading
         self.encoders = encoders
         self.seed = seed

@@ -277,6 +277,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _require(
             (self.run_name.strip(), "run_name: empty; it names the run's folder"),
+            (0 <= self.seed < 2**31, f"seed: {self.seed}; give 0 to {2**31 - 1}"),
             (
                 not scheme_of(self.output or ""),
                 f"output: {self.output} is remote; give a local folder, and the address as checkpoints.bucket",

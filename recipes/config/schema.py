@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import re
 import sys
@@ -363,6 +364,8 @@ class Checker:
         if kind == "int" and number and float(value).is_integer():
             return int(value)
         if kind == "float" and number:
+            if not math.isfinite(value):
+                self.fail(path, f"got {value}; give a finite number")
             return float(value)
         if kind == "str" and isinstance(value, str):
             return value

@@ -240,6 +240,7 @@ def test_another_name_drops_the_old_arguments(small):
         ),
         (["training.nonfinite_limit=0"], ["training.nonfinite_limit: 0; give 1 or more"]),
         (["run_name="], ["run_name: expected str, got null"]),
+        (["seed=-1"], ["seed: -1; give 0 to 2147483647"]),
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
