@@ -13,20 +13,16 @@ import torch
 from data.log import log
 from data.sources.base import Sample
 from recipes.config.build import build
-from recipes.config.values import plain_values, quoted
+from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.job import Job, Variant, ranks, variants
 from recipes.evaluation.report import write_report
-from recipes.generation.exports import family_of, find_export, find_network, load_pipeline, read_record
+from recipes.generation.exports import find_export, find_network, load_pipeline, read_record
 from recipes.scoring.extractors import build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import RESIZE, captions_of, content, read_reference, reference_features
 from recipes.scoring.reranking import Reranker
-
-# By the type that an option has on the command line, what it may be in a YAML, and its name.
-TYPES = {float: (int, float), int: int, str: str, Path: str}
-NAMES = {float: "a number", int: "an integer", str: "a text", Path: "a path"}
 
 
 def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
@@ -34,11 +30,10 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
 
     Raises:
         FileNotFoundError: a part of the export, the reference or a network is missing.
-        ValueError: an option that the model's family does not have; fewer pictures than a metric needs.
+        ValueError: fewer pictures than a metric needs.
     """
     rank, world = ranks()
     folder = find_export(export)
-    check_options(config, folder)
     samples = read_reference(build(config.reference.source), config.reference.images, config.seed)
     captions = captions_of(samples, config.images, config.seed)
     check_counts(settings_of(config), len(captions), len(samples))
@@ -124,25 +119,6 @@ def rows_of(job: Job, variant: Variant, reference: dict[int, Any]) -> list[dict[
 def settings_of(config: Evaluation) -> Settings:
     """What a config says about its figures."""
     return Settings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)})
-
-
-def check_options(config: Evaluation, export: Path) -> None:
-    """
-    Raises:
-        ValueError: an option of sampling or of a sweep that the model's family does not have, or a value of another
-            type.
-    """
-    family = family_of(export)
-    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in family.options}
-    known = {"guidance": float, **{name: family.options[flag].get("type", str) for name, flag in flags.items()}}
-    for section in ("sampling", "sweeps"):
-        for name, values in getattr(config, section).items():
-            if name not in known:
-                options = ", ".join(sorted(known))
-                raise ValueError(f"{section}.{name}: no option of {family.title} models, which have {options}")
-            for value in values if section == "sweeps" else [values]:
-                if value is not None and not isinstance(value, TYPES[known[name]]) or isinstance(value, bool):
-                    raise ValueError(f"{section}.{name}: {quoted(value)}; give {NAMES[known[name]]}")
 
 
 def digest(path: Path) -> str:
