@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from data.log import log
+from data.ranges import check_least
 from recipes.training.callback import Callback
 from recipes.training.run import Run
 
@@ -17,6 +18,7 @@ class Progress(Callback):
         Args:
             seconds: shortest time between two lines.
         """
+        check_least("progress", 0, seconds=seconds)
         self.run_name = run_name
         self.output = output
         self.seconds = seconds

@@ -13,6 +13,7 @@ from callbacks.averaged import averaged
 from data.cost import Cost, Files, Plan, count_text
 from data.image_grid import picture_grid, save_png, to_uint8
 from data.log import log
+from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.models.task import Task
@@ -36,6 +37,7 @@ class PromptGrid(PeriodicCallback, ABC):
         prompts: list[str],
         every: str | None,
         columns: int | None,
+        batch: int,
     ) -> None:
         """
         Args:
@@ -45,18 +47,21 @@ class PromptGrid(PeriodicCallback, ABC):
             prompts: captions, one per image.
             every: interval; None: only the end of the run.
             columns: images per row; None: as many as make the grid nearest to a square.
+            batch: number of images drawn at once.
 
         Raises:
-            ValueError: no prompts.
+            ValueError: no prompts, or numbers out of range.
         """
         super().__init__(every)
         if not prompts:
             raise ValueError("sample_grid: prompts is empty")
+        check_least("sample_grid", 1, batch=batch, columns=columns)
         self.task = task
         self.folder = Path(output, "samples")
         self.average = average
         self.prompts = prompts
         self.columns = columns
+        self.batch = batch
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
 

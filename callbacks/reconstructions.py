@@ -12,6 +12,7 @@ from callbacks.averaged import averaged
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.cost import Cost, Files, Plan
 from data.image_grid import picture_grid, save_png, to_uint8
+from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.models.kl_autoencoder.task import to_signed
@@ -43,9 +44,10 @@ class Reconstructions(PeriodicCallback):
             pictures: number of images, of the first rank's first batch.
 
         Raises:
-            ValueError: the model reconstructs no images.
+            ValueError: the model reconstructs no images, or none are asked for.
         """
         super().__init__(every)
+        check_least("reconstructions", 1, pictures=pictures)
         if "reconstruct" not in task.entry_points:
             raise ValueError(f"reconstructions: a {type(task).__name__} reconstructs no images; remove the callback")
         self.task = task

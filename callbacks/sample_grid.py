@@ -10,6 +10,7 @@ import torch
 from callbacks.prompt_grid import PromptGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.loading import Loading
+from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.latent_diffusion.objective import seeded_noise
 from recipes.models.latent_diffusion.task import LatentDiffusion
@@ -50,14 +51,14 @@ class SampleGrid(PromptGrid):
             columns: images per row; null: as many as make the grid nearest to a square.
             batch: number of images sampled at once.
         """
-        super().__init__(task, output, average, prompts, every, columns)
+        super().__init__(task, output, average, prompts, every, columns, batch)
+        check_least("sample_grid", 1, steps=steps)
         self.loading = loading
         self.encoders = encoders
         self.seed = seed
         self.steps = steps
         self.guidance = guidance
         self.sampler = task.objective.check_sampler(sampler)
-        self.batch = batch
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """See `PromptGrid.prepare`."""

@@ -13,6 +13,7 @@ from callbacks.peak_flops import number_format_of, peak_flops
 from callbacks.step_timer import StepTimer
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.log import log
+from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.task import Task
 from recipes.training.callback import Callback
@@ -52,6 +53,7 @@ class Throughput(Callback):
             window: number of steps that averages are taken over.
             communication_every: interval between profiles of 3 steps that give the share of communication; null: none.
         """
+        check_least("throughput", 1, window=window)
         self.task = task
         self.blank = blank
         self.counted = False

@@ -53,12 +53,11 @@ class TokenGrid(PromptGrid):
             columns: images per row; null: as many as make the grid nearest to a square.
             batch: number of images sampled at once.
         """
-        super().__init__(task, output, average, prompts, every, columns)
+        super().__init__(task, output, average, prompts, every, columns, batch)
         self.choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, guidance=guidance)
         self.loading = loading
         self.encoders = encoders
         self.seed = seed
-        self.batch = batch
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """See `PromptGrid.prepare`."""

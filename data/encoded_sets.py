@@ -39,6 +39,14 @@ class EncodedSet:
     remote: str | None
     options: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        given = {name: self.options.get(name) for name in ("proportion", "repeat")}
+        for name, value in given.items():
+            if value is not None and value <= 0:
+                raise ValueError(f"stream: {name}: {value}; give a number above 0, or remove the stream")
+        if None not in given.values():
+            raise ValueError("stream: proportion and repeat contradict each other; give one of them")
+
     def file(self, name: str) -> Path:
         """The path of a file beside the shards, which is fetched first if the set is remote.
 

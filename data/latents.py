@@ -14,12 +14,15 @@ from data.draws import draws_of
 from data.encoded_sets import manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
+from data.ranges import check_reading, check_shares
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, key_seed, open_loader
 from data.shared_batches import Specs
 
 
 def latents_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
+    check_shares("latents", caption_dropout=args["caption_dropout"], flip=args["flip"])
+    check_reading("latents", **args)
     sets = [(encoded.local, encoded.options["repeat"]) for encoded in plan.build(args["streams"]).values()]
     return Cost(epoch=epoch_of("latents", sets, args, plan.task.requirements()))
 
@@ -70,9 +73,10 @@ def latents(
         FileNotFoundError: a stream has no manifest.
         ValueError: a field of a manifest does not fit the recipe.
     """
-    for name, share in (("caption_dropout", caption_dropout), ("flip", flip)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"latents: {name} is a share from 0 to 1, got {share}")
+    check_shares("latents", caption_dropout=caption_dropout, flip=flip)
+    check_reading(
+        "latents", workers=workers, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size
+    )
     manifests = manifests_of("latents", streams)
     first = manifests[0]
     same = {"image_weights": first.image_encoder["weights_hash"], "text_weights": first.text_encoder["weights_hash"]}

@@ -17,6 +17,7 @@ from data.deaths import DecoderDied, keep_alarms, worker_deaths
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
 from data.log import log
 from data.picture_deaths import PictureDeaths
+from data.ranges import check_least, check_shares
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
@@ -27,7 +28,23 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """That training has no epochs, see `data.cost`."""
+    _check(**args)
     return Cost(epoch=Epoch(None, endless=True))
+
+
+def _check(
+    resolution: int,
+    tokens: int | None,
+    limit: int,
+    shuffle_buffer: int,
+    workers: int,
+    flip: float,
+    word_dropout: float,
+    **others: Any,
+) -> None:
+    check_least("pictures", 1, resolution=resolution, tokens=tokens, limit=limit)
+    check_least("pictures", 0, shuffle_buffer=shuffle_buffer, workers=workers)
+    check_shares("pictures", flip=flip, word_dropout=word_dropout)
 
 
 @with_cost(pictures_cost)
@@ -69,8 +86,7 @@ def pictures(
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
         limit: maximum number of images of a validation set, per device.
     """
-    if not 0 <= word_dropout <= 1:
-        raise ValueError(f"pictures: word_dropout is a probability from 0 to 1, got {word_dropout}")
+    _check(resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout)
     if keep_decoded and crop != "center" and placement.training:
         raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
     stream = ImageStream(

@@ -11,6 +11,7 @@ import torch
 from data.column_reader import StoredSample
 from data.cost import Cost, Epoch, Plan, with_cost
 from data.loading import Batch, Loading, Placement
+from data.ranges import check_reading
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
 from data.text_manifest import NAME, VOCABULARY, TextManifest
@@ -19,6 +20,7 @@ from data.tokens import widen
 
 def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
+    check_reading("texts", **args)
     samples: float | None = 0.0
     for encoded in plan.build(args["streams"]).values():
         path = Path(encoded.local, NAME)
@@ -65,6 +67,9 @@ def texts(
         FileNotFoundError: a stream has no manifest.
         ValueError: no stream, texts that do not fit the model, or streams of several vocabularies.
     """
+    check_reading(
+        "texts", workers=workers, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size
+    )
     if not streams:
         raise ValueError("texts: streams is empty; name at least one set of packed texts")
     manifests = {label: TextManifest.read(encoded.file(NAME)) for label, encoded in streams.items()}

@@ -18,6 +18,7 @@ from data.encoded_sets import manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
 from data.log import log
+from data.ranges import check_least, check_reading, check_shares
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
 from data.text_requirements import check_text
@@ -28,6 +29,9 @@ POWERS_OF_TEN = frozenset(10**digits for digits in range(12))
 
 def tokens_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`. The vocabulary may not have been made yet."""
+    check_shares("tokens", dropout=args["dropout"], caption_dropout=args["caption_dropout"])
+    check_least("tokens", 1, positions=args["positions"])
+    check_reading("tokens", **args)
     path = Path(args["vocabulary"])
     bpe = Vocabulary.read(path) if path.is_file() else None
     needs = check_text(plan.task.requirements(), args["positions"], bpe)
@@ -83,11 +87,11 @@ def tokens(
         FileNotFoundError: a stream has no manifest, or there is no vocabulary.
         ValueError: a manifest or the vocabulary does not fit the recipe.
     """
-    for name, share in (("dropout", dropout), ("caption_dropout", caption_dropout)):
-        if not 0 <= share <= 1:
-            raise ValueError(f"tokens: {name} is a share from 0 to 1, got {share}")
-    if positions < 1:
-        raise ValueError(f"tokens: positions is {positions}; give 1 or more")
+    check_shares("tokens", dropout=dropout, caption_dropout=caption_dropout)
+    check_least("tokens", 1, positions=positions)
+    check_reading(
+        "tokens", workers=workers, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size
+    )
     bpe = Vocabulary.read(vocabulary)
     needs = check_text(requirements, positions, bpe)
     manifests = manifests_of("tokens", streams)

@@ -12,7 +12,7 @@ from data.stores import malformed
 from recipes.config.components import COMPONENTS
 from recipes.config.differences import parts_of
 from recipes.config.recipe import plain_values
-from recipes.config.schema import Component, ConfigError
+from recipes.config.schema import Component, ConfigError, nearest
 
 # Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)
@@ -22,6 +22,11 @@ ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 # The client of gs:// and azure:// is in data/stores.py, the others are mosaicml-streaming's. Of these, hf:// and dbfs://
 # are left out: the one fails when it is begun, and the other cannot make folders or replace files.
 UPLOADED = ("s3", "gs", "oci", "azure", "azure-dl")
+# Of the MDS format.
+COMPRESSIONS = re.compile(r"br(:(\d|1[01]))?|bz2(:[1-9])?|gz(:\d)?|snappy|zstd(:([1-9]|1\d|2[0-2]))?", re.ASCII)
+HASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"} | {
+    name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")
+}
 # Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart.
 PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores")
 
@@ -122,6 +127,7 @@ class EncodeConfig:
         )
         require(self.batch >= 1, f"batch: {self.batch}; give 1 or more")
         require(self.workers >= 0, f"workers: {self.workers}; give 0 or more")
+        require(self.seed >= 0, f"seed: {self.seed}; give 0 or more")
         require(self.prefetch >= 1, f"prefetch: {self.prefetch}; give 1 or more")
         errors += storage_errors(self.size_limit, self.compression, self.hashes)
         if errors:
@@ -196,8 +202,13 @@ def storage_errors(size_limit: str, compression: str | None, hashes: list[str]) 
     size = re.fullmatch(r"(\d+)(kb|mb)", size_limit)
     if not (size and 1 << 10 <= int(size[1]) << {"kb": 10, "mb": 20}[size[2]] < 1 << 32):
         errors.append(f"size_limit: {size_limit}; give 1kb to 4095mb, such as 64mb")
-    if compression is not None and not re.fullmatch(r"(br|bz2|gz|snappy|zstd)(:\d+)?", compression):
-        errors.append(f"compression: {compression}; give null, zstd, gz, br, bz2 or snappy, or zstd:7")
+    if compression is not None and not COMPRESSIONS.fullmatch(compression):
+        errors.append(
+            f"compression: {compression}; give null, zstd, gz, br, bz2 or snappy, or with a level, such as zstd:7 "
+            "(zstd:1 to 22, gz:0 to 9, br:0 to 11, bz2:1 to 9)"
+        )
+    for name in sorted(set(hashes) - HASHES):
+        errors.append(f"hashes: {name}; {nearest(name, HASHES)}")
     if hashes != sorted(set(hashes)):
         errors.append(f"hashes: {hashes}; sort them, each once")
     return errors

@@ -28,6 +28,7 @@ MDS_BYTES = 84  # of the MDS format per sample: sizes of the columns, offset of 
 
 def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
     """The resolved config, the shards to do and the expected sizes of an encode job, as text."""
+    build(config.filter)  # for its errors
     shards_line = _shards_line(partial(output_of, config), rank)
     return "\n".join([*_config_lines(config, missing), *_source_lines(config, shards_line), *_size_lines(config)])
 

@@ -16,8 +16,9 @@ from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, re
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
-from precompute.config import EncodeConfig
+from precompute.config import EncodeConfig, reading
 from precompute.job import pick_device
+from precompute.output import SOURCE
 from precompute.ranks import Rank
 from recipes.config.build import build
 from recipes.config.values import plain_values
@@ -44,10 +45,11 @@ def score(config: EncodeConfig, model: str) -> bool:
     rank = Rank.from_environment()
     sources, decoder = build(config.sources), build(config.filter)
     scorer = Reranker(model, str(pick_device(config.device, rank.local)))
-    facts = {"model": model, "weights_hash": weights_hash(scorer.network), "filter": plain_values(config.filter)}
+    of_all = {"model": model, "weights_hash": weights_hash(scorer.network), "filter": plain_values(config.filter)}
+    facts = {label: of_all | {SOURCE: reading(component)} for label, component in config.sources.items()}
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
-    for folder in folders.values():
-        claim(folder, facts)
+    for label, folder in folders.items():
+        claim(folder, facts[label])
     shards = [(label, shard) for label, source in sources.items() for shard in source.shards()]
     todo = [one for one in rank.share(shards) if not score_file(folders[one[0]], one[1]).is_file()]
     every_rank.info(f"scores: rank {rank.rank} of {rank.world}: {len(todo)} of {len(shards)} shards to do, {model}")
@@ -55,7 +57,7 @@ def score(config: EncodeConfig, model: str) -> bool:
         for label, shard in todo:
             scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool)
             write_scores(score_file(folders[label], shard), scores)
-    complete = [_summarise(folders[label], source.shards(), facts) for label, source in sources.items()]
+    complete = [_summarise(folders[label], source.shards(), facts[label]) for label, source in sources.items()]
     return all(complete)
 
 
@@ -67,6 +69,8 @@ def claim(folder: Path, facts: dict[str, Any]) -> None:
     """
     found = read_facts(folder)
     for name in facts if found else ():
+        if name == SOURCE and name not in found:  # scored by an earlier version
+            continue
         if found.get(name) != facts[name]:
             raise ValueError(
                 f"{folder}: holds scores by {name} {found.get(name)}, this job has {facts[name]}; delete the folder to "

@@ -35,8 +35,10 @@ def main() -> None:
     # From here on imports take seconds. All errors in the config have been reported above.
     with user_errors():
         if command.dry_run:
+            from recipes.engines.rehearsal import rehearse
             from recipes.planning.dry_run import describe_run
 
+            rehearse(recipe)
             if os.environ.get("RANK", "0") == "0":
                 print(describe_run(recipe, command.missing))
             return

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from data.cost import FLOAT, Cost, Plan, with_cost
+from data.ranges import check_least
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
@@ -39,7 +40,13 @@ def adamw(
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
         fused: update all parameters in one kernel, on GPUs and CPUs, sharded or not; equal up to 32-bit rounding.
+
+    Raises:
+        ValueError: a number out of range.
     """
+    check_least("adamw", 0, lr=lr, eps=eps, weight_decay=weight_decay)
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"adamw: betas must lie in [0, 1), got {list(betas)}")
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
 

@@ -20,6 +20,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
+from recipes.config.scalars import load
 from recipes.config.schema import ROOT, Checker
 from recipes.config.values import Component, ConfigError, Dumper, plain_values
 
@@ -276,6 +277,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _require(
             (self.run_name.strip(), "run_name: empty; it names the run's folder"),
+            (0 <= self.seed < 2**31, f"seed: {self.seed}; give 0 to {2**31 - 1}"),
             (
                 not scheme_of(self.output or ""),
                 f"output: {self.output} is remote; give a local folder, and the address as checkpoints.bucket",
@@ -292,7 +294,8 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
 
     Args:
         path: the YAML.
-        overrides: texts of the form `key.sub=value`; the values are read as YAML.
+        overrides: texts of the form `key.sub=value`; the values are read as YAML
+            (`recipes.config.scalars`).
         cls: the dataclass that defines the keys, such as `Recipe`.
         missing: a list that receives one line per input path that does not exist; None: such paths are errors.
 
@@ -330,8 +333,9 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError([f"{path}: is its own base, through {', '.join(file.name for file in seen)}"])
     try:
-        _refuse_bombs(path)
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        text = path.read_bytes()
+        _refuse_bombs(text)
+        values = OmegaConf.to_container(OmegaConf.create(load(text) or {}), resolve=False)
     except Exception as error:  # for values with tags, PyYAML raises nearly anything
         raise ConfigError([f"{path}: not readable as YAML: {_one_line(error)}"]) from None
     if not isinstance(values, dict):
@@ -344,9 +348,8 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(_read(path.parent / base, (*seen, path.resolve())), values)
 
 
-def _refuse_bombs(path: Path) -> None:
+def _refuse_bombs(text: bytes) -> None:
     """Raises ValueError where aliases (`*name`) stand for more than `MAX_VALUES` values, or for themselves."""
-    text = path.read_bytes()
     sizes: dict[int, float] = {}
 
     def size(node: yaml.Node) -> float:
@@ -376,7 +379,10 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
             errors.append(f"{override}: expected key=value on the command line (or --help, --dry-run, --print-config)")
             continue
         try:
-            values = merge(values, OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False))
+            key, text = override.split("=", 1)
+            given = OmegaConf.create()
+            OmegaConf.update(given, key, load(text))
+            values = merge(values, OmegaConf.to_container(given, resolve=False))
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             errors.append(f"{override}: not readable as YAML: {_one_line(error)}")
     if errors:

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.config.scalars import is_spelled, text_of, value_of
 from recipes.config.values import Component, ConfigError, plain_values, quoted, yaml_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -349,6 +351,11 @@ class Checker:
         return None
 
     def _scalar(self, kind: str, value: Any, path: str) -> Any:
+        given = value
+        if kind in ("str", "Duration", "InputPath", "ModelPath"):
+            value = text_of(value) if isinstance(value, bool | int | float) else value
+        elif isinstance(value, str) and not is_spelled(value_of(value), value):
+            value = value_of(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if kind == "Any":
             return value
@@ -357,14 +364,16 @@ class Checker:
         if kind == "int" and number and float(value).is_integer():
             return int(value)
         if kind == "float" and number:
+            if not math.isfinite(value):
+                self.fail(path, f"got {value}; give a finite number")
             return float(value)
-        if kind == "str" and (isinstance(value, str) or number):
-            return str(value)
+        if kind == "str" and isinstance(value, str):
+            return value
         if kind == "dict" and isinstance(value, Mapping):
             return dict(value)
-        if kind == "Duration" and (isinstance(value, str) or number):
-            if not DURATION.fullmatch(str(value)):
-                self.fail(path, f"{quoted(value)} is not a duration, such as 500ba, 2ep or 0.5dur")
+        if kind == "Duration" and isinstance(value, str):
+            if not DURATION.fullmatch(value):
+                self.fail(path, f"{quoted(given)} is not a duration, such as 500ba, 2ep or 0.5dur")
             return value
         if kind in ("InputPath", "ModelPath") and isinstance(value, str):
             return self._input(kind, value, path)

@@ -26,7 +26,7 @@ from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
-from recipes.config.recipe import Recipe
+from recipes.config.recipe import Recipe, Training
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
 from recipes.engines.resuming import prepare_folder
@@ -51,11 +51,17 @@ class Place:
         use_gpu: each rank trains on a GPU.
         precision: resolved.
         local_world_size: ranks of this machine.
+        planned: devices of the run; None: those of the processes that have started.
     """
 
     use_gpu: bool
     precision: Precision
     local_world_size: int
+    planned: Devices | None = None
+
+    def devices(self, training: Training) -> Devices:
+        """The devices of the run. Raises as `Devices.of`."""
+        return self.planned or Devices.of(training, world_size(), self.local_world_size)
 
     @classmethod
     def of(cls, recipe: Recipe, local_world_size: int) -> Place:
@@ -122,7 +128,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     training = recipe.training
     groups = training.groups(world_size(), place.local_world_size)
     batch = training.device_batch(world_size())
-    check_tensor_parallel(recipe, Devices.of(training, world_size(), place.local_world_size))
+    check_tensor_parallel(recipe, place.devices(training))
     changed = prepare_folder(recipe, engine)
     task = build(recipe.model)
     check_sharding(recipe, task)
@@ -209,6 +215,14 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
         built[label] = build(components[label], **context)
         context["scaling"] = the_one(built.values(), ResblockGradScaling)  # others ask for it
     levers = [built[label] for label in components]
+    averaging = the_one(levers, PowerSGD)
+    if averaging is not None:
+        devices = place.devices(recipe.training)
+        averaging.check_groups(
+            devices=devices.world // devices.replicas,
+            sharded=recipe.training.fsdp is not None,
+            precision=place.precision,
+        )
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
     if recipe.training.tensor_parallel > 1:
@@ -225,7 +239,7 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
 def new_tensor_parallel(recipe: Recipe, place: Place, task: Task) -> TensorParallel:
     """The lever of `training.tensor_parallel`."""
     training = recipe.training
-    devices = Devices.of(training, world_size(), place.local_world_size)
+    devices = place.devices(training)
     return TensorParallel(
         task,
         devices=devices.tensor,
@@ -242,7 +256,7 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
         ValueError: replicas whose gradients nothing would average, or parameters in bf16 without autocast.
     """
     fsdp = recipe.training.fsdp
-    replicas = Devices.of(recipe.training, world_size(), place.local_world_size).replicas
+    replicas = place.devices(recipe.training).replicas
     averaging = the_one(levers, PowerSGD)
     if fsdp.parameters == "bf16" and place.precision == "fp32":
         raise ValueError(

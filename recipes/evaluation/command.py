@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.values import quoted
 from recipes.evaluation.config import Evaluation
+from recipes.generation.exports import family_of, find_export
+
+# By the type that an option has on the command line, what it may be in a YAML, and its name.
+TYPES = {float: (int, float), int: int, str: str, Path: str}
+NAMES = {float: "a number", int: "an integer", str: "a text", Path: "a path"}
 
 
 def main(arguments: list[str], usage: str | None) -> None:
@@ -19,6 +25,7 @@ def main(arguments: list[str], usage: str | None) -> None:
     with user_errors():
         if not Path(arguments[0]).exists():
             raise FileNotFoundError(f"{arguments[0]}: no such export")
+        check_options(command.config, find_export(Path(arguments[0])))
         if command.dry_run:
             print(describe(command.config))
             return
@@ -35,3 +42,22 @@ def describe(config: Evaluation) -> str:
     sweeps = sum(len(values) for values in config.sweeps.values())
     pool = 0 if config.rerank is None else max(config.rerank.pools)
     return f"evaluate: {1 + sweeps + pool} images per caption, {', '.join(config.metrics)}; report in {config.out}"
+
+
+def check_options(config: Evaluation, export: Path) -> None:
+    """
+    Raises:
+        ValueError: an option of sampling or of a sweep that the model's family does not have, or a value of another
+            type.
+    """
+    family = family_of(export)
+    flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in family.options}
+    known = {"guidance": float, **{name: family.options[flag].get("type", str) for name, flag in flags.items()}}
+    for section in ("sampling", "sweeps"):
+        for name, values in getattr(config, section).items():
+            if name not in known:
+                options = ", ".join(sorted(known))
+                raise ValueError(f"{section}.{name}: no option of {family.title} models, which have {options}")
+            for value in values if section == "sweeps" else [values]:
+                if value is not None and not isinstance(value, TYPES[known[name]]) or isinstance(value, bool):
+                    raise ValueError(f"{section}.{name}: {quoted(value)}; give {NAMES[known[name]]}")

@@ -99,9 +99,13 @@ class Evaluation:
             lines.append("metrics: inception_score needs classes, which a contrastive model does not have; remove it")
         if "clip_score" in self.metrics and self.clip is None:
             lines.append("clip: missing; name the contrastive model of clip_score")
-        for name in ("batch", "chunk", "kid_subsets", "neighbours", "splits"):
-            if getattr(self, name) < 1:
+        for name in ("batch", "chunk", "images", "kid_subset_size", "kid_subsets", "neighbours", "splits"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 lines.append(f"{name}: {getattr(self, name)}; give 1 or more")
+        if self.reference.images is not None and self.reference.images < 1:
+            lines.append(f"reference.images: {self.reference.images}; give 1 or more, or null for all")
+        if self.seed < 0:
+            lines.append(f"seed: {self.seed}; give 0 or more")
         if 0 not in self.blur or min(self.blur) < 0:
             lines.append(f"blur: {self.blur}; give radii of 0 or more, 0 among them")
         if self.rerank is not None and (not self.rerank.pools or min(self.rerank.pools) < 1):

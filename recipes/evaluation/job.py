@@ -44,12 +44,19 @@ class Variant:
 
 
 def variants(config: Evaluation) -> list[Variant]:
-    """What a config asks for: the sampling as it is, with all radii of blur; each value of a sweep; the pools."""
-    found = [Variant("sampling", dict(config.sampling), radii=tuple(config.blur))]
+    """What a config asks for: the sampling as it is, with all radii of blur; each value of a sweep; the pools.
+
+    An option that is null is left to the pipeline's default.
+    """
+
+    def given(**changed: Any) -> dict[str, Any]:
+        return {name: value for name, value in {**config.sampling, **changed}.items() if value is not None}
+
+    found = [Variant("sampling", given(), radii=tuple(config.blur))]
     for option, values in config.sweeps.items():
-        found += [Variant(f"{option}={value}", {**config.sampling, option: value}) for value in values]
+        found += [Variant(f"{option}={value}", given(**{option: value})) for value in values]
     if config.rerank is not None:
-        found.append(Variant("rerank", dict(config.sampling), pools=tuple(sorted(set(config.rerank.pools)))))
+        found.append(Variant("rerank", given(), pools=tuple(sorted(set(config.rerank.pools)))))
     return found
 
 

@@ -18,7 +18,7 @@ from recipes.encoders.base import weights_hash
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.job import Job, Variant, ranks, variants
 from recipes.evaluation.report import write_report
-from recipes.generation.exports import family_of, find_export, find_network, load_pipeline, read_record
+from recipes.generation.exports import find_export, find_network, load_pipeline, read_record
 from recipes.scoring.extractors import build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import RESIZE, captions_of, content, read_reference, reference_features
@@ -30,11 +30,10 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
 
     Raises:
         FileNotFoundError: a part of the export, the reference or a network is missing.
-        ValueError: an option that the model's family does not have; fewer pictures than a metric needs.
+        ValueError: fewer pictures than a metric needs.
     """
     rank, world = ranks()
     folder = find_export(export)
-    check_options(config, folder)
     samples = read_reference(build(config.reference.source), config.reference.images, config.seed)
     captions = captions_of(samples, config.images, config.seed)
     check_counts(settings_of(config), len(captions), len(samples))
@@ -120,20 +119,6 @@ def rows_of(job: Job, variant: Variant, reference: dict[int, Any]) -> list[dict[
 def settings_of(config: Evaluation) -> Settings:
     """What a config says about its figures."""
     return Settings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)})
-
-
-def check_options(config: Evaluation, export: Path) -> None:
-    """
-    Raises:
-        ValueError: an option of sampling or of a sweep that the model's family does not have.
-    """
-    family = family_of(export)
-    known = {"guidance", *(flag.removeprefix("--").replace("-", "_") for flag in family.options)}
-    for section in ("sampling", "sweeps"):
-        for name in getattr(config, section):
-            if name not in known:
-                options = ", ".join(sorted(known))
-                raise ValueError(f"{section}.{name}: no option of {family.title} models, which have {options}")
 
 
 def digest(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -17,6 +18,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(device: str, precision: Precision) -> AbstractContextManager:
     """The autocast context for a precision; fp32 is without autocast."""
     return torch.autocast(device, DTYPES[precision], enabled=precision != "fp32")
+
+
+def check_guidance(guidance: float) -> None:
+    """
+    Raises:
+        ValueError: the weight of classifier-free guidance is no finite number.
+    """
+    if not math.isfinite(guidance):
+        raise ValueError(f"guidance: {guidance}; give a finite number (1 for none)")
 
 
 @dataclass

@@ -116,6 +116,13 @@ class Task(nn.Module):
         """
         return []
 
+    def networks(self) -> list[nn.Module]:
+        """The modules that `compile` compiles as a whole if asked to, each called through its `forward` in training.
+
+        By default those children of the task that are trained.
+        """
+        return [child for child in self.children() if any(p.requires_grad for p in child.parameters())]
+
     def recomputed_blocks(self) -> list[nn.Module]:
         """The modules whose activations activation checkpointing recomputes, one by one. By default `blocks()`."""
         return self.blocks()

@@ -80,8 +80,13 @@ def plan_of(recipe: Recipe, task: nn.Module, devices: Devices) -> Plan:
     )
 
 
-def problems(recipe: Recipe) -> Iterator[str]:
-    """Everything that keeps a run from starting, where `survey` and the run itself stop at the first."""
+def problems(recipe: Recipe, whole: Callable[[Recipe], Any] = survey) -> Iterator[str]:
+    """Everything that keeps a run from starting, where `survey` and the run itself stop at the first.
+
+    Args:
+        recipe: checked.
+        whole: the last check, if nothing else is wrong; it raises ValueError.
+    """
     errors: dict[str, None] = {}  # in order, each once
 
     def attempt(act: Callable[..., Any], *arguments: Any) -> Any:
@@ -104,7 +109,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
         for component in (*parts, *recipe.callbacks.values()) if plan is not None else ():
             attempt(cost_of, component, plan)
         if not errors:
-            attempt(survey, recipe)
+            attempt(whole, recipe)
     yield from errors
 
 

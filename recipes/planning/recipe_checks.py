@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.cost import size_text
 from recipes.config.recipe import Recipe
@@ -30,13 +30,16 @@ def cheap_recipe_checks(recipe: Recipe) -> Iterator[Finding]:
         yield dataclasses.replace(found, level="warning") if found.level == "error" else found
 
 
-def recipe_checks(recipe: Recipe, missing: list[str]) -> Iterator[Finding]:
+def recipe_checks(
+    recipe: Recipe, missing: list[str], whole: Callable[[Recipe], Any] | None = None
+) -> Iterator[Finding]:
     """All checks of a recipe. The model is built without memory for weights, which takes seconds, and the indexes of
     remote sets are fetched.
 
     Args:
         recipe: checked for its keys and values.
         missing: input paths that do not exist, one line each.
+        whole: see `recipes.planning.dry_run.problems`; None: `survey`.
     """
     from recipes.planning.attention_checks import attentions
     from recipes.planning.dry_run import disk_bytes, problems, survey
@@ -44,7 +47,7 @@ def recipe_checks(recipe: Recipe, missing: list[str]) -> Iterator[Finding]:
     yield from (Finding("error", "input", f"not there: {path}") for path in missing)
     yield from fetch_indexes(recipe)
     yield from (finding for finding in cheap_recipe_checks(recipe) if finding.subject != "disk")
-    wrong = list(problems(recipe))
+    wrong = list(problems(recipe, whole or survey))
     yield from (Finding("error", "recipe", text) for text in wrong)
     if wrong:
         return

@@ -14,8 +14,26 @@ class Lever(Hooks):
     `recipes.training.levers.Levers` defines the order of all levers of a run.
     """
 
+    def check_run(self, run: Run) -> None:
+        """Check whether the lever can work in a run of this length with this optimizer. Levers that have something to
+        check call it when training begins; dry runs call it, too.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
+    def check_machine(self, run: Run) -> None:
+        """Check whether the device and the software of this machine support the lever. Called first, and never in dry
+        runs, which may be on another machine than the run.
+
+        Raises:
+            ValueError: they do not.
+        """
+
     def change_modules(self, run: Run) -> None:
         """Change modules of `run.task` in place, before it is sharded and before a checkpoint is loaded.
+
+        Dry runs call it with a task and a device that are meta.
 
         Raises:
             ValueError: there is nothing to change, or the run does not support the lever.
@@ -25,7 +43,8 @@ class Lever(Hooks):
         """Divide or shard parameters over devices. Only levers of the `training` section override this."""
 
     def compile(self, run: Run) -> None:
-        """Compile modules. No lever changes modules after this."""
+        """Compile modules. No lever changes modules after this. Dry runs call it, too: nothing is compiled before the
+        first batch."""
 
     def unscale_gradients(self, run: Run) -> None:
         """Divide gradients by the factor by which this lever scaled them. Called after the last backward pass."""

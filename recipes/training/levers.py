@@ -27,6 +27,7 @@ class Levers:
 
     def prepare(self, run: Run) -> None:
         """Change and shard the task. The optimizer has the new parameters afterwards; checkpoints are loaded later."""
+        self._each("check_machine", run)
         self._each("change_modules", run)
         self._each("shard", run)
 

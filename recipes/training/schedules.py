@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
-from recipes.training.clock import Clock
+from data.ranges import check_least
+from recipes.training.clock import Clock, parse_duration
 
 Schedule = Callable[[Clock], float]
 
@@ -27,7 +28,13 @@ def cosine(*, warmup: Duration = "0ba", final: float = 0.0, over: Duration = "1d
         warmup: length of the warm-up.
         final: learning rate at the end, as a share of the peak.
         over: total length of warm-up and cosine.
+
+    Raises:
+        ValueError: a number out of range.
     """
+    check_least("schedule", 0, final=final)
+    if parse_duration(over)[0] <= 0:
+        raise ValueError(f"schedule: over: {over}; give a length above 0")
 
     def rate(clock: Clock) -> float:
         share = _share_after_warmup(clock, warmup, over)
@@ -44,7 +51,11 @@ def linear(*, warmup: Duration = "0ba", final: float = 0.0) -> Schedule:
     Args:
         warmup: length of the warm-up.
         final: learning rate at the end, as a share of the peak.
+
+    Raises:
+        ValueError: a number out of range.
     """
+    check_least("schedule", 0, final=final)
 
     def rate(clock: Clock) -> float:
         share = _share_after_warmup(clock, warmup, "1dur")

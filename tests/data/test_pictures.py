@@ -122,7 +122,7 @@ def test_words_are_left_out_in_training_alone(keep):
     assert set(lengths) == {1, 2, 3} and lengths[3] < 15  # 5 of 40 are whole on average
     (batch,) = load(Numbered(1, 4), tokens=10, word_dropout=1.0, training=False)
     assert (batch["tokens"] == tokenizer([f"picture of {n}" for n in range(4)])).all()
-    with pytest.raises(ValueError, match="word_dropout is a probability from 0 to 1, got 1.5"):
+    with pytest.raises(ValueError, match="word_dropout is a share from 0 to 1, got 1.5"):
         load(Numbered(1, 4), tokens=10, word_dropout=1.5)
 
 

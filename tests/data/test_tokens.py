@@ -169,7 +169,7 @@ def test_reading_draws_from_no_global_generator(load):
         ({"expect": {"channels": 4}}, "check of tokens knows no field channels"),
         ({"dropout": 1.5}, "dropout is a share from 0 to 1, got 1.5"),
         ({"caption_dropout": -0.1}, "caption_dropout is a share from 0 to 1, got -0.1"),
-        ({"positions": 0}, "positions is 0; give 1 or more"),
+        ({"positions": 0}, "positions: 0; give 1 or more"),
     ],
 )
 def test_what_does_not_fit_is_named(load, arguments, message):

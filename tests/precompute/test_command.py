@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from streaming.base.compression import get_compressions
+from streaming.base.hashing import get_hashes
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.storage.upload import UPLOADERS
 
 from precompute.columns import LatentColumns
-from precompute.config import UPLOADED, EncodeConfig
-from precompute.dry_run import image_shape, text_shape
+from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig
+from precompute.dry_run import encode_report, image_shape, text_shape
+from precompute.ranks import Rank
 from recipes.config.recipe import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +57,19 @@ def test_help(tmp_path):
 def test_errors_are_one_line(override, message, recipe, tmp_path):
     done = run(recipe(), override, cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_dry_run_checks_the_filter(recipe):
+    """As the job does, before it reads anything."""
+    config = load_config(recipe(filter={"name": "pictures", "min_side": 0}), [], EncodeConfig)
+    with pytest.raises(ValueError, match="filter.min_side is 0: give 1 or more"):
+        encode_report(config, [], Rank.from_environment())
+
+
+def test_hashes_and_compressions_are_those_of_the_format():
+    assert set(get_hashes()) == HASHES
+    given = {name for name in get_compressions() if COMPRESSIONS.fullmatch(name)}
+    assert given == set(get_compressions())
 
 
 def test_dry_run_counts_shards_and_bytes(encoded, recipe, tmp_path):
@@ -112,6 +128,9 @@ def test_shipped_recipes():
         ("prefetch", 0, "prefetch: 0"),
         ("size_limit", "5gb", "size_limit: 5gb"),
         ("compression", "zip", "compression: zip"),
+        ("compression", "zstd:99", "compression: zstd:99"),
+        ("hashes", ["xxh3"], "hashes: xxh3; did you mean `xxh"),
+        ("seed", -1, "seed: -1; give 0 or more"),
         ("hashes", ["xxh64", "md5"], "hashes: "),
         ("crop", "left", "'left'"),
     ],

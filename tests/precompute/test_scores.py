@@ -127,6 +127,24 @@ def test_it_goes_on_where_it_stopped(job, monkeypatch):
     assert done == [shard]
 
 
+def test_a_source_that_is_read_otherwise(job, capsys):
+    """Its scores are of other captions. Those of earlier versions, which do not say how it was read, go on."""
+    root, arguments = job
+    table = root / "val" / "other.csv"
+    table.write_text("file,caption\n0_navy.png,another\n")
+    facts = root / "out" / "val" / "scores" / "facts.json"
+    before = facts.read_text()
+    with pytest.raises(SystemExit):
+        scores.main([*arguments, f"sources.val.captions={table}"])
+    error = capsys.readouterr().err
+    assert "holds scores by source {'name': 'folder', 'captions': 'txt'}, this job has" in error
+    assert "delete the folder to score again" in error and facts.read_text() == before
+    facts.write_text(json.dumps({name: value for name, value in json.loads(before).items() if name != "source"}))
+    scores.main(arguments)
+    assert facts.read_text() == before
+    table.unlink()
+
+
 def test_two_ranks_write_what_one_does(job, monkeypatch, tmp_path):
     root, arguments = job
     shared = ["--shared", "val", "train", "--threshold", "0.999"]

@@ -89,13 +89,17 @@ class ScheduledEMA(Lever):
     def change_modules(self, run: Run) -> None:
         self.task = run.task
 
-    def begin(self, run: Run) -> None:
+    def check_run(self, run: Run) -> None:
+        """Finds out when the average begins, and the decay."""
         if self.half_life is not None:
             value, unit = run.clock.measure(self.half_life)
             if unit != "ba" or value <= 0:
                 raise ValueError(f"scheduled_ema: half_life must be a number of batches above 0, got {self.half_life}")
             self.decay = 0.5 ** (self.every / value)
         self.begins = self._beginning(run.clock)
+
+    def begin(self, run: Run) -> None:
+        self.check_run(run)
         if self.average is None and self._due(run.clock):
             if run.clock.passed(self.begins[1]) > self.begins[0]:
                 log.info("scheduled_ema: the checkpoint is of a batch after start, but has no average; it begins here")

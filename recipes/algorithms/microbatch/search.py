@@ -158,8 +158,10 @@ class MicrobatchSearch(Lever):
         self.found: dict[str, Any] | None = None  # the result, with what it depends on
 
     def change_modules(self, run: Run) -> None:
-        self.meter = self.meter or DeviceMemory()
         run.set_microbatch(self.size)
+
+    def begin(self, run: Run) -> None:
+        self.meter = self.meter or DeviceMemory()
 
     def batch_start(self, run: Run) -> None:
         if self.settled:

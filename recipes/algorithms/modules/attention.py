@@ -31,16 +31,13 @@ def use_attention(module: nn.Module, implementation: Implementation, on_gpu: boo
         on_gpu: whether the module will run on a GPU.
 
     Raises:
-        ValueError: the implementation does not run here, or the model has no attention block.
+        ValueError: the model has no attention block.
     """
     blocks = [block for block in module.modules() if isinstance(block, Attention)]
     if not blocks:
         raise ValueError("attention: the model has no diffusers attention block to change")
-    reason = why_not_xformers(on_gpu)
     if implementation == "auto":
-        implementation = "sdpa" if reason else "xformers"
-    if implementation == "xformers" and reason:
-        raise ValueError(f"attention: xformers cannot run here ({reason}); use sdpa or auto")
+        implementation = "sdpa" if why_not_xformers(on_gpu) else "xformers"
     for block in blocks:
         kernel = KERNELS.get(implementation)
         block.set_processor(AttentionOnViews(kernel) if kernel and takes(block) else PROCESSORS[implementation]())
@@ -73,6 +70,11 @@ class AttentionImplementation(Lever):
                 PyTorch prefer on Hopper and Blackwell.
         """
         self.implementation = implementation
+
+    def check_machine(self, run: Run) -> None:
+        reason = why_not_xformers(run.on_gpu) if self.implementation == "xformers" else None
+        if reason:
+            raise ValueError(f"attention: xformers cannot run here ({reason}); use sdpa or auto")
 
     def change_modules(self, run: Run) -> None:
         count, chosen = use_attention(run.task, self.implementation, run.on_gpu)

@@ -12,7 +12,7 @@ from torch.utils._triton import has_triton
 
 from data.log import log
 from recipes.algorithms.modules.channels_last import uses_channels_last
-from recipes.algorithms.sharding.shard import is_sharded
+from recipes.algorithms.sharding.shard import is_sharded, is_unit
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
@@ -140,7 +140,7 @@ class Compile(Lever):
             mode: mode of torch.compile. default: fused kernels; reduce-overhead: CUDA graphs too; max-autotune: also
                 times kernels for convolutions and matrix products, which takes minutes; max-autotune-no-cudagraphs:
                 the same without CUDA graphs.
-            whole: compile each network of the task as a whole instead of its blocks: more to fuse, longer to compile.
+            whole: compile the task's `networks()` instead of its blocks: more to fuse, longer to compile.
             fullgraph: raise an error where a block or network cannot be compiled as one graph, instead of running a
                 part of it uncompiled.
             backend: inductor generates kernels. To see which part of the compiler causes an error: aot_eager traces the
@@ -156,21 +156,31 @@ class Compile(Lever):
         self.gradients: dict[int, Tensor] = {}
         self.to_check = True
 
-    def compile(self, run: Run) -> None:
-        """See `Lever.compile`: everything that changes modules has run, wherever the recipe names this lever."""
+    def check_machine(self, run: Run) -> None:
         reason = why_no_compiler(run.on_gpu) if self.backend == "inductor" else None
         if reason:
             raise ValueError(f"compile: {reason}; or remove the lever")
+
+    def compile(self, run: Run) -> None:
+        """See `Lever.compile`: everything that changes modules has run, wherever the recipe names this lever."""
         if self.graphs and is_sharded(self.task):
             raise ValueError(
                 f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses, and "
                 "FSDP gathers them at new ones; use default or max-autotune-no-cudagraphs"
             )
+        parts = self._parts()
+        inside = [unit for part in parts for unit in part.modules() if unit is not part and is_unit(unit)]
+        if self.fullgraph and inside:
+            raise ValueError(
+                f"compile: fullgraph: true, and training.fsdp gathers {type(inside[0]).__name__} inside of a compiled "
+                "module, which ends its graph there; use fullgraph: false, or compile blocks with "
+                "training.fsdp.parameters: fp32"
+            )
         # Only inductor has modes.
         inductor = self.backend == "inductor"
         options = inductor_options(self.mode, uses_channels_last(self.task)) if inductor else {}
         options |= {"backend": self.backend, "dynamic": False, "fullgraph": self.fullgraph}
-        self.forwards = compile_forwards(self._parts(), options)
+        self.forwards = compile_forwards(parts, options)
         kind = "networks" if self.whole else "blocks"
         log.info(f"compile: {len(self.forwards)} {kind}, mode {self.mode}, in the first batch")
         run.log_settings({"compile": self.mode, "compiled": len(self.forwards)})
@@ -185,9 +195,7 @@ class Compile(Lever):
             self.check()
 
     def _parts(self) -> list[nn.Module]:
-        if not self.whole:
-            return list(self.task.blocks())
-        return [child for child in self.task.children() if any(p.requires_grad for p in child.parameters())]
+        return self.task.networks() if self.whole else list(self.task.blocks())
 
     def check(self) -> None:
         """After the backward passes of the first batch, check that every compiled forward has run.

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from data.log import log
+from recipes.models.dvae.network import Conv
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, Conv)
 
 
 class CudnnBenchmark(Lever):

@@ -126,6 +126,10 @@ class Fp8(Lever):
         """`task` names the blocks whose linear layers change."""
         self.task = task
 
+    def check_machine(self, run: Run) -> None:
+        if run.on_gpu:
+            check_capability(torch.cuda.get_device_capability(run.device))
+
     def change_modules(self, run: Run) -> None:
         linear = [m for block in self.task.blocks() for m in block.modules() if type(m) is nn.Linear]
         chosen = [m for m in linear if m.in_features % MULTIPLE == 0 and m.out_features % MULTIPLE == 0]
@@ -134,8 +138,6 @@ class Fp8(Lever):
                 f"fp8: nothing to change: the blocks of {type(self.task).__name__} have no linear layers with "
                 f"numbers of features that are multiples of {MULTIPLE}; remove the lever"
             )
-        if run.on_gpu:
-            check_capability(torch.cuda.get_device_capability(run.device))
         for module in chosen:
             module.__class__ = Fp8Linear  # parameters, hooks and names in checkpoints stay
         log.info(f"fp8: {len(chosen)} linear layers{'' if run.on_gpu else ', emulated'}")

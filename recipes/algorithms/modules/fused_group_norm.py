@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from data.log import log
-from recipes.models.blocks.norms import fuse_group_norms
+from recipes.models.blocks.norms import check_norms, fuse_group_norms
 from recipes.models.kernels.fused_norm import TIMES
 from recipes.training.lever import Lever
 from recipes.training.run import Run
@@ -27,14 +27,17 @@ class FusedGroupNorms(Lever):
         self.when = when
         self.to_report = False
 
+    def check_machine(self, run: Run) -> None:
+        if self.when == "always" and not run.on_gpu:
+            raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the lever")
+
     def change_modules(self, run: Run) -> None:
+        check_norms(self.task)
         if run.on_gpu:
             count = fuse_group_norms(self.task, measured=self.when == "auto")
             log.info(f"fused_group_norm: {count} norms, {self.when}")
             run.log_settings({"fused_group_norm": count})
             self.to_report = self.when == "auto"
-        elif self.when == "always":
-            raise ValueError("fused_group_norm: its kernels need a GPU; use auto, or remove the lever")
         else:
             log.info("fused_group_norm: not used, its kernels need a GPU")
 

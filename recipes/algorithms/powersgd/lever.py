@@ -23,7 +23,7 @@ from recipes.algorithms.sharding.shard import is_sharded
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training.lever import Lever
-from recipes.training.run import Run
+from recipes.training.run import Precision, Run
 
 FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
 
@@ -126,7 +126,7 @@ class PowerSGD(Lever):
     # --- the beginning -------------------------------------------------------------------------
 
     def _begin(self, run: Run) -> None:
-        self._check(run)
+        self._check_processes(run)
         if self.mesh is None:
             self.group, devices = dist.group.WORLD, 1
             run.module.register_comm_hook(None, _leave_as_it_is)
@@ -154,28 +154,40 @@ class PowerSGD(Lever):
         self.overlapped = self._overlapped() if self.overlap else None
         self._log_traffic()
 
-    def _check(self, run: Run) -> None:
-        if run.precision == "amp_fp16":
+    def check_groups(self, *, devices: int, sharded: bool, precision: Precision) -> None:
+        """Find what cannot work, before anything runs.
+
+        Args:
+            devices: of each machine, over which `training.fsdp` shards.
+            sharded: whether there is `training.fsdp`.
+            precision: of the run.
+
+        Raises:
+            ValueError: gradients would be scaled, the devices do not divide the rank, or overlap without sharding.
+        """
+        if precision == "amp_fp16":
             raise ValueError("powersgd: gradients are scaled under training.precision amp_fp16; use amp_bf16 or fp32")
+        if self.rank % devices:
+            raise ValueError(f"powersgd: rank {self.rank} is not divisible by the {devices} devices of a machine")
+        if self.overlap and not sharded:
+            raise ValueError(
+                "powersgd: overlap needs training.fsdp, because DistributedDataParallel writes gradients at the end of "
+                "the backward pass; set training.fsdp.replicas to the number of processes, or overlap to false"
+            )
+
+    def _check_processes(self, run: Run) -> None:
+        """Dry runs say this in a line, as they may have been told nothing of the processes (`powersgd_cost`)."""
+        if self.mesh is not None and self.mesh.size(0) == 1:
+            raise ValueError(
+                "powersgd: training.fsdp.replicas gives one machine, so nothing is averaged; remove "
+                "powersgd (algorithms.powersgd=null), or set replicas to the number of machines"
+            )
         if self.mesh is not None:
-            machines, devices = self.mesh.size(0), self.mesh.mesh[0].numel()
-            if machines == 1:
-                raise ValueError(
-                    "powersgd: training.fsdp.replicas gives one machine, so nothing is averaged; remove "
-                    "powersgd (algorithms.powersgd=null), or set replicas to the number of machines"
-                )
-            if self.rank % devices:
-                raise ValueError(f"powersgd: rank {self.rank} is not divisible by the {devices} devices of a machine")
             return
         if is_sharded(self.task):
             raise ValueError("powersgd: the model is sharded, but not by training.fsdp; shard it by training.fsdp")
         if not isinstance(run.module, DistributedDataParallel):
             raise ValueError("powersgd: there is only one process, so nothing is averaged; remove powersgd")
-        if self.overlap:
-            raise ValueError(
-                "powersgd: overlap needs training.fsdp, because DistributedDataParallel writes gradients at the end of "
-                "the backward pass; set training.fsdp.replicas to the number of processes, or overlap to false"
-            )
 
     def _overlapped(self) -> Overlap[Compressed]:
         modules = list(self.task.blocks())

@@ -51,7 +51,19 @@ class Sharding(Lever):
             averaging: the lever that averages gradients between replicas instead of FSDP.
             scaling: the lever that makes blocks compute in fp16.
             tensor: the lever that divides the model first, which acts before this one.
+
+        Raises:
+            ValueError: blocks with gradient scales in a number format that does not go with sharding.
         """
+        if scaling is not None and scaling.matrices is not None:
+            raise ValueError(
+                "training.fsdp: PyTorch shards no block with parameters of two number formats, which "
+                "resblock_grad_scaling makes with weights: fp16; use fp32 weights, or training.fsdp=null"
+            )
+        if scaling is not None and parameters == "bf16":
+            raise ValueError(
+                "training.fsdp.parameters: bf16, and resblock_grad_scaling computes in fp16; use auto or fp32"
+            )
         self.task = task
         self.full_shard = full_shard
         self.by_block = by_block
@@ -113,15 +125,6 @@ class Sharding(Lever):
         Those blocks compute in fp16 anyway: gathering fp16 moves fewer bytes and changes no result.
         """
         if self.scaling is not None:
-            if self.scaling.matrices is not None:
-                raise ValueError(
-                    "training.fsdp: PyTorch shards no block with parameters of two number formats, which "
-                    "resblock_grad_scaling makes with weights: fp16; use fp32 weights, or training.fsdp=null"
-                )
-            if self.parameters == "bf16":
-                raise ValueError(
-                    "training.fsdp.parameters: bf16, and resblock_grad_scaling computes in fp16; use auto or fp32"
-                )
             low = self.parameters == "auto" and self.by_block
             return (torch.float16 if low else None), low
         low = self.parameters == "bf16" or (self.parameters == "auto" and run.precision == "amp_bf16")

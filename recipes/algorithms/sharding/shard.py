@@ -171,7 +171,12 @@ def divide_by_ranks_on_cpu() -> None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 has sharded a model, or a part of it."""
-    return any(isinstance(inner, FSDPModule) for inner in module.modules())
+    return any(map(is_unit, module.modules()))
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers a module at once, alone or with others, before its forward."""
+    return isinstance(module, FSDPModule)
 
 
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -59,8 +59,11 @@ class ResblockGradScaling(Lever):
                 "resblock_grad_scaling: weights: fp16 does not work together with powersgd, which adds 32-bit "
                 "gradients to its errors; remove one of them"
             )
-        if not least <= start <= most:
-            raise ValueError(f"resblock_grad_scaling: least <= start <= most must hold, got {least}, {start}, {most}")
+        if not -126 <= least <= start <= most <= 127:
+            raise ValueError(
+                f"resblock_grad_scaling: least <= start <= most must hold, got {least}, {start}, {most}; give numbers "
+                "from -126 to 127, as scales are float32"
+            )
         blocks = list(task.blocks())
         wrong = [type(block).__name__ for block in blocks if not hasattr(block, "branch")]
         if not blocks or wrong:
@@ -104,12 +107,15 @@ class ResblockGradScaling(Lever):
             for matrices, factor in zip(self.matrices, self.factors, strict=True):
                 store(matrices, factor)
 
-    def begin(self, run: Run) -> None:
+    def check_run(self, run: Run) -> None:
         if self.matrices is not None and not isinstance(run.optimizer, Adam16):
             raise ValueError(
                 "resblock_grad_scaling: weights: fp16 needs the optimizer adam16, which knows of the scales in 16-bit "
                 "gradients"
             )
+
+    def begin(self, run: Run) -> None:
+        self.check_run(run)
         self.on_device.copy_(self.scales.values())
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recipes.models.autoregressive.transformer import TokenTransformer
+from recipes.models.sampling import check_guidance
 
 # Letters: C captions, n sequences per caption, B = C * n, T text positions, N image positions, K image codes.
 
@@ -32,7 +34,8 @@ class Choice:
     guidance: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
+        check_guidance(self.guidance)
+        if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"temperature: {self.temperature}; give a number above 0 (top_k 1 takes the most likely code)"
             )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from data.ranges import check_least
 from recipes.models.autocast import for_products
 from recipes.models.autoregressive.cache import Caches
 from recipes.models.autoregressive.loss import token_losses
@@ -139,6 +140,7 @@ class TokenTransformer(nn.Module):
             ValueError: no layers, or a width that is not a multiple of the heads.
         """
         super().__init__()
+        check_least("transformer", 1, width=width, heads=heads, text_vocabulary=text_vocabulary, codes=codes)
         if layers < 1 or width % heads:
             raise ValueError(
                 f"transformer: {layers} layers, width {width}, {heads} heads: give at least 1 layer, and a width that "

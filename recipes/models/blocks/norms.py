@@ -36,6 +36,7 @@ def fuse_group_norms(module: nn.Module, measured: bool) -> int:
     Raises:
         ValueError: there is no norm to fuse.
     """
+    check_norms(module)
     count = 0
     for block in module.modules():
         for name, silu in _norms(block):
@@ -45,9 +46,16 @@ def fuse_group_norms(module: nn.Module, measured: bool) -> int:
             block.nonlinearity = SiLUOfEmbedding()
         if isinstance(getattr(block, "conv_norm_out", None), FusedGroupNorm):
             block.conv_act = nn.Identity()
-    if not count:
-        raise ValueError("fused_group_norm: the model has no GroupNorm of a diffusers block to fuse")
     return count
+
+
+def check_norms(module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: the model has no norm that `fuse_group_norms` would change.
+    """
+    if not any(_norms(block) for block in module.modules()):
+        raise ValueError("fused_group_norm: the model has no GroupNorm of a diffusers block to fuse")
 
 
 def _norms(block: nn.Module) -> list[tuple[str, bool]]:

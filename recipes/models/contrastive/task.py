@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.clip_library import open_clip
+from data.ranges import check_least
 from recipes.models.config_files import read_object
 from recipes.models.kl_autoencoder.task import to_signed
 from recipes.models.precision import without_autocast
@@ -19,6 +20,9 @@ from recipes.models.weights import check_config, load_safetensors
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 SCALE = "logit_scale"  # in files of open_clip: the logarithm, a scalar
+
+
+HEAD_WIDTH = 32  # of the image transformer
 
 
 class LogitScale(nn.Module):
@@ -75,8 +79,21 @@ class ContrastiveText(Task):
             picture_width: width of the image transformer, a multiple of its head width 32.
             picture_layers: blocks of the image transformer.
             embedding: width of the joint embedding space.
+
+        Raises:
+            ValueError: sizes below 1, or that do not divide.
         """
         super().__init__()
+        text = {"width": width, "layers": layers, "heads": heads, "vocabulary": vocabulary, "embedding": embedding}
+        pictures = {"picture_width": picture_width, "picture_layers": picture_layers, "patch_size": patch_size}
+        check_least("contrastive_text", 1, **text, **pictures)
+        check_least("contrastive_text", 3, context_length=context_length)  # a token between the marks
+        check_least("contrastive_text", patch_size, picture_size=picture_size)
+        if width % heads or picture_width % HEAD_WIDTH:
+            raise ValueError(
+                f"contrastive_text: width {width} must be a multiple of heads ({heads}), and picture_width "
+                f"{picture_width} of {HEAD_WIDTH}"
+            )
         self.config: dict[str, Any] = {
             "embed_dim": embedding,
             "vision_cfg": {
@@ -84,7 +101,7 @@ class ContrastiveText(Task):
                 "patch_size": patch_size,
                 "width": picture_width,
                 "layers": picture_layers,
-                "head_width": 32,
+                "head_width": HEAD_WIDTH,
             },
             "text_cfg": {
                 "context_length": context_length,
@@ -98,6 +115,10 @@ class ContrastiveText(Task):
         self.logit_scale = LogitScale(self.network.logit_scale)
         del self.network.logit_scale
         self.eval_names = ["loss", "accuracy"]
+
+    def networks(self) -> list[nn.Module]:
+        """The image tower and the text transformer, which are called one by one."""
+        return [self.network.visual, self.network.transformer]
 
     def _similarities(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits (B, B), float32 also under autocast: images as rows, captions as columns.

@@ -70,6 +70,10 @@ class DiscreteAutoencoder(Task):
         """The residual blocks of encoder and decoder."""
         return self.network.blocks()
 
+    def networks(self) -> list[nn.Module]:
+        """Encoder and decoder, which are called one by one."""
+        return [self.network.encoder, self.network.decoder]
+
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss, with codes relaxed by Gumbel noise from the device's global generator.
 

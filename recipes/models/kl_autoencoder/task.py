@@ -8,6 +8,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
+from data.ranges import check_least
 from recipes.models.task import Task
 from recipes.models.weights import load_diffusers
 
@@ -38,9 +39,12 @@ class KLAutoencoder(Task):
             kl_weight: weight of the KL divergence per latent value, relative to the absolute error per pixel value.
 
         Raises:
-            ValueError: a width is not a multiple of norm_groups.
+            ValueError: a number out of range, or a width that is not a multiple of norm_groups.
         """
         super().__init__()
+        check_least("kl_autoencoder", 1, channels=min(channels, default=0), blocks=blocks, norm_groups=norm_groups)
+        check_least("kl_autoencoder", 1, latent_channels=latent_channels)
+        check_least("kl_autoencoder", 0, kl_weight=kl_weight)
         if any(width % norm_groups for width in channels):
             raise ValueError(f"kl_autoencoder: channels {channels} must be multiples of norm_groups ({norm_groups})")
         levels = len(channels)
@@ -63,6 +67,10 @@ class KLAutoencoder(Task):
         """One block per level of encoder and decoder, and their middle blocks."""
         encoder, decoder = self.network.encoder, self.network.decoder
         return [*encoder.down_blocks, encoder.mid_block, decoder.mid_block, *decoder.up_blocks]
+
+    def networks(self) -> list[nn.Module]:
+        """Encoder and decoder, which are called one by one."""
+        return [self.network.encoder, self.network.decoder]
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss, with latents drawn from the posterior.

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from data.ranges import check_least
 from recipes.models.autoregressive.sparse_attention import Attend
 from recipes.models.autoregressive.transformer import (
     MLP,
@@ -65,6 +66,7 @@ class TextTransformer(nn.Module):
             ValueError: no layers or positions, a width that is not a multiple of the heads, or no share.
         """
         super().__init__()
+        check_least("language", 1, width=width, heads=heads, vocabulary=vocabulary)
         if layers < 1 or positions < 1 or width % heads:
             raise ValueError(
                 f"language: {layers} layers, {positions} positions, width {width}, {heads} heads: give at least 1 "

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.files import write_json
+from data.ranges import check_least
 from recipes.models.config_files import build_from
 from recipes.models.earlier import separated
 from recipes.models.latent_diffusion.denoiser import Denoiser
@@ -66,9 +67,12 @@ class DiT(Denoiser):
             mlp_ratio: width of the hidden layer of every MLP, relative to `width`.
 
         Raises:
-            ValueError: widths do not divide.
+            ValueError: sizes below 1, or widths that do not divide.
         """
         super().__init__()
+        sizes = {"layers": layers, "heads": heads, "text_width": text_width, "latent_channels": latent_channels}
+        check_least("dit", 1, width=width, patch_size=patch_size, mlp_ratio=mlp_ratio, **sizes)
+        check_least("dit", 0, text_layers=text_layers)
         if width % heads or width % 4:
             raise ValueError(f"dit: width {width} must be a multiple of heads ({heads}) and of 4")
         self.config: dict[str, Any] = {

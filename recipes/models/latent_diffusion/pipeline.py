@@ -16,7 +16,7 @@ from recipes.models.family import ExportParts
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
 from recipes.models.latent_diffusion.task import SCHEDULER
-from recipes.models.sampling import Precision, SamplingProgress, autocast
+from recipes.models.sampling import Precision, SamplingProgress, autocast, check_guidance
 
 
 @dataclass
@@ -68,7 +68,8 @@ class DiffusionPipeline:
             resolution: side of the images in pixels; None: that of training.
 
         Raises:
-            ValueError: an unknown sampler, a batch or steps below 1, or a resolution that does not fit the denoiser.
+            ValueError: an unknown sampler, a batch or steps below 1, a guidance that is not finite, or a resolution
+                that does not fit the denoiser.
         """
         resolution = self.resolution if resolution is None else resolution
         unit = self.manifest.downsample * self.denoiser.grid_multiple
@@ -79,6 +80,7 @@ class DiffusionPipeline:
             )
         if batch < 1 or steps < 1:
             raise ValueError(f"--batch and --steps must be at least 1, got {batch} and {steps}")
+        check_guidance(guidance)
         self.objective.check_sampler(sampler)
         shape = self.manifest.latent_shape(resolution)
         images, progress = [], SamplingProgress(len(captions))

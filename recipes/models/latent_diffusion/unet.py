@@ -8,6 +8,7 @@ from typing import Self
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from data.ranges import check_least, check_shares
 from recipes.models.blocks.formats import in_autocast_dtype
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.weights import load_diffusers, open_diffusers
@@ -91,11 +92,14 @@ def unet(
         dropout: dropout of the residual and transformer blocks.
 
     Raises:
-        ValueError: the lists have different lengths, or widths do not divide.
+        ValueError: the lists have different lengths, sizes are below 1, or widths do not divide.
     """
     if not len(channels) == len(attention) == len(heads):
         lengths = f"channels {len(channels)}, attention {len(attention)}, heads {len(heads)}"
         raise ValueError(f"unet: each list needs one entry per level, got {lengths}")
+    check_least("unet", 1, channels=min(channels, default=0), heads=min(heads, default=0), norm_groups=norm_groups)
+    check_least("unet", 1, text_width=text_width, latent_channels=latent_channels, blocks=blocks)
+    check_shares("unet", dropout=dropout)
     for width, count in zip(channels, heads, strict=True):
         if width % count or width % norm_groups:
             raise ValueError(

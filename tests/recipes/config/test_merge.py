@@ -99,7 +99,7 @@ NAMES = (st.text(min_size=1) | TEXTS).filter(lambda name: name.strip() and "://"
 
 @settings(max_examples=60)
 @example("0\x85b", 1.0, ["\u2028", "\x85"], 0)
-@given(NAMES, st.floats(allow_nan=False), st.lists(TEXTS), st.integers())
+@given(NAMES, st.floats(allow_nan=False, allow_infinity=False), st.lists(TEXTS), st.integers(0, 2**31 - 1))
 def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, seed):
     values = yaml.safe_load(RECIPE)
     values["optimizer"]["lr"] = lr

@@ -1,6 +1,7 @@
 """Recipes from YAML files: all files of yamls/ load, and each mistake is reported in one line."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -239,6 +240,7 @@ def test_another_name_drops_the_old_arguments(small):
         ),
         (["training.nonfinite_limit=0"], ["training.nonfinite_limit: 0; give 1 or more"]),
         (["run_name="], ["run_name: expected str, got null"]),
+        (["seed=-1"], ["seed: -1; give 0 to 2147483647"]),
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
@@ -342,3 +344,33 @@ def test_sections_are_found():
     assert list(subsections(Recipe)) == ["training", "checkpoints"]
     assert list(subsections(Training)) == ["fsdp"]
     assert subsections(EncodeConfig) == {}
+
+
+ODD = ["0123", "1e3", "yes", "True", "12:30:00", "1_000", "1.50", "0x1F", "true", "7", "+5", ".5"]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_text_is_what_was_typed(tmp_path, text):
+    """On the command line and in a YAML, though YAML takes some of these for other numbers, or for booleans."""
+    yaml_file = tmp_path / "typed.yaml"
+    grid = f"{{name: sample_grid, prompts: [{text}, a cat]}}"
+    shipped = ROOT / "yamls" / "openmoji_diffusion.yaml"
+    yaml_file.write_text(f"base: {shipped}\nrun_name: {text}\ncallbacks: {{grid: {grid}}}\n")
+    for overrides in ([f"run_name={text}", f"callbacks.grid={grid}"], []):
+        recipe = load_config(shipped if overrides else yaml_file, overrides, Recipe, [])
+        assert recipe.run_name == text
+        assert recipe.callbacks["grid"].args["prompts"] == [text, "a cat"]
+        saved = tmp_path / "saved.yaml"
+        saved.write_text(to_yaml(recipe))
+        assert load_config(saved, [], Recipe, []) == recipe
+
+
+def test_numbers_and_booleans_of_any_spelling(tmp_path):
+    """What YAML reads as a number or boolean is one, where a field takes it; but not what looks octal."""
+    read = functools.partial(load_config, ROOT / "yamls" / "openmoji_diffusion.yaml", cls=Recipe, missing=[])
+    spelled = ["training.global_batch=1_024", "optimizer.lr=1e-4", "training.progress_bar=Yes", "seed=+5"]
+    recipe = read(overrides=spelled)
+    assert recipe.training.global_batch == 1024 and recipe.optimizer.args["lr"] == 1e-4
+    assert recipe.training.progress_bar is True and recipe.seed == 5
+    with pytest.raises(ConfigError, match="^seed: expected int, got '0123'$"):
+        read(overrides=["seed=0123"])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import tarfile
 
 import numpy as np
@@ -132,6 +133,11 @@ def test_what_cannot_be_evaluated(export, write, tmp_path, capsys):
     assert "sampling.temperature: no option of diffusion models" in refuse(
         export, write(sampling={"temperature": 1.0}), capsys
     )
+    for steps in ("ten", 2.5, True):
+        assert f"sampling.steps: {steps!r}; give an integer" in refuse(export, write(sampling={"steps": steps}), capsys)
+    assert "sweeps.guidance: 'x'; give a number" in refuse(export, write(sweeps={"guidance": [1, "x"]}), capsys)
+    assert "sampling.sampler: {a: 1}; give a text" in refuse(export, write(sampling={"sampler": {"a": 1}}), capsys)
+    assert "guidance: nan; give a finite number" in refuse(export, write(sampling={"guidance": math.nan}), capsys)
     (tmp_path / "empty").mkdir()
     nothing = {"source": {"name": "folder", "path": str(tmp_path / "empty")}}
     assert "reference" in refuse(export, write(reference=nothing), capsys)

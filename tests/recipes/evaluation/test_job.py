@@ -90,6 +90,11 @@ def test_finished_work_is_not_done_again(job):
     assert changed.file(variant, 0) != first.file(variant, 0)
 
 
+def test_null_is_the_default_of_an_option(job):
+    found = variants(job(sampling={"guidance": 2.0, "steps": None}, sweeps={"guidance": [None, 4]}).config)
+    assert [variant.options for variant in found] == [{"guidance": 2.0}, {}, {"guidance": 4}, {"guidance": 2.0}]
+
+
 def test_a_wrong_value_of_a_sweep_is_met_before_much_is_drawn(job):
     wrong = job(sweeps={"guidance": [1, 4, "wrong"]})
     with pytest.raises(ValueError, match="wrong"):

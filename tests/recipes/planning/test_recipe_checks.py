@@ -130,9 +130,10 @@ def test_checkpoints_that_are_removed_meanwhile(small_recipe, tmp_path, monkeypa
 def test_every_problem_is_listed(small_recipe, tmp_path, monkeypatch):
     """Of the batch, of the model, of a set and of options, where a run would stop at the first."""
     monkeypatch.setenv("WORLD_SIZE", "3")
-    recipe = small_recipe(tmp_path / "run", "training.global_batch=8", "data.resolution=24", "data.caption_dropout=2")
-    batch, data = problems(recipe)
+    wrong = ["training.global_batch=8", "data.resolution=24", "evals.val.caption_dropout=2"]
+    batch, data, val = problems(small_recipe(tmp_path / "run", *wrong))
     assert "training.global_batch: 8 does not divide over 3" in batch and "resolution" in data
+    assert val == "latents: caption_dropout is a share from 0 to 1, got 2.0"
     recipe = small_recipe(tmp_path / "run", "training.global_batch=8", "model.denoiser.text_width=32")
     batch, *sets = problems(recipe)
     assert len(sets) == 2 and all("cross-attention width" in text for text in sets)  # training and validation

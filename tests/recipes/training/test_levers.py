@@ -40,7 +40,8 @@ def recorded():
 def test_modules_change_before_anything_is_sharded_and_compiling_comes_last(recorded):
     levers, run, calls = recorded
     levers.prepare(run)
-    assert calls() == [("one", "change_modules"), ("two", "change_modules"), ("one", "shard"), ("two", "shard")]
+    moments = ("check_machine", "change_modules", "shard")
+    assert calls() == [(lever, moment) for moment in moments for lever in ("one", "two")]
     levers.compile(run)
     assert calls() == [("one", "compile"), ("two", "compile")]
 

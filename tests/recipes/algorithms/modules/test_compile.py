@@ -21,6 +21,9 @@ from recipes.algorithms.modules.compile import (
     why_no_compiler,
 )
 from recipes.engines.composer.model import ComposerTask
+from recipes.models.contrastive.task import ContrastiveText
+from recipes.models.dvae.task import DiscreteAutoencoder
+from recipes.models.kl_autoencoder.task import KLAutoencoder
 from recipes.models.latent_diffusion.unet import unet
 from recipes.models.task import Task
 from tests.recipes.algorithms.composer_levers import algorithms_of
@@ -254,6 +257,39 @@ def test_errors(monkeypatch):
     monkeypatch.setattr(compile_module, "why_no_compiler", lambda on_gpu: "no C++ compiler")
     with pytest.raises(ValueError, match="compile: no C\\+\\+ compiler; or remove the lever"):
         train(Compile(None))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DiscreteAutoencoder(codes=8, hidden=8, blocks=1, initial=4),
+        lambda: KLAutoencoder(channels=[8, 8], norm_groups=4),
+        lambda: ContrastiveText(
+            width=16, layers=1, heads=2, context_length=8, picture_size=16, patch_size=8, picture_width=32,
+            picture_layers=1, embedding=8,
+        ),
+    ],
+    ids=["dvae", "kl_autoencoder", "contrastive_text"],
+)  # fmt: skip
+def test_networks_that_are_called_in_parts(make):
+    """Encoders, decoders and towers are compiled as a whole where the network around them has methods of its own."""
+    task = make()
+    lever = Compile(task, backend="eager", whole=True)
+    lever.compile(FakeRun(task))
+    images = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    task({"image": images, "tokens": torch.ones(2, 8, dtype=torch.int64)})["total"].backward()
+    lever.check()
+    assert len(lever.forwards) == 2
+
+
+def test_one_graph_around_units_of_fsdp_is_refused(monkeypatch):
+    """Dynamo cannot trace their hooks."""
+    task = Deep()
+    monkeypatch.setattr(compile_module, "is_unit", lambda module: module in (task.net[0], task.net[0].one))
+    with pytest.raises(ValueError, match="fullgraph: true, and training.fsdp gathers Linear inside of a compiled"):
+        Compile(task, backend="eager", fullgraph=True).compile(FakeRun(task))
+    monkeypatch.setattr(compile_module, "is_unit", lambda module: module is task.net[0])
+    Compile(task, backend="eager", fullgraph=True).compile(FakeRun(task))
 
 
 def test_graphs_of_shards_are_refused(monkeypatch):

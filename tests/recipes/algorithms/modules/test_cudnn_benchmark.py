@@ -4,7 +4,13 @@ import torch
 from torch import nn
 
 from recipes.algorithms.modules.cudnn_benchmark import CudnnBenchmark
+from recipes.models.dvae.task import DiscreteAutoencoder
 from tests.recipes.training.fake_run import FakeRun
+
+
+def test_convolutions_of_the_dvae_count():
+    task = DiscreteAutoencoder(codes=8, hidden=8, blocks=1, initial=4)
+    CudnnBenchmark(task).change_modules(FakeRun(task))
 
 
 def test_the_lever(monkeypatch, capsys):

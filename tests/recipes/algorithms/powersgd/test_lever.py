@@ -67,6 +67,21 @@ def test_values_out_of_range_are_refused(arguments):
         PowerSGD(Residual(), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"precision": "amp_fp16"}, "gradients are scaled under training.precision amp_fp16"),
+        ({"devices": 2}, "rank 3 is not divisible by the 2 devices of a machine"),
+        ({"sharded": False}, "overlap needs training.fsdp"),
+    ],
+)
+def test_runs_that_it_does_not_fit_are_refused(run, message):
+    lever = PowerSGD(Residual(), rank=3, overlap=True)
+    lever.check_groups(devices=3, sharded=True, precision="fp32")
+    with pytest.raises(ValueError, match=message):
+        lever.check_groups(**{"devices": 3, "sharded": True, "precision": "fp32"} | run)
+
+
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(ValueError, match="Task does not say which of its modules are blocks"):
         PowerSGD(Task(), rank=1)

@@ -218,11 +218,11 @@ def test_where_16_bit_weights_do_not_fit():
         ResblockGradScaling(WordTask(), low_rank=True, weights="fp16")
     task = WordTask()
     scaling = ResblockGradScaling(task, weights="fp16")
-    sharding = Sharding(
-        task, full_shard=True, by_block=True, parameters="auto", replicas=1, sync="batch", scaling=scaling
-    )
+    sharded = {"full_shard": True, "by_block": True, "replicas": 1, "sync": "batch"}
     with pytest.raises(ValueError, match="training.fsdp: PyTorch shards no block with parameters of two number"):
-        sharding._format(SimpleNamespace(precision="fp32"))
+        Sharding(task, parameters="auto", scaling=scaling, **sharded)
+    with pytest.raises(ValueError, match="training.fsdp.parameters: bf16, and resblock_grad_scaling computes in fp16"):
+        Sharding(task, parameters="bf16", scaling=ResblockGradScaling(task), **sharded)
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,5 +1,7 @@
 """Sampling: the same tokens with and without a cache, choices by their distributions, completion, guidance."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -186,7 +188,17 @@ def test_tokens_come_as_often_as_they_are_likely():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=lambda w: next(iter(w))
+    "wrong",
+    [
+        {"temperature": 0.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"guidance": math.nan},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+    ],
+    ids=str,
 )
 def test_choices_that_cannot_be(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,0 +1,145 @@
+"""What a run refuses before its first batch, found without data, devices or memory for weights.
+
+Dry runs build what a run builds, on the meta device, and let the levers change the model. So they refuse what the run
+would refuse, in its words, and no check is written twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from data.log import log
+from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.config.build import build, build_on_meta
+from recipes.config.recipe import Recipe
+from recipes.config.values import Component, plain_values
+from recipes.engines.parts import Place, build_levers, the_one
+from recipes.engines.precision import resolve
+from recipes.engines.tracking import tracked_run
+from recipes.models.task import Task
+from recipes.planning.devices import Devices
+from recipes.planning.dry_run import survey
+from recipes.planning.length import in_epochs
+from recipes.training.clock import Clock
+from recipes.training.run import Precision, Run
+
+
+def rehearse(recipe: Recipe) -> None:
+    """Build what needs no data, and prepare the model for training: what `survey` checks, and the rest of a start.
+
+    Where the recipe leaves the choice between GPU and CPU to the machine, it must be right for one of them.
+
+    Raises:
+        ValueError: what the run would refuse.
+    """
+    epoch_batches = survey(recipe).length.epoch_steps
+    kinds = {"auto": (True, False), "gpu": (True,), "cpu": (False,)}[recipe.training.device]
+    errors = []
+    with _quiet():
+        for use_gpu in kinds:
+            try:
+                return _rehearse(recipe, use_gpu, epoch_batches)
+            except ValueError as error:
+                errors.append(error)
+    raise errors[0]
+
+
+def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
+    training = recipe.training
+    devices = Devices.of_environment(training)
+    place = Place(use_gpu, resolve(training.precision, use_gpu=use_gpu), local_world_size=1, planned=devices)
+    task = build_on_meta(recipe.model)
+    context = {
+        "task": task,
+        "run_name": recipe.run_name,
+        "output": recipe.output,
+        "tracked": partial(tracked_run, recipe),
+        "blank": lambda: build_on_meta(recipe.model),
+        "loading": None,
+        "encoders": None,
+    }
+    # One value stands for all parameters, which have no memory.
+    optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
+    run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, training.duration, epoch_batches))
+    levers = build_levers(recipe, place, context, training.device_batch(devices.world))
+    context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
+    schedule = build(recipe.schedule)
+    for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
+        if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
+            build(component, **context)
+    for lever in levers:
+        lever.change_modules(run)
+    for lever in levers:
+        lever.compile(run)
+    if epoch_batches is None and any(in_epochs(plain_values(recipe))):
+        return  # only the data says which lengths fit each other
+    schedule(run.clock)
+    for lever in levers:
+        lever.check_run(run)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, levers do not say what they have changed."""
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+class MetaRun(Run):
+    """A run at its start, on the meta device. Nothing is trained or logged."""
+
+    def __init__(self, task: Task, precision: Precision, optimizer: torch.optim.Optimizer, clock: Clock) -> None:
+        self.task = task
+        self.device = torch.device("meta")
+        self.precision = precision
+        self._optimizer = optimizer
+        self._clock = clock
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def module(self) -> nn.Module:
+        return self.task
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def autocast(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def gradient_scale(self) -> float:
+        return 1.0
+
+    def new_parameters(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def peak_rates_changed(self) -> None:
+        """There is no schedule."""
+
+    def set_microbatch(self, samples: int) -> None:
+        """There are no batches."""
+
+    def log(self, figures: Mapping[str, float]) -> None:
+        """There are no loggers."""
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """There are no loggers."""
+
+    def log_images(self, name: str, images: np.ndarray) -> None:
+        """There are no loggers."""

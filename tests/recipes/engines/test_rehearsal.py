@@ -1,0 +1,136 @@
+"""Dry runs refuse what the run would refuse, in its words, and nothing that only this machine does not support."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from recipes.config.recipe import Recipe, load_config
+from recipes.engines.rehearsal import rehearse
+from recipes.planning.dry_run import problems
+
+ROOT = Path(__file__).resolve().parents[3]
+YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\ntraining:" in path.read_text())
+BF16 = "training.precision=amp_bf16"
+MACHINES = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder, and one device."""
+    monkeypatch.chdir(tmp_path)
+    for name in MACHINES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def read(yaml, *overrides):
+    return load_config(ROOT / "yamls" / f"{yaml}.yaml", list(overrides), Recipe, [])
+
+
+@pytest.mark.parametrize("environment", [{}, MACHINES], ids=["one device", "two machines"])
+@pytest.mark.parametrize("yaml", YAMLS)
+def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    rehearse(read(yaml.removesuffix(".yaml"), "training.global_batch=2048"))
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("yaml", "overrides", "message"),
+    [
+        ("openmoji_text", ["algorithms.x={name: activation_checkpointing}"], "the model names no blocks"),
+        ("openmoji_dalle", ["algorithms.x={name: attention}"], "no diffusers attention block to change"),
+        ("openmoji_dalle", ["algorithms.x={name: channels_last}"], "no convolution over images to change"),
+        ("openmoji_text", ["algorithms.x={name: compile}"], "the model names no blocks; set whole: true"),
+        ("openmoji_dalle", ["algorithms.x={name: cudnn_benchmark}"], "the model has no convolution"),
+        ("openmoji_text", ["algorithms.x={name: fp8}"], "fp8: nothing to change"),
+        ("openmoji_dalle", ["algorithms.x={name: fused_geglu}"], "no GEGLU of diffusers to fuse"),
+        ("openmoji_dalle", ["algorithms.x={name: fused_group_norm}"], "no GroupNorm of a diffusers block to fuse"),
+        ("openmoji_dalle", ["algorithms.x={name: lean_blocks}"], "no residual, transformer or upsampling block"),
+        ("openmoji_dvae", ["algorithms.x={name: low_precision_norms}", BF16], "no plain GroupNorm or LayerNorm"),
+        ("openmoji_dalle", ["algorithms.x={name: noise_of_samples}"], "draws no noise for samples"),
+        ("openmoji_dalle", ["algorithms.x={name: resblock_grad_scaling}", BF16], "training.precision is amp_bf16"),
+        (
+            "openmoji_dalle",
+            ["algorithms.x={name: resblock_grad_scaling, weights: fp16}", "training.precision=fp32"],
+            "weights: fp16 needs the optimizer adam16",
+        ),
+        ("openmoji_dalle", ["algorithms.x={name: powersgd, rank: 4, overlap: true}"], "overlap needs training.fsdp"),
+        ("openmoji_diffusion", ["algorithms.x={name: scheduled_ema, decay: 0.9}"], "at most one ScheduledEMA"),
+        ("openmoji_diffusion", ["algorithms.scheduled_ema.start=1000ba"], "leaves nothing to average"),
+        ("openmoji_diffusion", ["algorithms.scheduled_ema.decay=null"], "give either decay or half_life"),
+        ("openmoji_diffusion", ["schedule={name: cosine, warmup: 2000sp}"], "a warm-up of 2000sp cannot be taken"),
+        ("openmoji_diffusion", ["training.fsdp={parameters: bf16}", "training.precision=fp32"], "^training.fsdp.param"),
+        ("openmoji_diffusion", ["callbacks.x={name: gradient_scales}"], "the run has no resblock_grad_scaling"),
+        ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], steps: 0}"], "steps: 0; give 1 or more"),
+        ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], batch: 0}"], "batch: 0; give 1 or more"),
+        ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], sampler: no}"], "sampler"),
+        ("openmoji_dalle", ["callbacks.x={name: token_grid, prompts: [a], temperature: 0}"], "temperature: 0.0; give"),
+        ("openmoji_text", ["callbacks.x={name: exponents}"], "exponents: ContrastiveText does not say which"),
+        ("openmoji_dvae", ["callbacks.x={name: scheduled_value, value: y, start: 1, end: 2}"], "has no value `y`"),
+    ],
+)
+def test_what_the_run_refuses(yaml, overrides, message):
+    recipe = read(yaml, *overrides)
+    with pytest.raises(ValueError, match=message):
+        rehearse(recipe)
+    (line,) = problems(recipe, rehearse)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("yaml", "override", "message"),
+    [
+        ("openmoji_diffusion", "optimizer.lr=-1", "adamw: lr: -1.0; give 0 or more"),
+        ("openmoji_diffusion", "optimizer.betas=[1.5, 2]", "adamw: betas must lie in [0, 1), got [1.5, 2.0]"),
+        ("openmoji_dalle", "optimizer={name: adam16, lr: 1, betas: [2, 2]}", "adam16: betas.0 must lie in [0, 1)"),
+        ("openmoji_diffusion", "schedule={name: cosine, final: -1}", "schedule: final: -1.0; give 0 or more"),
+        ("openmoji_diffusion", "schedule={name: cosine, over: 0ba}", "schedule: over: 0ba; give a length above 0"),
+        ("openmoji_diffusion", "callbacks.throughput.window=0", "throughput: window: 0; give 1 or more"),
+        ("openmoji_diffusion", "callbacks.progress.seconds=-1", "progress: seconds: -1.0; give 0 or more"),
+        ("openmoji_vae", "callbacks.x={name: reconstructions, pictures: 0}", "pictures: 0; give 1 or more"),
+        ("openmoji_dalle", "algorithms.x={name: resblock_grad_scaling, most: 500}", "give numbers from -126 to 127"),
+        ("openmoji_diffusion", "model.denoiser.width=-8", "dit: width: -8; give 1 or more"),
+        ("openmoji_diffusion", "model.denoiser.heads=0", "dit: heads: 0; give 1 or more"),
+        ("openmoji_unet", "model.denoiser.norm_groups=0", "unet: norm_groups: 0; give 1 or more"),
+        ("openmoji_unet", "model.denoiser.dropout=2", "unet: dropout is a share from 0 to 1, got 2.0"),
+        ("openmoji_vae", "model.channels=[]", "kl_autoencoder: channels: 0; give 1 or more"),
+        ("openmoji_vae", "model.latent_channels=0", "kl_autoencoder: latent_channels: 0; give 1 or more"),
+        ("openmoji_text", "model.layers=0", "contrastive_text: layers: 0; give 1 or more"),
+        ("openmoji_text", "model.heads=3", "contrastive_text: width 128 must be a multiple of heads (3)"),
+        ("openmoji_text", "model.patch_size=1000", "contrastive_text: picture_size: 64; give 1000 or more"),
+        ("openmoji_dalle", "model.codes=0", "transformer: codes: 0; give 1 or more"),
+        ("docs_gpt2", "model.heads=0", "language: heads: 0; give 1 or more"),
+        ("openmoji_diffusion", "data.workers=-1", "latents: workers: -1; give 0 or more"),
+        ("openmoji_diffusion", "data.flip=2", "latents: flip is a share from 0 to 1, got 2.0"),
+        ("openmoji_diffusion", "data.streams.train.repeat=0", "stream: repeat: 0.0; give a number above 0"),
+        ("openmoji_dalle", "data.epoch_size=0", "tokens: epoch_size: 0; give 1 or more"),
+        ("docs_gpt2", "data.predownload=0", "texts: predownload: 0; give 1 or more"),
+        ("openmoji_vae", "data.resolution=0", "pictures: resolution: 0; give 1 or more"),
+    ],
+)
+def test_numbers_out_of_range(yaml, override, message):
+    """They are refused by name, before anything runs, and not by a library's traceback."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rehearse(read(yaml, "training.precision=fp32", override))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithms.x={name: attention, implementation: xformers}"],
+        ["algorithms.x={name: fused_group_norm, when: always}"],
+        ["algorithms.x={name: low_precision_norms}"],  # precision: auto is bf16 on a GPU
+        ["training.fsdp={replicas: 2}"],  # which torch 2.7 averages on GPUs alone
+        ["training.microbatch=auto"],
+    ],
+)
+def test_what_another_machine_can_do(overrides, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    rehearse(read("openmoji_unet", "training.device=auto", *overrides))
+
+
+def test_lengths_in_epochs_of_data_that_is_not_here():
+    """Nobody knows whether they fit."""
+    rehearse(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))
