@@ -181,6 +181,10 @@ class Compile(Lever):
         options = inductor_options(self.mode, uses_channels_last(self.task)) if inductor else {}
         options |= {"backend": self.backend, "dynamic": False, "fullgraph": self.fullgraph}
         self.forwards = compile_forwards(parts, options)
+        if not self.whole:
+            # Under DDP, Dynamo would divide blocks at the ends of buckets of 25 MB, so that buckets are averaged during
+            # the backward pass. They are with one graph per block, too, and small graphs cost more than they gain.
+            torch._dynamo.config.optimize_ddp = False
         kind = "networks" if self.whole else "blocks"
         log.info(f"compile: {len(self.forwards)} {kind}, mode {self.mode}, in the first batch")
         run.log_settings({"compile": self.mode, "compiled": len(self.forwards)})

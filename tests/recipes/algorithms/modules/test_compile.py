@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from composer import DataSpec, Trainer
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -296,6 +298,30 @@ def test_graphs_of_shards_are_refused(monkeypatch):
     monkeypatch.setattr(compile_module, "is_sharded", lambda task: True)
     with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must keep"):
         train(Compile(None, mode="reduce-overhead", backend="aot_eager"))
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, unless an earlier test has left one."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_blocks_are_one_graph_each_under_ddp(one_rank, whole):
+    """Whole networks are divided, so that their gradients are averaged during the backward pass."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    task = Deep(width=400)  # its weights do not fit in the first bucket of DDP
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        Compile(task, backend="aot_eager", whole=whole).compile(FakeRun(task))
+        DistributedDataParallel(task)({"x": torch.randn(2, 400), "y": torch.randn(2, 400)})["total"].backward()
+    # One graph of the first block and one of the others, whose inputs have gradients; or two parts of the network.
+    assert torch._dynamo.utils.counters["aot_autograd"]["total"] == 2
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
