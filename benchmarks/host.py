@@ -50,12 +50,19 @@ from recipes.planning.settings import Place
 # Which norms are fused is chosen by timing them, and kernels take no time here.
 ON_ONE = ["training.fsdp=null", "algorithms.fused_group_norm.when=always"]
 AT_512 = [*ON_ONE, NO_AVERAGE]
+# What each of 128 GPUs has of the recipe's batch.
+OF_128 = [*ON_ONE, "training.global_batch=16", "training.microbatch=16"]
 MARK = "row: "
 # Row -> subject of gpu.py, and changes of its recipe.
 SETTINGS = {
     "sd2_base, microbatches of 64": ("unet_256", [*ON_ONE, "training.microbatch=64"]),
     "sd2_base, microbatches of 128": ("unet_256", [*ON_ONE, "training.microbatch=128"]),
     "sd2_base, microbatches of 256": ("unet_256", [*ON_ONE, "training.microbatch=256"]),
+    "sd2_base, 16 images": ("unet_256", OF_128),
+    "sd2_base, 16 images, CUDA graphs": (
+        "unet_256",
+        [*OF_128, "algorithms.compile={name: compile, mode: reduce-overhead}"],
+    ),
     "sd2_base_512, microbatches of 32": ("unet_512", [*AT_512, "training.microbatch=32"]),
     "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
     "dalle_1b, microbatches of 16": ("transformer", [NO_AVERAGE]),
@@ -105,6 +112,7 @@ def measure(name: str) -> dict[str, Any]:
         "launches per step": last.launches,
         "waits per step": last.waits,
         "peak GB": round(steady.peak / 1e9, 1),
+        "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 1),
         "peak GB by the planner": round(planned(recipe) / 1e9, 1),
     }
 
@@ -131,9 +139,10 @@ def main() -> None:
             rows.append(json.loads(done.stdout.split(MARK)[1]))
     notes = (
         "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
-        "this host needs to launch it. A step has 256 images at 256, 64 at 512, and 64 sequences of 1,280 tokens. "
-        "`waits` are those for all that was launched before. `peak GB` is what PyTorch's allocator gave out at once; "
-        "workspaces of cuDNN come on top."
+        "this host needs to launch it. A step has 256 images at 256 (or 16, the share of one of 128 GPUs in the "
+        "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for all that was "
+        "launched before. `peak GB` is what PyTorch's allocator gave out at once, and `reserved GB` what it had of the "
+        "GPU, with the memory that CUDA graphs keep; workspaces of cuDNN come on top."
     )
     write_results("host", "sd2", rows, notes)
 

@@ -1,6 +1,7 @@
 """Compiled networks train as others do, are used for training alone, and leave checkpoints as they are."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from recipes.models.task import Task
 from tests.recipes.algorithms.composer_levers import algorithms_of
 from tests.recipes.engines.composer.inside import lever_of
 from tests.recipes.training.fake_run import FakeRun
+from tests.stub_gpu import needs_stub_gpu, run_on_stub_gpu
 
 
 class Block(nn.Module):
@@ -346,6 +348,21 @@ def test_gradients_of_graphs_are_summed_in_memory_of_their_own(microbatches):
     other(batch)["total"].backward()
     for one, two in zip(task.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, microbatches * two.grad, rtol=1e-5, atol=1e-7)
+
+
+@needs_stub_gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_graphs_are_launched_in_place_of_kernels(tmp_path):
+    done = run_on_stub_gpu(tmp_path, "-m", "tests.recipes.algorithms.modules.graphs_on_stub_gpu", timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("row:")]
+    found = {(microbatch, with_graphs): (launches, kept) for microbatch, with_graphs, launches, kept in rows}
+    assert len(found) == 6
+    for microbatch in (8, 4, 2):
+        assert 0 < found[microbatch, 1][0] < 0.6 * found[microbatch, 0][0]
+        # Gradients of 12 parameters are kept where a second microbatch follows.
+        assert found[microbatch, 1][1] == (0 if microbatch == 8 else 12)
 
 
 def test_a_recipe_compiles_its_unet(small_recipe, fit, tmp_path):
