@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from recipes.engines import loggers
+from recipes.engines import loggers, tracking
 from recipes.engines.record import TRACKED
 from recipes.engines.resuming import prepare_folder
 from recipes.engines.tracking import AT_ONCE, TAG, flat, log_parameters, mlflow_run, tracked_run
@@ -113,6 +113,39 @@ def test_a_server_that_refuses_is_named(tmp_path):
     with pytest.raises(ValueError, match="loggers: MLflow at .*nothing.*") as error:
         mlflow_run("a", uri=f"nothing://{tmp_path}", experiment="test", run_name="short", artifacts=None)
     assert "\n" not in str(error.value)
+
+
+def test_a_server_that_does_not_answer_is_asked_again_for_a_while(monkeypatch):
+    """One that refuses is not, nor is a database."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    monkeypatch.setattr(tracking, "SILENT", 0.0)
+    asked = []
+
+    def ask(error, times, uri="http://tracker"):
+        def answer(*arguments):
+            asked.append(uri)
+            if len(asked) <= times:
+                raise error
+            return "its id"
+
+        asked.clear()
+        monkeypatch.setattr(tracking, "_found_or_new", answer)
+        return mlflow_run("a", uri=uri, experiment="test", run_name="short", artifacts=None)
+
+    silent = MlflowException("no route to it")
+    assert ask(silent, 3) == "its id" and len(asked) == 4
+    monkeypatch.setattr(tracking, "PATIENCE", 0.05)
+    for error, times, uri in (
+        (silent, 10**9, "http://tracker"),
+        (silent, 1, "sqlite:///here"),
+        (MlflowException("a wrong name", INVALID_PARAMETER_VALUE), 1, "http://tracker"),
+    ):
+        with pytest.raises(ValueError, match=f"loggers: MLflow at {uri}: (no route to it|a wrong name)$"):
+            ask(error, times, uri)
+        assert len(asked) > 1 if times > 1 else len(asked) == 1
 
 
 def test_many_parameters_of_any_name_are_written(tmp_path):
