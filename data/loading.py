@@ -131,9 +131,10 @@ def leave_signals(worker: int) -> None:
     """For worker processes: signals that stop a run are left to the trainer, which still needs batches when they come.
     Another one asks for stacks.
 
-    Clusters and containers send them to all processes. A worker ends when its trainer does.
+    Clusters and containers send them to all processes, and a terminal does so with Ctrl-C. A worker ends when its
+    trainer does.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     give_stacks()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from collections.abc import Callable
@@ -9,8 +10,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.files import atomic_write
 from recipes.engines.tracking import mlflow_run
 from recipes.training.ranks import by_first_rank, from_first_rank
+
+OF_SQLITE = {"disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}  # its words for errors of the disk
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ def mlflow(
 
     def find() -> None:
         if artifacts is not None:
+            make_database(folder / "mlflow.db")
             images_are_here(folder / "mlflow.db", artifacts)
         found.append(
             mlflow_run(identifier, uri=tracking_uri, experiment=experiment, run_name=run_name, artifacts=artifacts)
@@ -123,16 +128,34 @@ def mlflow(
     return MLflow(run_name, experiment, tracking_uri, from_first_rank(found)[0])
 
 
+def make_database(path: Path) -> None:
+    """Make MLflow's database, unless it is there. MLflow refuses one for ever whose making was broken off.
+
+    Raises:
+        OSError: of the disk.
+    """
+    if path.is_file():
+        return
+    from mlflow import MlflowClient
+
+    with atomic_write(path) as partial:
+        try:
+            MlflowClient(f"sqlite:///{partial}").search_experiments(max_results=1)
+        except Exception as error:  # SQLAlchemy's, or MLflow's around it
+            number = next((number for text, number in OF_SQLITE.items() if text in str(error)), None)
+            if number is None:
+                raise
+            raise OSError(number, os.strerror(number), str(partial)) from error
+
+
 def images_are_here(database: Path, artifacts: str) -> None:
     """Tell a database whose folder has been moved or copied where its images are: MLflow keeps their addresses, and
     would go on to write into the former folder.
 
     Args:
-        database: of the run's folder, which may not be there yet.
+        database: of the run's folder.
         artifacts: address of its images.
     """
-    if not database.is_file():
-        return
     ours = "SELECT DISTINCT artifact_location FROM experiments WHERE artifact_location LIKE '%/mlartifacts'"
     columns = {"experiments": "artifact_location", "runs": "artifact_uri"}
     # What is wrong with a database, MLflow says.

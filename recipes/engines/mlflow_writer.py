@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ import numpy as np
 from data.fetching import one_line
 from data.log import log
 from recipes.engines.loggers import MLflow
-from recipes.engines.tracking import log_parameters
+from recipes.engines.tracking import ask_once, log_parameters, refused
 
 if TYPE_CHECKING:  # the import takes seconds, and few runs need it
     from mlflow.entities import Metric
@@ -29,8 +28,6 @@ FIGURE = 512  # bytes of a waiting one, estimated
 MOST = 256 * 2**20  # bytes that may wait
 LAST = 60.0  # seconds that the end of a run waits for a server that takes nothing
 LAST_IF_STOPPED = 5.0  # the same after a signal, which clusters follow by a kill after 30, or after an error
-# Answers that may be others when the server is asked again: a credential, a time limit, a limit of calls.
-PASSING = {401, 403, 408, 429}
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,7 @@ class MLflowWriter:
             description: the server and a run of it, which exists.
             client: MLflow's; None: a new one.
         """
-        # This class asks again by itself. MLflow would for four minutes within one call, and draw its pauses from
-        # Python's generator of random numbers, on which a run may depend.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        ask_once()
         if client is None:
             from mlflow import MlflowClient
 
@@ -162,13 +157,13 @@ class MLflowWriter:
             try:
                 self._write(self._sending)
             except Exception as error:  # of MLflow, of the network, of a database: none of them may end a run
-                if not self._refused(error) and self._sending[0].image:
+                if not refused(error) and self._sending[0].image:
                     self._say(f"does not take an image ({one_line(error)}); training goes on, and images wait")
                     with self._changed:
                         self._images.extend(self._sending)
                         self._sending, self._images_at = [], time.monotonic() + AGAIN
                     continue
-                if not self._refused(error):
+                if not refused(error):
                     self._failing = True
                     self._say(f"takes nothing ({one_line(error)}); training goes on, and what is logged waits")
                     return False
@@ -205,14 +200,6 @@ class MLflowWriter:
             self._client.log_batch(self._run_id, metrics=[item.what for item in items])
         else:
             items[0].what()
-
-    @staticmethod
-    def _refused(error: Exception) -> bool:
-        """Whether the server has answered, and would answer the same again."""
-        from mlflow.exceptions import MlflowException
-
-        status = error.get_http_status_code() if isinstance(error, MlflowException) else None
-        return status is not None and 400 <= status < 500 and status not in PASSING
 
     def _say(self, text: str) -> None:
         if time.monotonic() - self._said >= SAID:

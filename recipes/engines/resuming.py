@@ -18,7 +18,8 @@ from recipes.training.ranks import by_first_rank, from_first_rank
 
 # What `data.files` writes before it renames: the name, often the machine, and the process.
 HALF = re.compile(r"\..+\.\d+")
-HALF_DRAWN = re.compile(r"\..+\.(json|png|yaml)\..+\.\d+")  # in folders where users may have files of their own
+# The same in folders where users may have files of their own.
+HALF_DRAWN = re.compile(r"\..+\.(db|json|png|yaml)\..+\.\d+(-journal)?")
 
 
 def prepare_folder(recipe: Recipe, engine: str) -> list[str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_text
+from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.record import TRACKED, record_of
 from recipes.training.newest import has_checkpoints
@@ -21,6 +24,10 @@ if TYPE_CHECKING:  # the import takes seconds, and few runs need it
 TAG = "precompose.run"  # of MLflow's runs
 AT_ONCE = 100  # parameters that an MLflow server accepts in one call
 LONGEST = 6000  # characters of a parameter's value, by MLflow
+SILENT = 5.0  # seconds that a start waits for a server before it says so, and between two questions
+PATIENCE = 60.0  # seconds after which it asks no more
+# Answers that may be others when the server is asked again: a credential, a time limit, a limit of calls.
+PASSING = {401, 403, 408, 429}
 
 
 def tracked_run(recipe: Recipe) -> str:
@@ -49,6 +56,8 @@ def mlflow_run(identifier: str, *, uri: str, experiment: str, run_name: str, art
     """MLflow's id of a run, which is made if there is none yet. MLFLOW_RUN_ID takes precedence. Only the first rank
     calls this.
 
+    A server that does not answer is asked again for a minute, and a line says so.
+
     Args:
         identifier: of the run; see `tracked_run`.
         uri: address of the server or the database.
@@ -59,30 +68,64 @@ def mlflow_run(identifier: str, *, uri: str, experiment: str, run_name: str, art
     Raises:
         ValueError: the server cannot be reached or refuses it, or the experiment is deleted.
     """
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     if given := os.environ.get("MLFLOW_RUN_ID"):
         return given
+    ask_once()
+    waits = threading.Timer(SILENT, log.warning, [f"loggers: waits for MLflow at {uri}, which has not answered yet"])
+    waits.daemon = True
+    waits.start()
+    end = time.monotonic() + (PATIENCE if uri.startswith("http") else 0)
     try:
-        client = MlflowClient(uri)
-        found = client.get_experiment_by_name(experiment)
-        if found is None:
-            number = client.create_experiment(experiment, artifact_location=artifacts)
-        elif found.lifecycle_stage == "deleted":
-            raise ValueError(
-                f"loggers: the experiment {experiment!r} of {uri} is deleted; give another `experiment`, or restore it "
-                f"with `mlflow experiments restore --experiment-id {found.experiment_id}`"
-            )
-        else:
-            number = found.experiment_id
-        runs = client.search_runs([number], filter_string=f"tags.`{TAG}` = '{identifier}'", max_results=1)
-        if not runs:
-            return client.create_run(number, run_name=run_name, tags={TAG: identifier}).info.run_id
-        client.update_run(runs[0].info.run_id, status="RUNNING")
-        return runs[0].info.run_id
-    except MlflowException as error:
-        raise ValueError(f"loggers: MLflow at {uri}: {' '.join(str(error).split())}") from error
+        while True:
+            try:
+                return _found_or_new(identifier, uri, experiment, run_name, artifacts)
+            except MlflowException as error:
+                if refused(error) or time.monotonic() + SILENT > end:
+                    raise ValueError(f"loggers: MLflow at {uri}: {' '.join(str(error).split())}") from error
+            time.sleep(SILENT)
+    finally:
+        waits.cancel()
+
+
+def _found_or_new(identifier: str, uri: str, experiment: str, run_name: str, artifacts: str | None) -> str:
+    """See `mlflow_run`."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        number = client.create_experiment(experiment, artifact_location=artifacts)
+    elif found.lifecycle_stage == "deleted":
+        raise ValueError(
+            f"loggers: the experiment {experiment!r} of {uri} is deleted; give another `experiment`, or restore it "
+            f"with `mlflow experiments restore --experiment-id {found.experiment_id}`"
+        )
+    else:
+        number = found.experiment_id
+    runs = client.search_runs([number], filter_string=f"tags.`{TAG}` = '{identifier}'", max_results=1)
+    if not runs:
+        return client.create_run(number, run_name=run_name, tags={TAG: identifier}).info.run_id
+    client.update_run(runs[0].info.run_id, status="RUNNING")
+    return runs[0].info.run_id
+
+
+def ask_once() -> None:
+    """From now on each call of MLflow asks its server once, unless the user's environment says otherwise.
+
+    It would ask for four minutes within one call, without a word, and draw its pauses from Python's generator of random
+    numbers, on which a run may depend. What calls it asks again by itself.
+    """
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+
+def refused(error: Exception) -> bool:
+    """Whether an MLflow server has answered, and would answer the same again."""
+    from mlflow.exceptions import MlflowException
+
+    status = error.get_http_status_code() if isinstance(error, MlflowException) else None
+    return status is not None and 400 <= status < 500 and status not in PASSING
 
 
 def log_parameters(client: MlflowClient, run_id: str, settings: Mapping[str, Any]) -> None:

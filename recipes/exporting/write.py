@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from data.disk_errors import about
@@ -54,21 +53,20 @@ def write_export(
         raise ValueError(f"{out}: inside of the export {found}; give a folder beside it")
     with about(out, out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
-    with about(out), scratch as temporary:
-        native = Path(temporary, "native")
+    with atomic_folder(out) as new:
+        native = new / ".native"  # within it, so that the next export removes both if this one is killed
         if checkpoint is None:
             from_export(found, native, weights)
         else:
             from_checkpoint(checkpoint, native, weights, recipe_file, data)
         family = family_or_none(native)
-        with atomic_folder(out) as new:
-            layout = write_layout(native, new, layout, family)
-            card = model_card(native, layout, out.name, family.guidance if family else None)
-            if layout == "native":
-                new.rmdir()
-                native.rename(new)
-            write_text(new / CARD, card)
+        layout = write_layout(native, new, layout, family)
+        card = model_card(native, layout, out.name, family.guidance if family else None)
+        if layout == "native":
+            for part in native.iterdir():
+                part.rename(new / part.name)
+        shutil.rmtree(native)
+        write_text(new / CARD, card)
     return layout
 
 

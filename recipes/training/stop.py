@@ -1,8 +1,9 @@
 """Signals that ask a run to stop: it saves a checkpoint at the end of the batch, and exits with a code of its own.
 
 SIGTERM is what launchers, clusters and containers send before they kill; SIGUSR1 is what SLURM sends ahead of a time
-limit (`--signal=USR1@120`). The exit code tells a script apart from success and from errors: start the same command
-again, and it goes on.
+limit (`--signal=USR1@120`); SIGINT is Ctrl-C, which a terminal sends to the launcher, to all of its ranks and to their
+data workers. The exit code tells a script apart from success and from errors: start the same command again, and it goes
+on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+INTERRUPTED = 130  # what shells make of SIGINT
 NO_SIGNAL = 0  # no signal has this number
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
@@ -65,6 +67,10 @@ def stop_signals() -> Iterator[None]:
     The end of the launcher that started the process does, too: `composer` ends at SIGTERM without a word to its
     processes, which would train on and hold their GPUs.
 
+    A second Ctrl-C ends a process that no launcher has started at once. Launchers pass on the first one, so that ranks
+    get it twice, and end their ranks themselves at the second. A process whose SIGINT is ignored, as a shell does for
+    what it runs in the background, goes on ignoring it.
+
     After `StartAgain` the process ignores them until it has ended: launchers send SIGTERM to all when the first one has
     ended, and the status of the others must be the same.
     """
@@ -75,11 +81,12 @@ def stop_signals() -> Iterator[None]:
         return
     numbers, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    watcher = threading.Thread(target=_end_at_once, args=(numbers,), name="stop-signals", daemon=True)
+    launched = "RANK" in os.environ  # not from a shell, whose end must not end what runs in its background
+    watcher = threading.Thread(target=_end_at_once, args=(numbers, launched), name="stop-signals", daemon=True)
     watcher.start()
     wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, _catch) for number in SIGNALS}
-    launched = "RANK" in os.environ  # not from a shell, whose end must not end what runs in its background
+    heard = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _catch) for number in heard}
     if launched:
         _at_end_of_parent(signal.SIGTERM)
     try:
@@ -108,26 +115,37 @@ def _at_end_of_parent(number: int) -> None:
 
 def _catch(number: int, frame: FrameType | None) -> None:
     global _caught
-    _caught = signal.Signals(number).name
+    _caught = _caught or signal.Signals(number).name  # after Ctrl-C, `composer` sends SIGTERM
 
 
-def _end_at_once(numbers: int) -> None:
-    """End the process at a signal before its first batch.
+def _end_at_once(numbers: int, launched: bool) -> None:
+    """End the process at a signal before its first batch, and at a second Ctrl-C.
 
     This is a thread's work: handlers run between two lines of Python in the main thread, which may wait in C++ for
     minutes, such as for ranks that have ended.
 
     Args:
         numbers: file from which the numbers of this process's signals are read, one byte each, up to `NO_SIGNAL`.
+        launched: whether a launcher has started the process.
     """
+    pressed = 0
     with open(numbers, "rb", buffering=0) as file:
         while (number := file.read(1)[0]) != NO_SIGNAL:
             if number in SIGNALS and not _in_batches:
-                if os.environ.get("RANK", "0") == "0":
-                    name = signal.Signals(number).name
-                    # No object of the main thread may be used here, such as a logger whose lock it holds.
-                    os.write(sys.__stdout__.fileno(), f"{name}: nothing to save; start it again to go on\n".encode())
+                _say(f"{signal.Signals(number).name}: nothing to save; start it again to go on")
                 os._exit(EXIT_CODE)
+            if number == signal.SIGINT and not launched:
+                pressed += 1
+                if pressed > 1:
+                    _say("SIGINT: ended without a checkpoint")
+                    os._exit(INTERRUPTED)
+                _say("SIGINT: ends after this batch; a second one ends it at once")
+
+
+def _say(line: str) -> None:
+    """Print a line on the first rank, without an object of the main thread, such as a logger whose lock it holds."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(sys.__stdout__.fileno(), f"{line}\n".encode())
 
 
 def _leave_to_parent() -> None:

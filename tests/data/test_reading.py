@@ -21,6 +21,7 @@ from data.loading import Placement, end_workers, leave_signals
 from data.reading import EncodedDataset, key_seed, keys_of, open_loader, streams_of
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage
+from recipes.training.stop import SIGNALS
 
 TEXT = (5, 8)
 BATCH = 4
@@ -362,11 +363,11 @@ def test_a_flipped_byte_is_found_at_the_first_read(latent_sets, tmp_path):
 def test_workers_leave_signals_to_the_trainer(tmp_path, plain):
     _, fast = copies(tmp_path, plain)
     assert make_loader(True, fast, workers=1).worker_init_fn is leave_signals
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         leave_signals(0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

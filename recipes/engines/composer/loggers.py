@@ -14,6 +14,7 @@ from composer.utils import dist
 from recipes.engines.composer.run import clock_of
 from recipes.engines.loggers import MLflow, TensorBoard, WandB
 from recipes.engines.mlflow_writer import MLflowWriter
+from recipes.engines.tensorboard_files import outlasts_full_disk
 from recipes.training import stop
 from recipes.training.ranks import is_first_rank
 
@@ -106,6 +107,7 @@ class OneTensorBoardFile(TensorboardLogger):
     def _initialize_summary_writer(self) -> None:
         if dist.get_global_rank() == 0:
             super()._initialize_summary_writer()
+            outlasts_full_disk(self.writer)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Write settings as texts, nested ones as YAML. Composer would write them into a file of their own, again at

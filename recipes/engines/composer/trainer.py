@@ -149,11 +149,13 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
     run = ComposerRun(parts.task, place.precision)
     checkpoints = recipe.checkpoints
+    load_path = load_path_of(recipe)
+    start = from_first_rank(start_of(recipe, load_path))
     files, saver = checkpoint_files(recipe), None
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     trained = [p for p in parts.task.parameters() if p.requires_grad]
-    return Trainer(
+    trainer = Trainer(
         model=ComposerTask(parts.task, run.autocast),
         train_dataloader=data_spec(parts.data, parts.copies),
         eval_dataloader=[
@@ -169,7 +171,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         optimizers=parts.new_optimizer(trained),
         schedulers=composer_schedule(parts.schedule),
         algorithms=as_algorithms(parts.levers, run),
-        parallelism_config={"fsdp": fsdp_config(recipe, parts.task)} if parts.divided else None,
+        parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start)} if parts.divided else None,
         callbacks=[
             *(run_callback(callback, run, name) for name, callback in by_names_of_states(parts.callbacks).items()),
             Generators(),
@@ -180,7 +182,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         loggers=[composer_logger(logger) for logger in parts.loggers.values()],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
-        load_path=load_path_of(recipe),
+        load_path=load_path,
         save_folder=str(files.folder) if checkpoints.save else None,
         autoresume=checkpoints.resumes,
         device="gpu" if place.use_gpu else "cpu",
@@ -189,6 +191,27 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         seed=recipe.seed,
         dist_timeout=600.0,
     )
+    if parts.divided and recipe.training.fsdp is not None:
+        trainer.state.fsdp_config.state_dict_type = recipe.training.fsdp.checkpoints
+    if trainer.state.timestamp.batch.value:
+        log.info(f"checkpoints: goes on from {start or load_path} at batch {trainer.state.timestamp.batch.value}")
+    return trainer
+
+
+def start_of(recipe: Recipe, load_path: str | None) -> Path | None:
+    """The checkpoint on a disk that Composer is to load; None: there is none, or Composer fetches it.
+
+    Raises:
+        ValueError: it is a sharded one, and the run does not shard.
+    """
+    newest = KINDS["composer"].newest(Path(recipe.output, "checkpoints")) if recipe.checkpoints.resumes else None
+    start = Path(load_path) if newest is None and load_path and not scheme_of(load_path) else newest
+    if start is not None and start.is_dir() and recipe.training.fsdp is None:
+        raise ValueError(
+            f"{start}: Composer loads a sharded checkpoint only into a run with training.fsdp; make it a full one with "
+            f"`python recipes/convert_checkpoint.py {start} --to composer`"
+        )
+    return start
 
 
 def load_path_of(recipe: Recipe) -> str | None:
@@ -210,8 +233,10 @@ def composer_schedule(schedule: Schedule):
     return lambda state, ssr=1.0: schedule(clock_of(state))
 
 
-def fsdp_config(recipe: Recipe, task: torch.nn.Module) -> FSDP2Config:
+def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None) -> FSDP2Config:
     """What Composer must know of a task that the levers of the `training` section divide.
+
+    Composer loads checkpoints only in the form in which it saves them, so this form is at first that of `start`.
 
     Composer's own wrapping knows one number format for the whole model, and has no way to hand over a mesh. It is told
     to wrap nothing more, and does what remains: checkpoints and resumption.
@@ -222,7 +247,8 @@ def fsdp_config(recipe: Recipe, task: torch.nn.Module) -> FSDP2Config:
     fsdp = recipe.training.fsdp
     if fsdp is None:
         return FSDP2Config(state_dict_type="full")
-    return FSDP2Config(reshard_after_forward=fsdp.strategy == "FULL_SHARD", state_dict_type=fsdp.checkpoints)
+    form = fsdp.checkpoints if start is None else "sharded" if start.is_dir() else "full"
+    return FSDP2Config(reshard_after_forward=fsdp.strategy == "FULL_SHARD", state_dict_type=form)
 
 
 def data_spec(loading: Loading, copies: int = 1) -> DataSpec:

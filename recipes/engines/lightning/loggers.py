@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from recipes.engines.loggers import MLflow, TensorBoard, WandB
 from recipes.engines.mlflow_writer import MLflowWriter
+from recipes.engines.tensorboard_files import outlasts_full_disk
 from recipes.training.ranks import is_first_rank
 
 
@@ -51,6 +52,7 @@ class FlushedTensorBoard(TensorBoardLogger):
         """
         # A version would be a new folder at each resume.
         super().__init__(folder, name=run_name, version="", default_hp_metric=False)
+        outlasts_full_disk(self.experiment)
         self.flush_every = flush_every
         self._flushed_at = 0
 

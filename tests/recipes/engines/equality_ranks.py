@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recipes.config.recipe import FSDP, Recipe, load_config
 from recipes.engines.conversion import convert
+from recipes.engines.kinds import KINDS
 from recipes.training.ranks import from_first_rank, is_first_rank
 from tests.recipes.engines.recording import Recorder, differences, record
 
@@ -48,8 +49,13 @@ def main():
     found["fsdp sharded, resumed"] = differences(begun, resumed)
     for engine, other in (("composer", "lightning"), ("lightning", "composer")):
         there = from_first_rank(moved(middle(out / f"fsdp_{engine}"), out / f"to_{other}", other))
-        crossed = run(other, f"to_{other}", full, load_path=str(there))
+        # What was converted is full, whatever the run then saves.
+        crossed = run(other, f"to_{other}", sharded if other == "composer" else full, load_path=str(there))
         found[f"fsdp begun under {engine}"] = differences(fsdp[engine], crossed)
+    resumed = run("composer", "fsdp_full", full, load_path=str(middle(out / "fsdp_composer")))
+    found["fsdp sharded, resumed with full checkpoints"] = differences(fsdp["composer"], resumed)
+    for name, is_sharded in {"to_composer": True, "fsdp_full": False}.items():
+        assert KINDS["composer"].newest(out / name / "checkpoints").is_dir() == is_sharded
     averaged = {
         engine: record(engine, replace(low_rank, output=str(out / f"low_rank_{engine}")), Recorder(with_digests=False))
         for engine in ("composer", "lightning")

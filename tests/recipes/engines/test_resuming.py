@@ -29,7 +29,8 @@ def test_halves_of_killed_processes_are_removed(quick_recipe, tmp_path):
 
 def test_halves_of_pictures_are_removed(tmp_path):
     left = ["ba0000004.png", ".notes", ".ba0000004.12", ".config.yaml", ".1.json", ".png.node.12"]
-    halves = [".ba0000004.png.node-1.12", ".gradient_scales.json.node.local.3", ".config.yaml.node.4"]
+    halves = [".mlflow.db.node.2", ".mlflow.db.node.2-journal"]
+    halves += [".ba0000004.png.node-1.12", ".gradient_scales.json.node.local.3", ".config.yaml.node.4"]
     for folder in (tmp_path, tmp_path / "samples", tmp_path / "exponents"):
         folder.mkdir(exist_ok=True)
         for name in (*left, *halves):

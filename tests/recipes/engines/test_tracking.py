@@ -1,13 +1,16 @@
 """One run of a tracking server for all starts of a run."""
 
 import importlib
+import os
 
 import pytest
 
-from recipes.engines import loggers
+from data.disk_errors import disk_error
+from recipes.engines import loggers, tracking
 from recipes.engines.record import TRACKED
 from recipes.engines.resuming import prepare_folder
 from recipes.engines.tracking import AT_ONCE, TAG, flat, log_parameters, mlflow_run, tracked_run
+from tests.disks import small_files
 
 MLFLOW = "loggers={mlflow: {name: mlflow, experiment: test}}"
 
@@ -42,6 +45,26 @@ def test_a_run_that_goes_on_is_one_run_in_mlflow(engine, quick_recipe, tmp_path,
     losses = client_of(output).get_metric_history(run.info.run_id, "loss/train/total")
     assert sorted({loss.step for loss in losses}) in ([0, 1, 2, 3], [1, 2, 3, 4])
     assert list((output / "mlartifacts").rglob("*.png")) and not (tmp_path / "mlruns").exists()
+
+
+def test_a_full_disk_leaves_no_half_of_a_database(tmp_path, monkeypatch):
+    """MLflow would refuse it at every later start."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def start():
+        return loggers.mlflow("run", str(tmp_path), lambda: "one", experiment="test").run_id
+
+    child = os.fork()  # MLflow keeps what it has opened until its process ends
+    if not child:
+        with small_files(300_000):
+            try:
+                start()
+            except BaseException as error:
+                found = disk_error(error)
+                os._exit(7 if found is not None and found.filename == str(tmp_path / "mlflow.db") else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7 and not list(tmp_path.iterdir())
+    assert start() == runs_of(tmp_path)[0].info.run_id
 
 
 def test_images_of_a_folder_that_was_moved_are_in_the_new_one(tmp_path, monkeypatch):
@@ -113,6 +136,39 @@ def test_a_server_that_refuses_is_named(tmp_path):
     with pytest.raises(ValueError, match="loggers: MLflow at .*nothing.*") as error:
         mlflow_run("a", uri=f"nothing://{tmp_path}", experiment="test", run_name="short", artifacts=None)
     assert "\n" not in str(error.value)
+
+
+def test_a_server_that_does_not_answer_is_asked_again_for_a_while(monkeypatch):
+    """One that refuses is not, nor is a database."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    monkeypatch.setattr(tracking, "SILENT", 0.0)
+    asked = []
+
+    def ask(error, times, uri="http://tracker"):
+        def answer(*arguments):
+            asked.append(uri)
+            if len(asked) <= times:
+                raise error
+            return "its id"
+
+        asked.clear()
+        monkeypatch.setattr(tracking, "_found_or_new", answer)
+        return mlflow_run("a", uri=uri, experiment="test", run_name="short", artifacts=None)
+
+    silent = MlflowException("no route to it")
+    assert ask(silent, 3) == "its id" and len(asked) == 4
+    monkeypatch.setattr(tracking, "PATIENCE", 0.05)
+    for error, times, uri in (
+        (silent, 10**9, "http://tracker"),
+        (silent, 1, "sqlite:///here"),
+        (MlflowException("a wrong name", INVALID_PARAMETER_VALUE), 1, "http://tracker"),
+    ):
+        with pytest.raises(ValueError, match=f"loggers: MLflow at {uri}: (no route to it|a wrong name)$"):
+            ask(error, times, uri)
+        assert len(asked) > 1 if times > 1 else len(asked) == 1
 
 
 def test_many_parameters_of_any_name_are_written(tmp_path):

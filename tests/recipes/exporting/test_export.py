@@ -19,6 +19,7 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.lightning.checkpoint_format import LATEST
 from recipes.engines.sharded_files import Sharded
 from recipes.export import main
+from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
 from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.latent_diffusion.unet import UNet
@@ -281,6 +282,17 @@ def test_a_full_or_read_only_disk_costs_one_line(exported, tmp_path, capsys):
         assert sorted(file.relative_to(disk / "out") for file in disk.rglob("*") if file.is_file()) == files
         differ = filecmp.cmpfiles(whole, disk / "out", files, shallow=False)[1]
         assert list(map(str, differ)) == ["README.md"]  # its title is the folder's name
+
+
+def test_the_next_export_removes_what_a_killed_one_has_left(exported, tmp_path, monkeypatch):
+    source, out = Path(exported[0].output) / "export", tmp_path / "out"
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(write, "write_layout", lambda *arguments: os._exit(9))
+        write.write_export(source, out)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9 and len(list(tmp_path.iterdir())) == 1
+    write.write_export(source, out, layout="native")
+    assert list(tmp_path.iterdir()) == [out] and not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
 def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):

@@ -16,8 +16,8 @@ from pathlib import Path
 from recipes.training import stop
 
 LAUNCHERS = {"composer": ["-n", "2"], "torchrun": ["--standalone", "--nproc_per_node", "2"]}
-# Signals to the launcher, or SIGTERM to both of its ranks.
-EVENTS = {"composer": ("SIGTERM", "SIGINT", "rank"), "torchrun": ("SIGTERM", "SIGUSR1", "rank")}
+# Signals to the launcher, SIGTERM to both of its ranks, or SIGINT to all, as a terminal sends it.
+EVENTS = {"composer": ("SIGTERM", "SIGINT", "rank", "Ctrl-C"), "torchrun": ("SIGTERM", "SIGUSR1", "rank", "Ctrl-C")}
 
 
 def be_a_rank(folder: Path) -> None:
@@ -55,6 +55,8 @@ def stopped(name: str, event: str, folder: Path) -> list:
     if event == "rank":
         for process in started:
             os.kill(int(process), signal.SIGTERM)
+    elif event == "Ctrl-C":
+        os.killpg(launcher, signal.SIGINT)
     else:
         os.kill(launcher, getattr(signal, event))
     code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])

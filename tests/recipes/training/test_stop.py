@@ -15,7 +15,7 @@ from tests.ranks import launch
 from tests.recipes.training.launchers import text_of
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", stop.SIGNALS)
 def test_between_batches_a_signal_waits(number):
     before = signal.getsignal(number)
     with stop.stop_signals():
@@ -53,6 +53,42 @@ def test_before_the_first_batch_a_signal_ends_the_process(tmp_path, wait):
         ended = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == stop.EXIT_CODE == 85
     assert (tmp_path / "out").read_text() == "SIGTERM: nothing to save; start it again to go on\n"
+
+
+@pytest.mark.parametrize(("launched", "status"), [(False, 130), (True, 85)])
+def test_a_second_ctrl_c_ends_a_process_without_a_launcher_at_once(tmp_path, monkeypatch, launched, status):
+    """torchrun and cluster/launch.py pass the first one on, which the terminal has sent to the ranks already."""
+    monkeypatch.delenv("RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
+        with stop.stop_signals():
+            stop.begin_batches()
+            os.kill(os.getpid(), signal.SIGINT)
+            while not launched and not (tmp_path / "out").read_text():  # two that come at once may count as one
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            if not launched:
+                time.sleep(60)  # a batch
+        os._exit(stop.EXIT_CODE)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    said = (tmp_path / "out").read_text().splitlines()
+    assert said == ([] if launched else ["SIGINT: ends after this batch; a second one ends it at once", said[-1]])
+    assert launched or said[-1] == "SIGINT: ended without a checkpoint"
+
+
+def test_a_run_in_the_background_goes_on_ignoring_ctrl_c():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop.stop_signals():
+            stop.begin_batches()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.requested()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
@@ -120,12 +156,15 @@ def test_what_launchers_do(tmp_path):
     assert statuses == {
         "composer SIGTERM": -signal.SIGTERM,
         "composer SIGINT": 85,
+        "composer Ctrl-C": 85,
         "composer rank": 85,
         "torchrun SIGTERM": 1,
         "torchrun SIGUSR1": -signal.SIGUSR1,
         "torchrun rank": 1,
+        "torchrun Ctrl-C": 1,
     }
-    assert {caught for _, ranks in report.values() for caught in ranks} == {"SIGTERM"}, report
+    for event, (_, ranks) in report.items():
+        assert set(ranks) == {"SIGINT" if event.endswith("Ctrl-C") else "SIGTERM"}, report
 
 
 def test_the_exit_code():

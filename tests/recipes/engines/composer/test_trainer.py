@@ -16,7 +16,7 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
 from recipes.engines.composer import trainer as composer_trainer
 from recipes.engines.composer.run import clock_of
-from recipes.engines.composer.trainer import build_trainer
+from recipes.engines.composer.trainer import build_trainer, start_of
 from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -257,6 +257,21 @@ def test_replicas_that_nothing_averages_are_refused(quick_recipe, tmp_path, monk
     assert "\n" not in str(error.value)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     assert parts.new_sharding(recipe, place, None, []).replicas == 2
+
+
+def test_a_run_without_shards_refuses_a_sharded_checkpoint(quick_recipe, tmp_path):
+    """Composer took the folder for a damaged file, and the message said to remove it."""
+    checkpoint = tmp_path / "checkpoints" / "ep0-ba4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").touch()
+    for recipe in (
+        quick_recipe(tmp_path, "checkpoints.autoresume=true"),
+        quick_recipe(tmp_path / "other", f"checkpoints.load_path={checkpoint}"),
+    ):
+        with pytest.raises(ValueError, match=r"ep0-ba4: .*convert_checkpoint.py \S+ep0-ba4 --to composer`$"):
+            start_of(recipe, recipe.checkpoints.load_path)
+    recipe = quick_recipe(tmp_path, "training.fsdp={}", "checkpoints.autoresume=true")
+    assert start_of(recipe, None) == checkpoint
 
 
 def test_weights_of_another_width(exported, small_recipe, tmp_path):
