@@ -87,6 +87,15 @@ SUBJECTS = {
         },
         SMALL_UNET,
     ),
+    "unet_256_of_128": Subject(  # what each of 128 GPUs has of the recipe's batch
+        "U-Net at 256, 16 images per GPU",
+        "sd2_base.yaml",
+        "data={name: random_latents, resolution: 256}",
+        16,
+        ("training.fsdp=null", "training.microbatch=16"),
+        {"CUDA graphs": COMPILED["CUDA graphs"]},
+        SMALL_UNET,
+    ),
     "unet_512": Subject(
         "U-Net at 512",
         "sd2_base_512.yaml",
