@@ -30,7 +30,7 @@ FACTOR = 32
 
 @dataclass(frozen=True)
 class Interval:
-    """From one gradient of a parameter to the next; the first one begins with the forward pass.
+    """The forward pass, or a part of the backward pass that ends with the gradient of a parameter, or with the pass.
 
     Attributes:
         highest: bytes that tensors take at once, without weights and without gradients that are complete.
@@ -63,19 +63,21 @@ class PassMemory:
         """Values of all gradients."""
         return self.low[-1].complete
 
-    def peak(self, samples: int, per_gradient: float = 0.0) -> float:
+    def peak(self, samples: int, per_gradient: float = 0.0, copies: tuple[float, float] = (0.0, 0.0)) -> float:
         """Bytes.
 
         Args:
             samples: of the pass.
             per_gradient: bytes for each value of the gradients that are complete. 0 where memory for all of them is
                 there before the pass begins.
+            copies: bytes of the weights' 16-bit copies in the forward and in the backward pass.
         """
         share = (samples - self.few) / (FACTOR * self.few - self.few)
-        return max(
+        forward, *backward = (
             low.highest + share * (high.highest - low.highest) + per_gradient * low.complete
             for low, high in zip(self.low, self.high, strict=True)
         )
+        return max(copies[0] + forward, copies[1] + max(backward))
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def follow(task: Task, batch: dict[str, Tensor], recomputed: bool = False) -> li
         with _recomputing(task, recomputed), recorder, GpuKernels(lambda *_: None), MetaAutocast(wide_norms=True):
             loss = task(batch)["total"]
             del batch
+            recorder.end_forward()
             if trained:
                 # Unlike `torch.autograd.grad` and `Tensor.backward`, it leaves the modes on for what is recomputed.
                 torch.autograd.backward(loss)
@@ -176,15 +179,20 @@ class _Recorder(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         self.bytes -= self.alive.pop(key)
 
-    def complete(self, parameter: nn.Parameter) -> None:
-        """The gradient of a parameter is complete: the next interval begins.
+    def end_forward(self) -> None:
+        """The backward pass begins."""
+        self._end_interval()
 
-        Autocast gives it in 16 bits, of which a 32-bit gradient is made.
-        """
+    def complete(self, parameter: nn.Parameter) -> None:
+        """The gradient of a parameter is complete. Autocast gives it in 16 bits, of which a 32-bit one is made."""
         self.highest = max(self.highest, self.bytes + FLOAT * parameter.numel())
-        self.intervals.append(Interval(self.highest, self.values))
+        self._end_interval()
         self.values += parameter.numel()
         parameter.grad = None
+        self.highest = self.bytes
+
+    def _end_interval(self) -> None:
+        self.intervals.append(Interval(self.highest, self.values))
         self.highest = self.bytes
 
     def found(self) -> list[Interval]:

@@ -46,11 +46,11 @@ class Memory:
 
     Attributes:
         state: weights, gradients and the optimizer's state.
-        working: 16-bit weights, gathered ones under FSDP.
+        working: 16-bit weights in the backward pass, gathered ones under FSDP.
         buckets: in which DDP averages gradients.
         algorithms: of the recipe, such as an average.
-        activations: the most that the tensors of a microbatch's pass take at once, less the gradients that are not
-            there yet.
+        activations: the most that the tensors of a microbatch's pass take at once beside the working weights, less
+            the gradients that are not there yet.
         others: data, cuBLAS's workspace, and the part of the allocator's blocks that no tensor fills.
     """
 
@@ -300,19 +300,35 @@ class Run:
         # another pass came first, and in DDP's buckets; under FSDP they are counted as if they were.
         one_by_one = (FLOAT - halves / trained) * (passes == 1 and fsdp is None and devices.replicas == 1)
         followed = self.passes.recomputed if recompute else self.passes.kept
-        activations = followed.peak(microbatch, one_by_one) - one_by_one * followed.gradients
         if fsdp is None:
-            # Autocast keeps 16-bit weights for the length of a pass, or `working_weights` for that of a step.
-            working = 2.0 * (parameters - costs.stored_16_bit) * share
+            forward, working = self.copies(recompute)
             buckets = FLOAT * trained * share * (devices.replicas > 1 and passes > 1)
         else:
             # One unit computes while the next one is gathered.
-            working = sum(self.gathered) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(self.gathered)
+            forward = working = sum(self.gathered) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(self.gathered)
             buckets = FLOAT * self.held * (fsdp.sync == "batch" and passes > 1)
+        peak = followed.peak(microbatch, one_by_one, (forward, working))
+        activations = peak - working - one_by_one * followed.gradients
         algorithms = sum(cost.device_bytes for cost in costs.algorithms.values())
         memory = Memory(state, working, buckets, algorithms, activations, 0.0)
         others = WORKSPACE + batch_bytes(self.samples, self.batch, microbatch)
         return dataclasses.replace(memory, others=others + BLOCKS * (memory.total + others))
+
+    def copies(self, recompute: bool) -> tuple[float, float]:
+        """Bytes of the 16-bit weights that a device has in the forward and in the backward pass without FSDP.
+
+        Autocast keeps them for the length of a forward pass, autograd or `working_weights` for that of the backward
+        pass. Those of blocks that are computed again are made again, for one block at a time. Compiled blocks make
+        theirs whenever they run.
+        """
+        parameters, _ = _counts(self.task)
+        every = BYTES * (parameters - self.costs.stored_16_bit) * self.held / parameters
+        levers = {lever.name for lever in self.recipe.algorithms.values()}
+        inside = [held(block, self.task, self.devices) for block in self.task.recomputed_blocks()]
+        if not recompute or "working_weights" in levers or not inside:
+            return every, every
+        single = min(every, BYTES * (self.held - sum(inside) + max(inside)))
+        return (single if "compile" in levers else every), single
 
     def time(self, microbatch: int, recompute: bool) -> StepTime:
         """Of a step."""

@@ -42,14 +42,15 @@ def batch(samples):
 
 
 def test_the_peak_has_what_is_kept_and_the_gradients_that_pass_through():
-    forward, last, first = follow(layers(), batch(N))
-    assert [interval.complete for interval in (forward, last, first)] == [0, 4 * 16, 4 * 16 + 16 * 8]
-    # x and the result of tanh are kept. In the forward pass the input of tanh is there with its result; afterwards the
-    # output is, of which a part is an expanded scalar.
+    forward, last, first, after = follow(layers(), batch(N))
+    values = [interval.complete for interval in (forward, last, first, after)]
+    assert values == [0, 0, 4 * 16, 4 * 16 + 16 * 8]
+    # x and the result of tanh are kept. The input of tanh is there with its result.
     assert forward.highest == pytest.approx(2 * N * (8 + 16 + 16), rel=0.02)
-    # The gradients of tanh's result and of its input, while x and the result are still there.
-    assert last.highest == pytest.approx(2 * N * (8 + 16 + 16 + 16), rel=0.02)
-    assert first.highest <= 2 * N * 8 * 1.02
+    # The gradient of tanh's result, and then that of its input beside it, while x and the result are there.
+    assert last.highest == pytest.approx(2 * N * (8 + 16 + 16), rel=0.02)
+    assert first.highest == pytest.approx(2 * N * (8 + 16 + 16 + 16), rel=0.02)
+    assert after.highest <= 2 * N * (8 + 16) * 1.02
 
 
 def test_recomputed_activations_are_there_in_the_backward_pass_only():
@@ -85,12 +86,12 @@ class Deep(nn.Module):
 
 def test_gradients_that_come_one_by_one_take_the_place_of_activations():
     low = [Interval(100, 0), Interval(80, 10), Interval(0, 30)]
-    high = [Interval(100 + 31, 0), Interval(80 + 62, 10), Interval(0, 30)]
+    high = [Interval(100 + 31, 0), Interval(80 + 62, 10), Interval(0, 30)]  # slopes of 1 and 2 per sample
     memory = PassMemory(1, low, [*high])
     assert memory.gradients == 30
     assert memory.peak(1) == 100 and memory.peak(1, 4) == 80 + 40 and memory.peak(1, 40) == 30 * 40
-    # Slopes are 1 and 2 per sample: the second interval is the highest from 21 samples on.
-    assert memory.peak(11) == 110 and memory.peak(41) == 160
+    assert memory.peak(11) == 110 and memory.peak(41) == 160  # the second one is the highest from 21 samples on
+    assert memory.peak(1, copies=(7, 9)) == 107 and memory.peak(1, copies=(7, 29)) == 109
     with pytest.raises(ValueError, match="order of gradients"):
         PassMemory(1, low, high[:2])
 

@@ -284,6 +284,27 @@ def test_one_pass_makes_gradients_while_activations_are_freed(planner):
     assert kept.peak(2048) - gradients <= one[2048].activations < kept.peak(2048)
 
 
+@pytest.mark.parametrize(
+    ("algorithms", "forward", "backward"),
+    [
+        ("{}", 1.0, None),
+        ("{compile: {name: compile}}", None, None),
+        ("{working_weights: {name: working_weights}}", 1.0, 1.0),
+    ],
+)
+def test_copies_of_weights_in_blocks_that_are_computed_again(algorithms, forward, backward):
+    """None: outside of the blocks, and of the largest one."""
+    sizes = "layers: 2, width: 32, heads: 2, positions: 64, vocabulary: 300"
+    own = [f"model={{{sizes}}}", f"algorithms={algorithms}", "training.global_batch=8"]
+    found = Planner(load_config(ROOT / "yamls" / "gpt2_1b.yaml", own, Recipe, []))
+    run = next(run for run in found.runs(place_of(1)) if run.division == "DDP")
+    blocks = [sum(p.numel() for p in block.parameters()) for block in found.task.recomputed_blocks()]
+    count = sum(p.numel() for p in found.task.parameters())
+    single = 2 * (count - sum(blocks) + max(blocks))
+    assert run.copies(recompute=False) == (2 * count, 2 * count)
+    assert run.copies(recompute=True) == tuple(single if way is None else 2 * count for way in (forward, backward))
+
+
 def test_memory_beside_the_model(planner):
     """The step's batch as it is stored, a microbatch twice in 32 bits, cuBLAS's workspace, and unfilled blocks."""
     values = 4 * 8 * 8 + 77 * 1024
