@@ -50,6 +50,7 @@ from recipes.planning.settings import Place
 # Which norms are fused is chosen by timing them, and kernels take no time here.
 ON_ONE = ["training.fsdp=null", "algorithms.fused_group_norm.when=always"]
 AT_512 = [*ON_ONE, NO_AVERAGE]
+RECOMPUTED = "algorithms.activation_checkpointing={name: activation_checkpointing}"
 MARK = "row: "
 # Row -> subject of gpu.py, and changes of its recipe.
 SETTINGS = {
@@ -64,6 +65,7 @@ SETTINGS = {
     "sd2_base_512, microbatches of 32": ("unet_512", [*AT_512, "training.microbatch=32"]),
     "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
     "dalle_1b, microbatches of 16": ("transformer", [NO_AVERAGE]),
+    "dalle_1b, microbatches of 16, recomputing": ("transformer", [NO_AVERAGE, RECOMPUTED]),
 }
 
 
@@ -85,8 +87,10 @@ def planned(recipe: Recipe) -> float:
     """Bytes on one H100, by the planner."""
     device = device_named("h100", ROOT / "runs" / "devices")
     place = Place(device, peak_flops(device.name, "bf16"), device.shares, 1, 1)
-    same = [s for s in Planner(recipe).settings(place) if s.microbatch == recipe.training.microbatch]
-    return next(s.memory.total for s in same if not s.recompute and s.division == "DDP")
+    recompute = any(lever.name == "activation_checkpointing" for lever in recipe.algorithms.values())
+    wanted = "DDP", recipe.training.microbatch, recompute
+    settings = Planner(recipe).settings(place)
+    return next(s.memory.total for s in settings if (s.division, s.microbatch, s.recompute) == wanted)
 
 
 def measure(name: str) -> dict[str, Any]:

@@ -20,23 +20,31 @@ PRODUCTS = frozenset(
         Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm,
     }
 )  # fmt: skip
+NORMS = frozenset({F.layer_norm, F.group_norm})  # in 32 bits under a GPU's autocast
 
 
 class MetaAutocast(TorchFunctionMode):
     """Inside, matrices on the meta device are multiplied in bf16, and models that ask are told so.
 
-    What models choose themselves stays: norms and sums take the format of what they are given, and a part in which a
-    model turns autocast off multiplies in the format of its factors.
+    What models choose themselves stays: sums take the format of what they are given, and a part in which a model turns
+    autocast off multiplies in the format of its factors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wide_norms: bool = False) -> None:
+        """
+        Args:
+            wide_norms: compute norms in 32 bits, as autocast on a GPU does; otherwise in the format of their input.
+        """
         super().__init__()
         self.enabled = True
+        self.wide_norms = wide_norms
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.enabled and func in PRODUCTS:
             args, kwargs = tuple(map(_cast, args)), {name: _cast(value) for name, value in kwargs.items()}
+        elif self.enabled and self.wide_norms and func in NORMS:
+            args, kwargs = tuple(map(_widen, args)), {name: _widen(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def __enter__(self) -> MetaAutocast:
@@ -69,3 +77,7 @@ def _cast(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_cast, value))
     return value
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_meta else value

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data.cost import FLOAT
 from data.manifest import NAME, Manifest
 from recipes.config.build import build
 from recipes.config.recipe import Recipe
@@ -62,6 +63,19 @@ def encoded_sizes(recipe: Recipe) -> dict[str, int]:
             manifest.check(kind="latents")
             found = {"downsample": manifest.downsample, "text_length": manifest.text_shape[0]}
     return {**SIZES, **found, **(recipe.data.args.get("expect") or {})}
+
+
+def batch_bytes(batch: dict[str, Tensor], samples: int, microbatch: int) -> int:
+    """Bytes that a step's data takes on a device: all of its samples as they are stored, and those of a microbatch in
+    32 bits, once as they are transformed and once as Composer copies them for the pass.
+
+    Args:
+        batch: of any number of samples.
+        samples: of the step.
+        microbatch: samples of a microbatch.
+    """
+    values = sum(tensor[0].numel() for tensor in batch.values())
+    return sample_bytes(batch) * samples + 2 * FLOAT * values * microbatch
 
 
 def sample_bytes(batch: dict[str, Tensor]) -> int:

@@ -15,6 +15,8 @@ from recipes.planning.costs import costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
+from recipes.planning.levers import apply_levers
+from recipes.planning.pass_memory import Passes, passes_of
 from recipes.planning.settings import USABLE, Place, Run, Setting, best_of, plan_of, runs_of, settings_of
 from recipes.planning.tensor_parallel import keep_part
 from recipes.planning.trace import NUMBERS, Traces, traces_of
@@ -37,6 +39,7 @@ class Planner:
         self.traces = traces_of(self.task, self.batches)
         self.costs = costs_of(recipe, plan_of(self.task, Devices(1, 1), recipe.output))
         self._divided = {1: self.traces}
+        self._passes: dict[int, Passes] = {}
 
     def settings(self, place: Place) -> list[Setting]:
         """All ways to train it there. Raises ValueError where the batch does not divide."""
@@ -44,7 +47,7 @@ class Planner:
 
     def runs(self, place: Place) -> Iterator[Run]:
         """All ways to divide it there. Raises ValueError where the batch does not divide."""
-        return runs_of(self.recipe, self.task, self.divided, place)
+        return runs_of(self.recipe, self.task, self.divided, self.passes, self.batches[0], place)
 
     def divided(self, devices: int) -> Traces:
         """The traces of one of the devices that divide each matrix."""
@@ -53,6 +56,16 @@ class Planner:
             keep_part(part, devices)
             self._divided[devices] = traces_of(part, self.batches, self.traces.low.visible)
         return self._divided[devices]
+
+    def passes(self, devices: int) -> Passes:
+        """The memory of the passes of one of the devices that divide each matrix."""
+        if devices not in self._passes:
+            part = build_on_meta(traced_model(self.recipe))
+            if devices > 1:
+                keep_part(part, devices)
+            apply_levers(self.recipe, part)
+            self._passes[devices] = passes_of(part, lambda samples: blank_batch(self.recipe, part, samples))
+        return self._passes[devices]
 
     def report(self, places: Iterable[Place], price: float | None) -> str:
         """A text about all places.
@@ -113,7 +126,8 @@ class Planner:
         yield (
             f"  memory  {size_text(memory.total)}: state {size_text(memory.state)}, working weights "
             f"{size_text(memory.working)}, buckets {size_text(memory.buckets)}, algorithms "
-            f"{size_text(memory.algorithms)}, activations {size_text(memory.activations)}"
+            f"{size_text(memory.algorithms)}, activations {size_text(memory.activations)}, others "
+            f"{size_text(memory.others)}"
         )
         yield (
             f"  step    {time.total:.3f} s, bound by {time.bound}: arithmetic {time.compute:.3f}, memory traffic "

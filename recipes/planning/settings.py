@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 from data.cost import FLOAT, Plan
 from recipes.config.build import build
 from recipes.config.recipe import FSDP, Recipe
 from recipes.models.task import Task
+from recipes.planning.batches import batch_bytes
 from recipes.planning.costs import Costs, costs_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import gathered_sizes, gradient_traffic
 from recipes.planning.gpus import Device, Shares
+from recipes.planning.pass_memory import Passes
 from recipes.planning.sharding import check_sharding
 from recipes.planning.step_time import LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.tensor_parallel import (
@@ -30,6 +34,10 @@ from recipes.planning.trace import BYTES, Traces
 
 # Of a device's memory: the rest is taken by CUDA, by workspaces of kernels and by fragments. Not measured here.
 USABLE = 0.9
+WORKSPACE = 32 << 20  # that PyTorch gives cuBLAS on an H100; on older GPUs it is smaller
+# PyTorch's allocator gives a tensor of more than 1 MB a block that is up to 1 MB larger. In all that benchmarks/host.py
+# has measured, that adds less than this share.
+BLOCKS = 0.01
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,12 @@ class Memory:
 
     Attributes:
         state: weights, gradients and the optimizer's state.
-        working: 16-bit weights, gathered ones under FSDP.
+        working: 16-bit weights in the backward pass, gathered ones under FSDP.
         buckets: in which DDP averages gradients.
         algorithms: of the recipe, such as an average.
-        activations: that a microbatch keeps for its backward pass.
+        activations: the most that the tensors of a microbatch's pass take at once beside the working weights, less
+            the gradients that are not there yet.
+        others: data, cuBLAS's workspace, and the part of the allocator's blocks that no tensor fills.
     """
 
     state: float
@@ -49,6 +59,7 @@ class Memory:
     buckets: float
     algorithms: float
     activations: float
+    others: float
 
     @property
     def total(self) -> float:
@@ -134,13 +145,22 @@ def settings_of(runs: Iterable[Run]) -> Iterator[Setting]:
                 yield run.setting(microbatch, recompute)
 
 
-def runs_of(recipe: Recipe, task: Task, traces: Callable[[int], Traces], place: Place) -> Iterator[Run]:
+def runs_of(
+    recipe: Recipe,
+    task: Task,
+    traces: Callable[[int], Traces],
+    passes: Callable[[int], Passes],
+    samples: dict[str, Tensor],
+    place: Place,
+) -> Iterator[Run]:
     """All ways to divide a recipe over devices. Those that its algorithms refuse are left out.
 
     Args:
         recipe: checked.
         task: on the meta device.
         traces: gives those of the task, with its matrices divided over a number of devices.
+        passes: gives their memory, likewise.
+        samples: a batch of any size.
         place: where.
 
     Raises:
@@ -167,7 +187,7 @@ def runs_of(recipe: Recipe, task: Task, traces: Callable[[int], Traces], place: 
                 continue
             ways += 1
             label = "no FSDP" if fsdp is None and tensor == place.world > 1 else name
-            yield Run(label, divided, task, traces(tensor), costs, devices, place, batch)
+            yield Run(label, divided, task, traces(tensor), passes(tensor), costs, devices, place, samples, batch)
     if not ways:
         _raise_indivisible(recipe, place)
 
@@ -234,9 +254,11 @@ class Run:
         recipe: with the keys of this way.
         task: on the meta device.
         traces: of one of the devices that divide its matrices.
+        passes: their memory.
         costs: of its components.
         devices: how they are divided.
         place: where they are.
+        samples: a batch of any size.
         batch: samples per step on each device, which those that divide matrices share.
     """
 
@@ -244,9 +266,11 @@ class Run:
     recipe: Recipe
     task: Task
     traces: Traces
+    passes: Passes
     costs: Costs
     devices: Devices
     place: Place
+    samples: dict[str, Tensor]
     batch: int
 
     @cached_property
@@ -271,19 +295,40 @@ class Run:
         halves = 2 * costs.stored_16_bit
         share = self.held / parameters
         state = (FLOAT * (parameters + trained) - 2 * halves) * share / devices.shards + costs.optimizer.device_bytes
-        trace = self.traces.at(microbatch)
-        activations = trace.inputs + trace.largest + trace.outside if recompute else trace.kept
         passes = -(-self.batch // microbatch)
+        # A single pass makes the gradients one by one, while activations are freed. They are there before it where
+        # another pass came first, and in DDP's buckets; under FSDP they are counted as if they were.
+        one_by_one = (FLOAT - halves / trained) * (passes == 1 and fsdp is None and devices.replicas == 1)
+        followed = self.passes.recomputed if recompute else self.passes.kept
         if fsdp is None:
-            # Autocast keeps 16-bit weights for the length of a pass, or `working_weights` for that of a step.
-            working = 2.0 * (parameters - costs.stored_16_bit) * share
+            forward, working = self.copies(recompute)
             buckets = FLOAT * trained * share * (devices.replicas > 1 and passes > 1)
         else:
             # One unit computes while the next one is gathered.
-            working = sum(self.gathered) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(self.gathered)
+            forward = working = sum(self.gathered) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(self.gathered)
             buckets = FLOAT * self.held * (fsdp.sync == "batch" and passes > 1)
+        peak = followed.peak(microbatch, one_by_one, (forward, working))
+        activations = peak - working - one_by_one * followed.gradients
         algorithms = sum(cost.device_bytes for cost in costs.algorithms.values())
-        return Memory(state, working, buckets, algorithms, activations)
+        memory = Memory(state, working, buckets, algorithms, activations, 0.0)
+        others = WORKSPACE + batch_bytes(self.samples, self.batch, microbatch)
+        return dataclasses.replace(memory, others=others + BLOCKS * (memory.total + others))
+
+    def copies(self, recompute: bool) -> tuple[float, float]:
+        """Bytes of the 16-bit weights that a device has in the forward and in the backward pass without FSDP.
+
+        Autocast keeps them for the length of a forward pass, autograd or `working_weights` for that of the backward
+        pass. Those of blocks that are computed again are made again, for one block at a time. Compiled blocks make
+        theirs whenever they run.
+        """
+        parameters, _ = _counts(self.task)
+        every = BYTES * (parameters - self.costs.stored_16_bit) * self.held / parameters
+        levers = {lever.name for lever in self.recipe.algorithms.values()}
+        inside = [held(block, self.task, self.devices) for block in self.task.recomputed_blocks()]
+        if not recompute or "working_weights" in levers or not inside:
+            return every, every
+        single = min(every, BYTES * (self.held - sum(inside) + max(inside)))
+        return (single if "compile" in levers else every), single
 
     def time(self, microbatch: int, recompute: bool) -> StepTime:
         """Of a step."""

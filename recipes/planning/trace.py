@@ -165,7 +165,7 @@ def trace(task: Task, batch: dict[str, Tensor], visible: float | None = None) ->
             trained = [p for p in task.parameters() if p.requires_grad]
             if trained:
                 torch.autograd.grad(loss, trained, allow_unused=True)
-    total = _bytes(kept.values())
+    total = _stored(kept)
     visible = _visible(forward, task, batch) if visible is None else visible
     return Trace(
         operations=_shown(forward, visible),
@@ -215,13 +215,13 @@ class _Blocks:
                 handle.remove()
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.before = _bytes(self.kept.values())
+        self.before = _stored(self.kept)
         self.recorder.recomputed = True
         self.inputs += _bytes(x for x in inputs[:1] if isinstance(x, Tensor))
 
     def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         self.recorder.recomputed = False
-        self.inside.append(_bytes(self.kept.values()) - self.before)
+        self.inside.append(_stored(self.kept) - self.before)
 
 
 class _Recorder(TorchDispatchMode):
@@ -252,6 +252,11 @@ class _Recorder(TorchDispatchMode):
         """The operations since the last call."""
         found, self.operations = self.operations, []
         return found
+
+
+def _stored(kept: dict[int, Tensor]) -> float:
+    """Bytes of the memory that holds tensors: for one half of a result, all of the result."""
+    return float(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

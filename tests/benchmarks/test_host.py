@@ -22,4 +22,5 @@ def test_launches_waits_and_memory_of_a_step_at_its_real_size(tmp_path):
     assert 5000 < row["launches per step"] < 7200
     # The guard's, and Composer's: the loss three times, times and numbers of samples, and whether the epoch is over.
     assert row["waits per step"] <= 9
-    assert row["peak GB"] == pytest.approx(row["peak GB by the planner"], rel=0.1)
+    # A plan must not be too low; that much above, it still says what fits.
+    assert row["peak GB"] <= row["peak GB by the planner"] <= 1.02 * row["peak GB"]

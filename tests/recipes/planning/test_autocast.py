@@ -47,7 +47,7 @@ def kept_by(model, batch):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
         model(batch)
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @pytest.mark.parametrize("family", MODELS)

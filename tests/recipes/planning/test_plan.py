@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.random_latents import register
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.plan import main
@@ -16,7 +17,7 @@ from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place, best_of
+from recipes.planning.settings import BLOCKS, WORKSPACE, Place, best_of
 from recipes.planning.step_time import UPDATE_BYTES, message_seconds, pass_times
 from recipes.planning.trace import PASSES, Operation, Trace, trace
 
@@ -109,6 +110,30 @@ class Dropping(nn.Module):
 
     def forward_flops(self):
         return None
+
+
+class Gated(nn.Module):
+    """One half of a product's result times the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 32, bias=False)
+
+    def forward(self, batch):
+        a, b = self.linear(batch["x"]).chunk(2, dim=-1)
+        return {"total": (a * b).sum()}
+
+    def recomputed_blocks(self):
+        return []
+
+    def forward_flops(self):
+        return None
+
+
+def test_halves_of_a_result_keep_all_of_it():
+    with torch.device("meta"):
+        found = trace(Gated().to(torch.bfloat16), {"x": torch.empty(5, 8)})
+    assert found.kept == 2 * (5 * 8 + 5 * 32)
 
 
 def test_dropout_is_one_operation_that_keeps_a_byte_per_value():
@@ -236,6 +261,58 @@ def test_the_report(capsys, monkeypatch):
     assert abs(int(cost.replace(",", "")) - 2 * int(gpu_hours.replace(",", ""))) <= 2
     for division in ("DDP", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD within machines"):
         assert f"\n  {division}, microbatch" in text
+
+
+def test_a_recipe_whose_data_has_no_streams(capsys, monkeypatch):
+    """Its shapes are Stable Diffusion's, and no set is looked for."""
+    register()
+    monkeypatch.chdir(ROOT)
+    changes = ["data={name: random_latents, resolution: 64}", "evals.val=null"]
+    text = report(capsys, *changes, "--gpu", "h100", "--gpus", "1")
+    assert "550,000 steps" in text and "0.2 MB per sample" in text and "\n1 GPU (NVIDIA H100" in text
+
+
+def test_one_pass_makes_gradients_while_activations_are_freed(planner):
+    """Several passes, and DDP, have the gradients of all parameters at their peak."""
+    one = {s.microbatch: s.memory for s in planner.settings(Place(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
+    place = Place(DEVICE, 1e14, SHARES, 2, 8)
+    two = {s.microbatch: s.memory for s in planner.settings(place) if s.division == "DDP" and not s.recompute}
+    gradients = 4 * sum(p.numel() for p in planner.task.parameters())
+    kept = planner.passes(1).kept
+    assert two[1024].activations == kept.peak(1024) and one[1024].activations == kept.peak(1024)
+    assert one[2048].activations == kept.peak(2048, 4) - gradients
+    assert kept.peak(2048) - gradients <= one[2048].activations < kept.peak(2048)
+
+
+@pytest.mark.parametrize(
+    ("algorithms", "forward", "backward"),
+    [
+        ("{}", 1.0, None),
+        ("{compile: {name: compile}}", None, None),
+        ("{working_weights: {name: working_weights}}", 1.0, 1.0),
+    ],
+)
+def test_copies_of_weights_in_blocks_that_are_computed_again(algorithms, forward, backward):
+    """None: outside of the blocks, and of the largest one."""
+    sizes = "layers: 2, width: 32, heads: 2, positions: 64, vocabulary: 300"
+    own = [f"model={{{sizes}}}", f"algorithms={algorithms}", "training.global_batch=8"]
+    found = Planner(load_config(ROOT / "yamls" / "gpt2_1b.yaml", own, Recipe, []))
+    run = next(run for run in found.runs(place_of(1)) if run.division == "DDP")
+    blocks = [sum(p.numel() for p in block.parameters()) for block in found.task.recomputed_blocks()]
+    count = sum(p.numel() for p in found.task.parameters())
+    single = 2 * (count - sum(blocks) + max(blocks))
+    assert run.copies(recompute=False) == (2 * count, 2 * count)
+    assert run.copies(recompute=True) == tuple(single if way is None else 2 * count for way in (forward, backward))
+
+
+def test_memory_beside_the_model(planner):
+    """The step's batch as it is stored, a microbatch twice in 32 bits, cuBLAS's workspace, and unfilled blocks."""
+    values = 4 * 8 * 8 + 77 * 1024
+    found = {s.microbatch: s.memory for s in planner.settings(Place(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
+    batch = 2048 * sample_bytes(planner.batches[0]) + 2 * 4 * values * 64
+    memory = found[64]
+    rest = memory.state + memory.working + memory.buckets + memory.algorithms + memory.activations
+    assert memory.others == pytest.approx(WORKSPACE + batch + BLOCKS * (rest + WORKSPACE + batch))
 
 
 def test_where_nothing_fits_the_report_says_what_does(planner):
