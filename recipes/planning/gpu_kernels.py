@@ -34,8 +34,6 @@ class GpuKernels(TorchFunctionMode):
             return _Attention.apply(*args[:3], self.record)
         if func is nn.functional.dropout:
             return _dropped(*args, **kwargs)
-        if func is nn.functional.group_norm:
-            return func(args[0].contiguous(), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
 

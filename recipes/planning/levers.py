@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.algorithms.modules.channels_last import use_channels_last
 from recipes.algorithms.modules.fused_geglu import FusedGEGLU, fuse_gates
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm, LowPrecisionLayerNorm, lower_norms
 from recipes.config.recipe import Recipe
 from recipes.models.autoregressive.sparse_attention import ByColumns
 from recipes.models.autoregressive.task import Autoregressive
-from recipes.models.blocks.lean import make_lean
 from recipes.models.blocks.norms import fuse_group_norms
 from recipes.models.kernels.fused_norm import FusedGroupNorm
 from recipes.models.task import Task
@@ -35,11 +33,7 @@ def apply_levers(recipe: Recipe, task: Task) -> None:
         ValueError: a lever finds nothing to change.
     """
     for lever in recipe.algorithms.values():
-        if lever.name == "channels_last":
-            use_channels_last(task)
-        elif lever.name == "lean_blocks":
-            make_lean(task)
-        elif lever.name == "low_precision_norms":
+        if lever.name == "low_precision_norms":
             lower_norms(task, **lever.args)
         elif lever.name == "fused_geglu":
             fuse_gates(task)
@@ -48,13 +42,17 @@ def apply_levers(recipe: Recipe, task: Task) -> None:
     # Where a GPU computes all keys, too (see `sparse_attention.resolve`), that is more than it takes.
     if isinstance(task, Autoregressive) and recipe.model.args.get("attention", "auto") != "masked":
         _order_columns(task)
+    # On a GPU, PyTorch's norm copies what is in channels_last into contiguous memory. Without lean blocks diffusers has
+    # done so before.
+    copied = {"channels_last", "lean_blocks"} <= {lever.name for lever in recipe.algorithms.values()}
     for module in task.modules():
         if isinstance(module, FusedGEGLU):
             module.forward = partial(_gate, module)
         elif isinstance(module, FusedGroupNorm):
             module.forward = partial(_norm_and_silu, module)
-        elif isinstance(module, LowPrecisionGroupNorm | LowPrecisionLayerNorm):
-            module.forward = partial(_low_norm, module)
+        elif isinstance(module, nn.GroupNorm | nn.LayerNorm):
+            low = isinstance(module, LowPrecisionGroupNorm | LowPrecisionLayerNorm)
+            module.forward = partial(_norm, module, low, copied and isinstance(module, nn.GroupNorm))
 
 
 def _order_columns(task: Autoregressive) -> None:
@@ -82,7 +80,7 @@ class _Kernel(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         shape = [*x.shape]
         shape[dimension] = channels
-        return torch.empty_like(x, dtype=DTYPE) if channels == x.shape[dimension] else x.new_empty(shape, dtype=DTYPE)
+        return x.new_empty(shape, dtype=DTYPE)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,6 +97,7 @@ def _norm_and_silu(module: FusedGroupNorm, x: Tensor) -> Tensor:
     return _Kernel.apply(x, x.shape[1], 1, module.weight, module.bias)
 
 
-def _low_norm(module: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("meta", enabled=False):
-        return type(module).forward(module, x.to(DTYPE))
+def _norm(module: nn.Module, low: bool, copied: bool, x: Tensor) -> Tensor:
+    with torch.autocast("meta", enabled=not low):
+        x = x.to(DTYPE) if low else x
+        return type(module).forward(module, x.clone() if copied else x)

@@ -130,8 +130,11 @@ def follow(task: Task, batch: dict[str, Tensor], recomputed: bool = False) -> li
             del batch
             recorder.end_forward()
             if trained:
-                # Unlike `torch.autograd.grad` and `Tensor.backward`, it leaves the modes on for what is recomputed.
-                torch.autograd.backward(loss)
+                # `loss.backward()` would turn the modes off for what is recomputed.
+                ones = torch.ones_like(loss)
+                torch.autograd.Variable._execution_engine.run_backward(
+                    (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
     finally:
         for handle in handles:
             handle.remove()

@@ -10,7 +10,6 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.autocast import MetaAutocast
 from recipes.planning.batches import blank_batch, traced_model
-from recipes.planning.gpu_kernels import GpuKernels
 from recipes.planning.levers import apply_levers
 from recipes.planning.pass_memory import follow
 
@@ -49,14 +48,11 @@ def test_column_layers_keep_a_second_copy_of_their_result():
     assert columns - masked == SAMPLES * positions * width * 2  # one of four layers is one
 
 
-def test_norms_are_32_bit_and_contiguous_as_on_a_gpu():
+def test_norms_are_32_bit_as_on_a_gpu():
     with torch.device("meta"):
         norm, x = nn.LayerNorm(8).bfloat16(), torch.empty(2, 4, 8, dtype=torch.bfloat16)
-        image = torch.empty(2, 4, 8, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-    with GpuKernels(lambda *_: None), MetaAutocast(wide_norms=True):
-        assert norm(x).dtype == torch.float32
-        y = F.group_norm(image, 2)
-        assert y.dtype == torch.float32 and y.is_contiguous()
+    with MetaAutocast(wide_norms=True):
+        assert norm(x).dtype == F.group_norm(x, 2).dtype == torch.float32
         with torch.autocast("meta", enabled=False):
             assert norm(x).dtype == torch.bfloat16
     with MetaAutocast():
