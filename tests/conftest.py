@@ -334,3 +334,16 @@ def exported(tmp_path_factory, small_recipe, fit):
         "loggers={tensorboard: {name: tensorboard}}",
     )
     return recipe, fit(recipe)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, unless an earlier test has left one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from composer import DataSpec, Trainer
-from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -300,17 +299,6 @@ def test_graphs_of_shards_are_refused(monkeypatch):
     monkeypatch.setattr(compile_module, "is_sharded", lambda task: True)
     with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must keep"):
         train(Compile(None, mode="reduce-overhead", backend="aot_eager"))
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone, unless an earlier test has left one."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from recipes.algorithms.sharding.shard import shard
@@ -119,17 +118,6 @@ def test_weights_come_back_strictly(tmp_path):
 def test_values_that_make_no_loss(wrong):
     with pytest.raises(ValueError, match="dvae: beta .*: give 0 or more, and a temperature above 0"):
         small(**wrong)
-
-
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone, unless an earlier test has left one."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_sharded_in_16_bit_the_convolutions_around_the_relaxation_have_32(one_rank):
