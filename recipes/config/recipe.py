@@ -248,7 +248,7 @@ class Recipe:
     """A training run."""
 
     run_name: str
-    """Name of the run in logs and checkpoints."""
+    """Name of the run in logs and checkpoints, and of its folder below runs/."""
     output: str | None = None
     """Folder of checkpoints, logs, samples and the resolved config; null: runs/<run_name>."""
     seed: int = 17
@@ -277,6 +277,10 @@ class Recipe:
     def __post_init__(self) -> None:
         _require(
             (self.run_name.strip(), "run_name: empty; it names the run's folder"),
+            (
+                all(part not in ("", ".", "..") for part in self.run_name.split("/")) and "\0" not in self.run_name,
+                f"run_name: {self.run_name!r} is no folder below runs/; give a name, and another folder as output",
+            ),
             (0 <= self.seed < 2**31, f"seed: {self.seed}; give 0 to {2**31 - 1}"),
             (
                 not scheme_of(self.output or ""),
