@@ -20,6 +20,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
+from recipes.config.keys import unknown_key
 from recipes.config.scalars import load
 from recipes.config.schema import ROOT, Checker
 from recipes.config.values import Component, ConfigError, Dumper, plain_values
@@ -285,6 +286,10 @@ class Recipe:
             (
                 not scheme_of(self.output or ""),
                 f"output: {self.output} is remote; give a local folder, and the address as checkpoints.bucket",
+            ),
+            *(
+                (problem is None, f"checkpoints.allow_changes: {problem}")
+                for problem in (unknown_key(type(self), key) for key in self.checkpoints.allow_changes)
             ),
         )
         self.output = self.output or f"runs/{self.run_name}"

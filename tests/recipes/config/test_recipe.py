@@ -247,6 +247,14 @@ def test_another_name_drops_the_old_arguments(small):
         (["run_name=a/../.."], ["run_name: 'a/../..' is no folder below runs/; "]),
         (["run_name=/tmp/up", "output=run"], ["run_name: '/tmp/up' is no folder below runs/; "]),
         (['run_name="a\\0"'], ["run_name: 'a\\x00' is no folder below runs/; "]),
+        (
+            ["checkpoints.allow_changes=[optimizer.lrr, data, nothing]"],
+            [
+                "checkpoints.allow_changes: optimizer.lrr: unknown key; did you mean `lr`?",
+                "checkpoints.allow_changes: nothing: unknown key; allowed: ",
+            ],
+        ),
+        (["checkpoints.allow_changes=[seed.x]"], ["checkpoints.allow_changes: seed.x: unknown key; nothing is "]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
         (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; allowed: codebook, "]),
@@ -263,6 +271,15 @@ def test_what_is_wrong_is_said_in_a_line(small, overrides, lines):
     found = small(*overrides)
     assert isinstance(found, list)
     assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model", "training.fsdp.parameters", "algorithms.gone", "algorithms.gone.decay", "model.objective.prediction"]
+    + ["data.streams.gone.path", "data.source.source.scores", "data.expect.scaling_factor", "optimizer.betas"],
+)
+def test_keys_that_some_recipe_has_may_change(small, key):
+    assert small(f"checkpoints.allow_changes=[{key}]").checkpoints.allow_changes == [key]
 
 
 def test_missing_paths_are_collected_for_a_dry_run(small):
