@@ -109,7 +109,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("docs_gpt2", "data.predownload=0", "texts: predownload: 0; give 1 or more"),
         ("openmoji_diffusion", "data={streams: {train: null}}", "latents: streams is empty; name at least one encoded"),
         ("openmoji_dalle", "evals.val.streams={val: null}", "tokens: streams is empty; name at least one encoded set"),
-        ("docs_gpt2", "data.streams={docs: null, captions: null}", "texts: streams is empty; name at least one encoded set"),
+        ("docs_gpt2", "data.streams={docs: null, captions: null}", "texts: streams is empty; name at least one"),
         (
             "openmoji_diffusion",
             "data.streams={train: {proportion: 1}, more: {name: local, path: x}}",
@@ -118,6 +118,8 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_diffusion", "data.cache_limit=abc", "latents: cache_limit: abc; give a size such as 100gb"),
         ("openmoji_dalle", "data.cache_limit=-5gb", "tokens: cache_limit: -5gb; give a size such as 100gb"),
         ("docs_gpt2", "data.cache_limit=infgb", "texts: cache_limit: infgb; give a size such as 100gb"),
+        ("openmoji_dvae", "callbacks.temperature.end=0", "scheduled_value: end: dvae: temperature: 0.0; give a number"),
+        ("openmoji_dvae", "callbacks.beta.start=-1", "scheduled_value: start: dvae: beta: -1.0; give 0 or more"),
         ("openmoji_vae", "data.resolution=0", "pictures: resolution: 0; give 1 or more"),
     ],
 )
