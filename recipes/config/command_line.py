@@ -17,7 +17,8 @@ from typing import Any
 from data.disk_errors import disk_error, disk_line
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import load_config, to_yaml
-from recipes.config.schema import ROOT, Signature, read_section, read_signature, subsections
+from recipes.config.schema import Signature, read_section, read_signature, subsections
+from recipes.config.sources import ROOT
 from recipes.config.values import ConfigError
 
 FLAGS = ("--dry-run", "--print-config")
@@ -50,7 +51,10 @@ def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Com
         usage: how the script is called, for help and errors.
     """
     if "--help" in arguments or "-h" in arguments:
-        print(help_text(cls, usage or ""))
+        try:
+            print(help_text(cls, usage or ""))
+        except ConfigError as error:  # in the table of components
+            fail(error.lines)
         sys.exit(0)
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in FLAGS]

@@ -22,7 +22,8 @@ from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
 from recipes.config.keys import unknown_key
 from recipes.config.scalars import load
-from recipes.config.schema import ROOT, Checker
+from recipes.config.schema import Checker
+from recipes.config.sources import ROOT
 from recipes.config.values import Component, ConfigError, Dumper, plain_values
 
 Config = TypeVar("Config")
