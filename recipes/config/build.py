@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.manifest import Manifest
-from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components
 from recipes.config.schema import Checker, Component
 
 
@@ -87,7 +87,7 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
         values = dict(record["component"])
         if bundle is not None and (bundle / group).is_dir():
             values["path"] = str(bundle / group)
-        checker = Checker(COMPONENTS)
+        checker = Checker(all_components())
         component = checker.component(group, values, f"manifest.{group}")
         if checker.errors or checker.missing:
             raise ValueError("; ".join(checker.errors + checker.missing))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components
 from recipes.config.schema import nearest, read_section, read_signature, subsections
 
 
@@ -18,6 +18,7 @@ def unknown_key(section: type, path: str) -> str | None:
         path: such as optimizer.lr, or `optimizer` for all below it.
     """
     allowed, inner = read_section(section).parameters, subsections(section)
+    components = all_components()
     labels = False
     for part in path.split("."):
         if labels:
@@ -31,7 +32,7 @@ def unknown_key(section: type, path: str) -> str | None:
             allowed, inner = read_section(inner[part]).parameters, subsections(inner[part])
         elif group is not None:
             labels = kind.startswith("dict")
-            builders = (read_signature(target).parameters for target in COMPONENTS[group[1]].values())
+            builders = (read_signature(target).parameters for target in components[group[1]].values())
             allowed, inner = {key: parameter for keys in builders for key, parameter in keys.items()}, {}
         elif "dict" in kind:
             return None

@@ -20,6 +20,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components
 from recipes.config.keys import unknown_key
 from recipes.config.scalars import load
 from recipes.config.schema import Checker
@@ -312,7 +313,7 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     Raises:
         ConfigError: all mistakes, one line each.
     """
-    checker = Checker(COMPONENTS)
+    checker = Checker(all_components())
     config = checker.section(cls, read_values(path, overrides), "")
     errors = checker.errors + (checker.missing if missing is None else [])
     if errors:

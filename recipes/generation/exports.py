@@ -11,7 +11,7 @@ from typing import Any, Literal
 from data.cycles import rare_searches
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
-from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components
 from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
 
@@ -105,9 +105,10 @@ def component_class(group: str, name: str) -> type:
     Raises:
         ValueError: no such component.
     """
-    if name not in COMPONENTS[group]:
-        raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(COMPONENTS[group])}")
-    builder = imported(COMPONENTS[group][name])
+    builders = all_components()[group]
+    if name not in builders:
+        raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(builders)}")
+    builder = imported(builders[name])
     return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
 
 
