@@ -55,12 +55,14 @@ def main() -> None:
                 # CPU time here, and 26 s after Composer.
                 importlib.import_module("wandb")
             trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
+            from recipes.training.ranks import says_that_another_ended
         training = recipe.training
         # After the imports, of which Composer's sets signal handlers of its own.
         with (
             stop_signals(),
             only_run(recipe.output),
             watched(training.watchdog, recipe.output, training.watchdog_ends),
+            says_that_another_ended(),
         ):
             trainer.train(recipe)
 
