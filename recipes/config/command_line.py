@@ -95,7 +95,8 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        fail([str(error)])
+        of_system = error.filename is not None
+        fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
     except ValueError as error:
         # Python's own kinds of it, such as UnicodeDecodeError, are bugs.
         own = type(error) is ValueError or type(error).__module__.startswith("recipes.")

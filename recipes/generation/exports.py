@@ -31,13 +31,16 @@ def find_export(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: `path` is a file, which would have to be unpickled; the export's family is unknown.
+        ValueError: `path` is a file, which would have to be unpickled, or a pipeline of diffusers; the export's family
+            is unknown.
     """
     if path.is_file():
         raise ValueError(
             f"{path} is a file; a Composer checkpoint can run code when it is read, so only export folders are: "
             f"give {path.parent.parent / 'export'}, which the export callback writes"
         )
+    if (path / "model_index.json").is_file():
+        raise ValueError(f"{path}: a pipeline of diffusers, which opens it; give the folder of the run or its export")
     for folder in (path, path / "export"):
         if _identify(folder) is not None:
             return folder

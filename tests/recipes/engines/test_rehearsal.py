@@ -120,6 +120,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("docs_gpt2", "data.cache_limit=infgb", "texts: cache_limit: infgb; give a size such as 100gb"),
         ("openmoji_dvae", "callbacks.temperature.end=0", "scheduled_value: end: dvae: temperature: 0.0; give a number"),
         ("openmoji_dvae", "callbacks.beta.start=-1", "scheduled_value: start: dvae: beta: -1.0; give 0 or more"),
+        ("openmoji_vae", "loggers.tensorboard={name: tensorboard, flush_every: 0}", "flush_every: 0; give 1 or more"),
         ("openmoji_vae", "data.resolution=0", "pictures: resolution: 0; give 1 or more"),
     ],
 )
