@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +21,7 @@ from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
 from recipes.config.installed import all_components
 from recipes.config.keys import unknown_key
+from recipes.config.merging import merge, vain_removals
 from recipes.config.scalars import load
 from recipes.config.schema import Checker
 from recipes.config.sources import ROOT
@@ -329,7 +329,7 @@ def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved.
     """
-    values = merge(_read(Path(path)), _parse(overrides))
+    values = _merged(_read(Path(path)), _parse(overrides))
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -356,7 +356,14 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ConfigError([f"{path}: base: expected the path of a YAML, from this one's folder, got {base!r}"])
-    return merge(_read(path.parent / base, (*seen, path.resolve())), values)
+    return _merged(_read(path.parent / base, (*seen, path.resolve())), values)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """As `merge`. Raises ConfigError for a label that is misspelled where it is to be removed."""
+    if lines := vain_removals(below, above):
+        raise ConfigError(lines)
+    return merge(below, above)
 
 
 def _refuse_bombs(text: bytes) -> None:
@@ -399,23 +406,6 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
     if errors:
         raise ConfigError(errors)
     return values
-
-
-def merge(below: Any, above: Any) -> Any:
-    """Merge `above` into `below`, key by key. Lists, and components with another name, are replaced as a whole.
-
-    Example::
-
-        merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})  # {"a": 1, "b": {"c": 2, "d": 3}}
-    """
-    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
-        return above
-    if "name" in above and "name" in below and above["name"] != below["name"]:
-        return dict(above)
-    merged = dict(below)
-    for key, value in above.items():
-        merged[key] = merge(below[key], value) if key in below else value
-    return merged
 
 
 def to_yaml(config: Any) -> str:

@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load_config, merge, to_yaml
+from recipes.config.merging import merge
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.schema import Checker
 
 # Two cores with other work on them: a slow example is no finding.

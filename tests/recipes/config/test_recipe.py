@@ -204,6 +204,12 @@ def test_null_removes_and_a_new_label_adds(small):
     assert list(small().loggers) == ["tensorboard"]
 
 
+def test_what_no_label_is_similar_to_may_be_removed(small, tmp_path):
+    assert set(small("callbacks.sample_grid=null").callbacks) == {"progress", "export"}
+    (tmp_path / "second.yaml").write_text("base: small.yaml\ncallbacks: {exports: null}")
+    assert small(file="second.yaml") == ["callbacks.exports: null removes nothing; did you mean `export`?"]
+
+
 def test_another_name_drops_the_old_arguments(small):
     assert small("schedule.name=cosine").schedule.args == {}
     assert small("schedule.final=0.1", "schedule.name=cosine").schedule.args == {"final": 0.1}
@@ -255,6 +261,9 @@ def test_another_name_drops_the_old_arguments(small):
             ],
         ),
         (["checkpoints.allow_changes=[seed.x]"], ["checkpoints.allow_changes: seed.x: unknown key; nothing is "]),
+        (["callbacks.progres=null"], ["callbacks.progres: null removes nothing; did you mean `progress`?"]),
+        (["callbacks={exprot: null}"], ["callbacks.exprot: null removes nothing; did you mean `export`?"]),
+        (["training.grad_clp=null"], ["training.grad_clp: unknown key; did you mean `grad_clip`?"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
         (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; allowed: codebook, "]),
