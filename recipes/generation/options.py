@@ -67,8 +67,12 @@ def _keyword(flag: str) -> str:
 def candidates_of(options: argparse.Namespace, each: int = 1) -> int:
     """Number of images that are drawn per caption, of which `each` are kept."""
     count = each if options.candidates is None else options.candidates
-    if each < 1 or count < each:
+    if each < 1:
+        fail([f"--each: {each}; give 1 or more"])
+    if count < each:
         fail([f"--candidates: {count}; give at least as many as are kept ({each} per caption)"])
     if count > each and options.rerank is None:
         fail(["--candidates: give the model that says which are best: --rerank FOLDER"])
+    if count == each and options.rerank is not None:
+        fail([f"--rerank: of {each} per caption all are kept; give --candidates, how many are drawn for each"])
     return count
