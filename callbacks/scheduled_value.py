@@ -39,11 +39,16 @@ class ScheduledValue(Callback):
             shape: half a cosine, flat at both ends, or a straight line.
 
         Raises:
-            ValueError: the model has no such value.
+            ValueError: the model has no such value, or cannot train with its start or end.
         """
         if value not in task.scheduled:
             names = ", ".join(task.scheduled) or "none"
             raise ValueError(f"scheduled_value: the model has no value `{value}` to be scheduled; it has: {names}")
+        for key, number in (("start", start), ("end", end)):
+            try:
+                task.check_scheduled(value, number)
+            except ValueError as error:
+                raise ValueError(f"scheduled_value: {key}: {error}") from None
         self.task = task
         self.value = value
         self.values = (start, end)  # `end` is a moment of a run

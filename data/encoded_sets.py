@@ -180,6 +180,23 @@ def remote_set(
     return EncodedSet(cache, url, options)
 
 
+def check_sets(kind: str, sets: Mapping[str, EncodedSet]) -> None:
+    """Check what is known of encoded sets before they are read.
+
+    Args:
+        kind: name of the component that reads them.
+        sets: by label.
+
+    Raises:
+        ValueError: there is no set, or only some of them have a proportion.
+    """
+    if not sets:
+        raise ValueError(f"{kind}: streams is empty; name at least one encoded set")
+    without = [label for label, encoded in sets.items() if encoded.options.get("proportion") is None]
+    if 0 < len(without) < len(sets):
+        raise ValueError(f"{kind}: streams.{without[0]} has no proportion, others have; give all of them one, or none")
+
+
 def manifests_of(kind: str, sets: Mapping[str, EncodedSet]) -> list[Manifest]:
     """Reads the manifests of encoded sets.
 
@@ -189,10 +206,9 @@ def manifests_of(kind: str, sets: Mapping[str, EncodedSet]) -> list[Manifest]:
 
     Raises:
         FileNotFoundError: a set has no manifest.
-        ValueError: there is no set, or one of another kind.
+        ValueError: there is no set, one of another kind, or only some of them have a proportion.
     """
-    if not sets:
-        raise ValueError(f"{kind}: streams is empty; name at least one encoded set")
+    check_sets(kind, sets)
     manifests = [encoded.manifest() for encoded in sets.values()]
     for manifest in manifests:
         manifest.check(kind=kind)

@@ -19,7 +19,7 @@ def epoch_of(
     Args:
         kind: what the sets hold, latents or tokens.
         sets: folder of each set, and how often it is read per epoch (None: once).
-        args: of the data component: `resolution`, `expect`, `epoch_size`, `drop_last`.
+        args: of the data component: `resolution`, `expect`, `epoch_size`, `drop_last`, and perhaps `text`.
         requirements: what the model needs, see `Manifest.check`.
 
     Raises:
@@ -32,6 +32,9 @@ def epoch_of(
             continue
         manifest = Manifest.read(Path(folder))
         manifest.check(kind=kind, resolution=args["resolution"], **requirements, **(args["expect"] or {}))
+        column = args.get("text")
+        if column is not None and manifest.columns and column not in manifest.columns:
+            raise ValueError(f"{folder}: no column `{column}`; the set has {', '.join(manifest.columns)}")
         if total is not None:
             total += manifest.samples * (1.0 if repeat is None else repeat)
     samples = args["epoch_size"] or (None if total is None else int(total))

@@ -11,7 +11,7 @@ from torch import Tensor
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
 from data.draws import draws_of
-from data.encoded_sets import manifests_of
+from data.encoded_sets import check_sets, manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
 from data.ranges import check_reading, check_shares
@@ -23,7 +23,9 @@ def latents_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
     check_shares("latents", caption_dropout=args["caption_dropout"], flip=args["flip"])
     check_reading("latents", **args)
-    sets = [(encoded.local, encoded.options["repeat"]) for encoded in plan.build(args["streams"]).values()]
+    streams = plan.build(args["streams"])
+    check_sets("latents", streams)
+    sets = [(encoded.local, encoded.options["repeat"]) for encoded in streams.values()]
     return Cost(epoch=epoch_of("latents", sets, args, plan.task.requirements()))
 
 
@@ -75,7 +77,12 @@ def latents(
     """
     check_shares("latents", caption_dropout=caption_dropout, flip=flip)
     check_reading(
-        "latents", workers=workers, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size
+        "latents",
+        workers=workers,
+        shuffle_block=shuffle_block,
+        predownload=predownload,
+        cache_limit=cache_limit,
+        epoch_size=epoch_size,
     )
     manifests = manifests_of("latents", streams)
     first = manifests[0]

@@ -43,6 +43,7 @@ _ADVICE = {
     "text_weights": "encode again: these embeddings come from other text encoder weights",
     "kind": "train on a set of this kind: `data: {name: latents}` reads latents, `data: {name: tokens}` tokens",
     "codes": "give the transformer the set's number of image codes, or encode again with the other dVAE",
+    "grid_multiple": "give the denoiser a patch size, or levels, by which the side of the set's latents divides",
     "side": "train at a resolution whose grid fits the transformer's, or give the transformer the set's grid",
 }
 
@@ -189,7 +190,8 @@ class Manifest:
         Args:
             expected: any of kind, resolution, downsample, image_weights (sha256), dtype, crop, crops, upscale; for
                 latents also channels, scaling_factor, shift_factor, text_weights (sha256), text_width, text_length and
-                tokenizer; for tokens also codes and, with a resolution, the grid's side. None is not checked.
+                tokenizer; for tokens also codes; with a resolution the side of the grid, and grid_multiple, of which it
+                must be a multiple. None is not checked.
 
         Raises:
             ValueError: a field differs. The message names it, the set's value, the expected one, and what to do.
@@ -200,10 +202,11 @@ class Manifest:
                 close = difflib.get_close_matches(name, found, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"it knows {', '.join(found)}"
                 raise ValueError(f"Manifest.check of {self.kind} knows no field {name}: {hint}")
-            fits = value in found[name] if name == "resolution" else _same(value, found[name])
-            if value is not None and not fits:
-                advice = _ADVICE.get(name, f"change the recipe's {name}, or encode the set again")
-                raise ValueError(f"{self.where}: {name} is {found[name]}, the recipe expects {value}; {advice}")
+            if value is None or _fits(name, value, found[name]):
+                continue
+            advice = _ADVICE.get(name, f"change the recipe's {name}, or encode the set again")
+            wanted = f"a multiple of {value}" if name == "grid_multiple" else value
+            raise ValueError(f"{self.where}: {name} is {found[name]}, the recipe expects {wanted}; {advice}")
 
     def _found(self, resolution: int | None) -> dict[str, Any]:
         """The values that `check` compares, by name."""
@@ -218,9 +221,15 @@ class Manifest:
             found |= {"text_weights": texts["weights_hash"], "text_width": texts["width"]}
             found |= {"text_length": texts["length"], "tokenizer": texts["tokenizer"]}
         if resolution is not None:
-            found["side"] = self.side(resolution)
+            found["side"] = found["grid_multiple"] = self.side(resolution)
         found |= {name: getattr(self, name) for name in ("kind", "dtype", "crop", "crops", "upscale")}
         return {**found, "resolution": self.resolutions}
+
+
+def _fits(name: str, value: Any, found: Any) -> bool:
+    if name in ("resolution", "grid_multiple"):
+        return value in found if name == "resolution" else found % value == 0
+    return _same(value, found)
 
 
 def _same(one: Any, other: Any) -> bool:

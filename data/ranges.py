@@ -40,10 +40,11 @@ def check_reading(
     workers: int,
     shuffle_block: int | None,
     predownload: int | None,
+    cache_limit: str | None,
     epoch_size: int | None,
     **others: Any,
 ) -> None:
-    """Check the numbers that all components that read encoded sets take. The arguments are theirs.
+    """Check the numbers and sizes that all components that read encoded sets take. The arguments are theirs.
 
     Args:
         kind: name of the component.
@@ -54,3 +55,15 @@ def check_reading(
     """
     check_least(kind, 0, workers=workers)
     check_least(kind, 1, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size)
+    if cache_limit is not None and bytes_of(cache_limit) is None:
+        raise ValueError(f"{kind}: cache_limit: {cache_limit}; give a size such as 100gb")
+
+
+def bytes_of(size: str) -> int | None:
+    """A size such as 100gb in bytes, as streaming reads it; None: it is no size, or not above 0."""
+    from streaming.base.util import bytes_to_int  # here, so that checks of sources do not wait for it
+
+    try:
+        return max(0, bytes_to_int(size)) or None
+    except (ValueError, OverflowError):  # the latter for infinity
+        return None

@@ -10,6 +10,7 @@ import torch
 
 from data.column_reader import StoredSample
 from data.cost import Cost, Epoch, Plan, with_cost
+from data.encoded_sets import check_sets
 from data.loading import Batch, Loading, Placement
 from data.ranges import check_reading
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
@@ -21,8 +22,10 @@ from data.tokens import widen
 def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
     check_reading("texts", **args)
+    streams = plan.build(args["streams"])
+    check_sets("texts", streams)
     samples: float | None = 0.0
-    for encoded in plan.build(args["streams"]).values():
+    for encoded in streams.values():
         path = Path(encoded.local, NAME)
         if not path.is_file():
             samples = None
@@ -65,13 +68,18 @@ def texts(
 
     Raises:
         FileNotFoundError: a stream has no manifest.
-        ValueError: no stream, texts that do not fit the model, or streams of several vocabularies.
+        ValueError: no stream, proportions of only some, texts that do not fit the model, or streams of several
+            vocabularies.
     """
     check_reading(
-        "texts", workers=workers, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size
+        "texts",
+        workers=workers,
+        shuffle_block=shuffle_block,
+        predownload=predownload,
+        cache_limit=cache_limit,
+        epoch_size=epoch_size,
     )
-    if not streams:
-        raise ValueError("texts: streams is empty; name at least one set of packed texts")
+    check_sets("texts", streams)
     manifests = {label: TextManifest.read(encoded.file(NAME)) for label, encoded in streams.items()}
     first, *others = manifests
     for label, manifest in manifests.items():

@@ -14,7 +14,7 @@ from data.aliases import InputPath
 from data.bpe import Vocabulary
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
-from data.encoded_sets import manifests_of
+from data.encoded_sets import check_sets, manifests_of
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
 from data.log import log
@@ -35,7 +35,9 @@ def tokens_cost(args: dict[str, Any], plan: Plan) -> Cost:
     path = Path(args["vocabulary"])
     bpe = Vocabulary.read(path) if path.is_file() else None
     needs = check_text(plan.task.requirements(), args["positions"], bpe)
-    sets = [(encoded.local, encoded.options["repeat"]) for encoded in plan.build(args["streams"]).values()]
+    streams = plan.build(args["streams"])
+    check_sets("tokens", streams)
+    sets = [(encoded.local, encoded.options["repeat"]) for encoded in streams.values()]
     return Cost(epoch=epoch_of("tokens", sets, args, needs))
 
 
@@ -90,7 +92,12 @@ def tokens(
     check_shares("tokens", dropout=dropout, caption_dropout=caption_dropout)
     check_least("tokens", 1, positions=positions)
     check_reading(
-        "tokens", workers=workers, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size
+        "tokens",
+        workers=workers,
+        shuffle_block=shuffle_block,
+        predownload=predownload,
+        cache_limit=cache_limit,
+        epoch_size=epoch_size,
     )
     bpe = Vocabulary.read(vocabulary)
     needs = check_text(requirements, positions, bpe)

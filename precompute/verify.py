@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.manifest import NAME as MANIFEST
 from data.threads import set_default_threads
 from precompute.config import EncodeConfig
 from precompute.output import CONFIG
@@ -32,6 +33,9 @@ def main(arguments: list[str]) -> int:
     label = None
     if rest and Path(rest[0]).is_dir():
         folder = Path(rest[0]).absolute()
+        if not (folder / MANIFEST).is_file():
+            sets = sorted(str(file.parent) for file in folder.glob(f"*/{MANIFEST}"))
+            fail([f"{folder}: not an encoded set, it has no {MANIFEST}{f'; give {sets[0]}' if sets else ''}"])
         if not (folder / CONFIG).is_file():
             fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
         label = folder.name

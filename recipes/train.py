@@ -21,6 +21,7 @@ from data.log import log
 from data.threads import set_default_threads
 from recipes.config.command_line import read_command_line, user_errors
 from recipes.config.recipe import Recipe
+from recipes.planning.finding import raise_errors
 from recipes.planning.machine_checks import cheap_checks
 from recipes.planning.recipe_checks import cheap_recipe_checks
 from recipes.training.only_run import only_run
@@ -38,15 +39,13 @@ def main() -> None:
             from recipes.engines.rehearsal import rehearse
             from recipes.planning.dry_run import describe_run
 
+            raise_errors(cheap_recipe_checks(recipe))
             rehearse(recipe)
             if os.environ.get("RANK", "0") == "0":
                 print(describe_run(recipe, command.missing))
             return
-        for finding in (*cheap_checks(), *cheap_recipe_checks(recipe)):
-            if finding.level == "error":
-                raise ValueError(f"{finding.subject}: {finding.text}")
-            if finding.level == "warning":
-                log.warning(str(finding))
+        for warning in raise_errors((*cheap_checks(), *cheap_recipe_checks(recipe))):
+            log.warning(str(warning))
         engine = ROOT / "recipes" / "engines" / recipe.training.engine / "trainer.py"
         if not engine.is_file():
             raise ValueError(f"training.engine: {recipe.training.engine} is not part of this version; use composer")
@@ -56,12 +55,14 @@ def main() -> None:
                 # CPU time here, and 26 s after Composer.
                 importlib.import_module("wandb")
             trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
+            from recipes.training.ranks import says_that_another_ended
         training = recipe.training
         # After the imports, of which Composer's sets signal handlers of its own.
         with (
             stop_signals(),
             only_run(recipe.output),
             watched(training.watchdog, recipe.output, training.watchdog_ends),
+            says_that_another_ended(),
         ):
             trainer.train(recipe)
 

@@ -30,7 +30,8 @@ class FolderSource:
 
         Raises:
             FileNotFoundError: no such folder, or no such table.
-            ValueError: a table of another kind, without the columns, or not UTF-8; `shard_size` below 1.
+            ValueError: no image has its .txt; a table of another kind, without the columns, or not UTF-8; `shard_size`
+                below 1.
         """
         self.root = Path(path)
         if not self.root.is_dir():
@@ -44,8 +45,15 @@ class FolderSource:
         repeated: list[str] = []
         if captions == "txt":
             stems = {str(PurePosixPath(name).with_suffix("")) for name in self.images}
-            texts = (str(PurePosixPath(name).with_suffix("")) for name in names if _suffix(name) == "txt")
+            texts = [str(PurePosixPath(name).with_suffix("")) for name in names if _suffix(name) == "txt"]
             orphans = [stem for stem in texts if stem not in stems]
+            if stems and len(orphans) == len(texts):
+                tables = [name for name in names if _suffix(name) in ("jsonl", "csv")]
+                found = f", such as {tables[0]}, which is there" if tables else ""
+                raise ValueError(
+                    f"source.captions: no image in {path} has a .txt file of its name beside it; write these, or give "
+                    f"the name of a .jsonl or .csv file{found}"
+                )
         else:
             self.table, repeated = _read_table(self.root, captions)
             orphans = [name for name in self.table if name not in self.images]

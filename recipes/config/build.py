@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.manifest import Manifest
-from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components
 from recipes.config.schema import Checker, Component
 
 
@@ -20,6 +20,9 @@ def build(component: Any, **context: Any) -> Any:
         component: a Component, or a list or dict whose Components are built; other values are returned as they are.
         context: objects that a builder may request, by naming a parameter before its `*` like the object. For example
             the optimizer `adamw(parameters, *, lr)` requests `parameters`.
+
+    Raises:
+        ValueError: what the builder refuses, or a builder requests what it is not given.
     """
     if isinstance(component, dict):
         return {key: build(value, **context) for key, value in component.items()}
@@ -30,7 +33,11 @@ def build(component: Any, **context: Any) -> Any:
     builder = import_builder(component)
     wanted = [p.name for p in inspect.signature(builder).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
     missing = [name for name in wanted if name not in context]
-    assert not missing, f"{component.target} asks for {missing}, which a {component.group} is not given"
+    if missing:
+        raise ValueError(
+            f"{component.path}: {component.target} asks for {', '.join(missing)}, which no {component.group} is given; "
+            "the keys of a component come after * (docs/extending.md)"
+        )
     arguments = {key: build(value, **context) for key, value in component.args.items()}
     return builder(*(context[name] for name in wanted), **arguments)
 
@@ -80,7 +87,7 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
         values = dict(record["component"])
         if bundle is not None and (bundle / group).is_dir():
             values["path"] = str(bundle / group)
-        checker = Checker(COMPONENTS)
+        checker = Checker(all_components())
         component = checker.component(group, values, f"manifest.{group}")
         if checker.errors or checker.missing:
             raise ValueError("; ".join(checker.errors + checker.missing))

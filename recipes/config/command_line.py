@@ -16,8 +16,10 @@ from typing import Any
 
 from data.disk_errors import disk_error, disk_line
 from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
-from recipes.config.schema import ROOT, Signature, read_section, read_signature, subsections
+from recipes.config.schema import Signature, read_section, read_signature, subsections
+from recipes.config.sources import ROOT
 from recipes.config.values import ConfigError
 
 FLAGS = ("--dry-run", "--print-config")
@@ -50,7 +52,10 @@ def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Com
         usage: how the script is called, for help and errors.
     """
     if "--help" in arguments or "-h" in arguments:
-        print(help_text(cls, usage or ""))
+        try:
+            print(help_text(cls, usage or ""))
+        except ConfigError as error:  # in the table of components
+            fail(error.lines)
         sys.exit(0)
     flags = {a for a in arguments if a in FLAGS}
     rest = [a for a in arguments if a not in FLAGS]
@@ -90,7 +95,8 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        fail([str(error)])
+        of_system = error.filename is not None
+        fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
     except ValueError as error:
         # Python's own kinds of it, such as UnicodeDecodeError, are bugs.
         own = type(error) is ValueError or type(error).__module__.startswith("recipes.")
@@ -105,10 +111,12 @@ def user_errors() -> Iterator[None]:
 
 
 def _from_a_library(error: ValueError) -> bool:
-    """Whether the error was raised outside of this project, in which case its traceback is needed."""
+    """Whether the error was raised by a library, in which case its traceback is needed."""
     traceback = error.__traceback__
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
+    if str(traceback.tb_frame.f_globals.get("__name__")).split(".")[0] in packages():
+        return False
     file = traceback.tb_frame.f_code.co_filename
     return not file.startswith(str(ROOT)) or "site-packages" in file
 
@@ -125,17 +133,18 @@ def help_text(cls: type, usage: str) -> str:
 def groups_of(cls: type) -> dict[str, list[str]]:
     """The groups of components that a config of this class can contain: group -> names."""
     found: set[str] = set()
+    components = all_components()
 
     def follow(signature: Signature) -> None:
         for parameter in signature.parameters.values():
             for group in set(re.findall(r"(\w+) component", parameter.type_text)) - found:
                 found.add(group)
-                for target in COMPONENTS[group].values():
+                for target in components[group].values():
                     follow(read_signature(target))
 
     for section in (cls, *subsections(cls).values()):
         follow(read_section(section))
-    return {group: list(names) for group, names in COMPONENTS.items() if group in found}
+    return {group: list(names) for group, names in components.items() if group in found}
 
 
 def _section_lines(cls: type, prefix: str) -> list[str]:
@@ -151,5 +160,5 @@ def _section_lines(cls: type, prefix: str) -> list[str]:
 
 
 def signatures() -> dict[str, dict[str, Signature]]:
-    """The signatures of all components: group -> name -> signature."""
+    """The signatures of all components of this repository: group -> name -> signature."""
     return {g: {name: read_signature(target) for name, target in names.items()} for g, names in COMPONENTS.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,8 +19,12 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components
+from recipes.config.keys import unknown_key
+from recipes.config.merging import merge, vain_removals
 from recipes.config.scalars import load
-from recipes.config.schema import ROOT, Checker
+from recipes.config.schema import Checker
+from recipes.config.sources import ROOT
 from recipes.config.values import Component, ConfigError, Dumper, plain_values
 
 Config = TypeVar("Config")
@@ -248,7 +251,7 @@ class Recipe:
     """A training run."""
 
     run_name: str
-    """Name of the run in logs and checkpoints."""
+    """Name of the run in logs and checkpoints, and of its folder below runs/."""
     output: str | None = None
     """Folder of checkpoints, logs, samples and the resolved config; null: runs/<run_name>."""
     seed: int = 17
@@ -277,10 +280,18 @@ class Recipe:
     def __post_init__(self) -> None:
         _require(
             (self.run_name.strip(), "run_name: empty; it names the run's folder"),
+            (
+                all(part not in ("", ".", "..") for part in self.run_name.split("/")) and "\0" not in self.run_name,
+                f"run_name: {self.run_name!r} is no folder below runs/; give a name, and another folder as output",
+            ),
             (0 <= self.seed < 2**31, f"seed: {self.seed}; give 0 to {2**31 - 1}"),
             (
                 not scheme_of(self.output or ""),
                 f"output: {self.output} is remote; give a local folder, and the address as checkpoints.bucket",
+            ),
+            *(
+                (problem is None, f"checkpoints.allow_changes: {problem}")
+                for problem in (unknown_key(type(self), key) for key in self.checkpoints.allow_changes)
             ),
         )
         self.output = self.output or f"runs/{self.run_name}"
@@ -302,7 +313,7 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     Raises:
         ConfigError: all mistakes, one line each.
     """
-    checker = Checker(COMPONENTS)
+    checker = Checker(all_components())
     config = checker.section(cls, read_values(path, overrides), "")
     errors = checker.errors + (checker.missing if missing is None else [])
     if errors:
@@ -318,7 +329,7 @@ def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved.
     """
-    values = merge(_read(Path(path)), _parse(overrides))
+    values = _merged(_read(Path(path)), _parse(overrides))
     try:
         return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -345,7 +356,14 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ConfigError([f"{path}: base: expected the path of a YAML, from this one's folder, got {base!r}"])
-    return merge(_read(path.parent / base, (*seen, path.resolve())), values)
+    return _merged(_read(path.parent / base, (*seen, path.resolve())), values)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """As `merge`. Raises ConfigError for a label that is misspelled where it is to be removed."""
+    if lines := vain_removals(below, above):
+        raise ConfigError(lines)
+    return merge(below, above)
 
 
 def _refuse_bombs(text: bytes) -> None:
@@ -388,23 +406,6 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
     if errors:
         raise ConfigError(errors)
     return values
-
-
-def merge(below: Any, above: Any) -> Any:
-    """Merge `above` into `below`, key by key. Lists, and components with another name, are replaced as a whole.
-
-    Example::
-
-        merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})  # {"a": 1, "b": {"c": 2, "d": 3}}
-    """
-    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
-        return above
-    if "name" in above and "name" in below and above["name"] != below["name"]:
-        return dict(above)
-    merged = dict(below)
-    for key, value in above.items():
-        merged[key] = merge(below[key], value) if key in below else value
-    return merged
 
 
 def to_yaml(config: Any) -> str:

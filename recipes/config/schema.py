@@ -17,13 +17,12 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from recipes.config.scalars import is_spelled, text_of, value_of
+from recipes.config.sources import module_tree, source_file
 from recipes.config.values import Component, ConfigError, plain_values, quoted, yaml_line
 
-ROOT = Path(__file__).resolve().parents[2]
 DURATION = re.compile(r"\d+(ba|ep|sp)|(\d+(\.\d*)?|\.\d+)dur")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -71,13 +70,6 @@ def nearest(word: Any, allowed: Iterable[str]) -> str:
 # --- reading signatures --------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _module_tree(module: str) -> ast.Module:
-    path = ROOT.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
-
-
 def _argument_docs(doc: str) -> dict[str, str]:
     """The `Args:` section of a Google-style docstring, as one line per argument."""
     docs: dict[str, str] = {}
@@ -101,34 +93,40 @@ def _first_paragraph(doc: str) -> str:
 
 @functools.cache
 def read_signature(target: str) -> Signature:
-    """The keyword-only parameters of "module:callable", a function or a class, without importing it."""
+    """The keyword-only parameters of "module:callable", a function or a class, without importing it.
+
+    Raises:
+        ConfigError: there is no such builder, or it breaks the rules of docs/extending.md.
+    """
     module, _, name = target.partition(":")
-    node = next((n for n in _module_tree(module).body if getattr(n, "name", None) == name), None)
-    assert isinstance(node, ast.FunctionDef | ast.ClassDef), f"{target}: no such function or class"
+    found = {n.name: n for n in module_tree(module).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    if name not in found:
+        raise ConfigError([f"{source_file(module)}: no function or class `{name}`; {nearest(name, found)}"])
+    node = found[name]
     doc = ast.get_docstring(node) or ""
     function = node
     if isinstance(node, ast.ClassDef):
         function = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        assert function is not None, f"{target}: a component class needs its own __init__"
+        if function is None:
+            raise ConfigError([f"{source_file(module)}: {name} has no __init__ of its own, which lists its keys"])
         doc = doc + "\n\n" + (ast.get_docstring(function) or "")
     docs = _argument_docs(doc)
     parameters = {}
     for arg, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
-        assert arg.annotation is not None, f"{target}: {arg.arg} has no type"
-        parameters[arg.arg] = Parameter(
-            name=arg.arg,
-            annotation=arg.annotation,
-            required=default is None,
-            default="" if default is None else yaml_line(plain_values(ast.literal_eval(default))),
-            doc=docs.get(arg.arg, ""),
-        )
+        if arg.annotation is None:
+            raise ConfigError([f"{source_file(module)}: {name}: the key `{arg.arg}` has no type"])
+        try:
+            text = "" if default is None else yaml_line(plain_values(ast.literal_eval(default)))
+        except ValueError:
+            raise ConfigError([f"{source_file(module)}: {name}: the default of `{arg.arg}` is no literal"]) from None
+        parameters[arg.arg] = Parameter(arg.arg, arg.annotation, default is None, text, docs.get(arg.arg, ""))
     return Signature(parameters, _first_paragraph(doc))
 
 
 @functools.cache
 def read_section(section: type) -> Signature:
     """The fields of a dataclass as parameters. The string literal below a field is its documentation."""
-    tree = _module_tree(section.__module__)
+    tree = module_tree(section.__module__)
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == section.__name__)
     docs: dict[str, str] = {}
     for field, following in zip(body.body, body.body[1:], strict=False):
@@ -253,7 +251,11 @@ class Checker:
             self.fail(f"{path}.name", f"unknown {group} {quoted(name)}; {nearest(name, builders)}")
             return None
         args = {key: item for key, item in value.items() if key != "name"}
-        parameters = read_signature(builders[name]).parameters
+        try:
+            parameters = read_signature(builders[name]).parameters
+        except ConfigError as error:
+            self.fail(f"{path}.name", f"{group} `{name}` is {builders[name]}, which cannot be used: {error}")
+            return None
         checked = self._keys(parameters, args, path, f" of {group} `{name}`", {}, self._nested_keys(parameters))
         return None if checked is None else Component(group, name, checked, builders[name], path)
 

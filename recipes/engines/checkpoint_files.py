@@ -131,7 +131,7 @@ def end_if_asked(run: Run, save: Callable[[], None] | None) -> None:
     Raises:
         StartAgain: the run ends here. Not in the last batch, after which it ends anyway.
     """
-    if not run.stopping or run.clock.ended:
+    if not run.stopping or run.clock.ended or run.clock.ends_with_epoch:
         return
     if save is not None:
         save()

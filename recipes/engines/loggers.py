@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import atomic_write
+from data.ranges import check_least
 from recipes.engines.tracking import mlflow_run
 from recipes.training.ranks import by_first_rank, from_first_rank
 
@@ -69,7 +70,11 @@ def tensorboard(output: str, *, flush_every: int = 20) -> TensorBoard:
 
     Args:
         flush_every: batches between writes to disk.
+
+    Raises:
+        ValueError: `flush_every` below 1.
     """
+    check_least("tensorboard", 1, flush_every=flush_every)
     return TensorBoard(f"{output}/tensorboard", flush_every)
 
 

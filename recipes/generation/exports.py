@@ -11,7 +11,7 @@ from typing import Any, Literal
 from data.cycles import rare_searches
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
-from recipes.config.components import COMPONENTS
+from recipes.config.installed import all_components
 from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
 
@@ -31,13 +31,16 @@ def find_export(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: `path` is a file, which would have to be unpickled; the export's family is unknown.
+        ValueError: `path` is a file, which would have to be unpickled, or a pipeline of diffusers; the export's family
+            is unknown.
     """
     if path.is_file():
         raise ValueError(
             f"{path} is a file; a Composer checkpoint can run code when it is read, so only export folders are: "
             f"give {path.parent.parent / 'export'}, which the export callback writes"
         )
+    if (path / "model_index.json").is_file():
+        raise ValueError(f"{path}: a pipeline of diffusers, which opens it; give the folder of the run or its export")
     for folder in (path, path / "export"):
         if _identify(folder) is not None:
             return folder
@@ -105,9 +108,10 @@ def component_class(group: str, name: str) -> type:
     Raises:
         ValueError: no such component.
     """
-    if name not in COMPONENTS[group]:
-        raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(COMPONENTS[group])}")
-    builder = imported(COMPONENTS[group][name])
+    builders = all_components()[group]
+    if name not in builders:
+        raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(builders)}")
+    builder = imported(builders[name])
     return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
 
 

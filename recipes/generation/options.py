@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
         "--rerank", metavar="FOLDER", help="open_clip folder, or MODEL/TAG of open_clip, that says which are best"
     )
     parser.add_argument("--guidance", type=float, help="classifier-free guidance (default: see below)")
-    parser.add_argument("--seed", type=int, default=0, help="image i is drawn by seed + i (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="image i is drawn by seed + i (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=batch, help="images sampled at once (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the network")
@@ -40,6 +40,13 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
             if flag not in added:  # an option that two families have is listed once
                 group.add_argument(flag, **settings)
                 added.add(flag)
+
+
+def seed(text: str) -> int:
+    """The value of --seed. The process ends here where generators, which take 64 bits, have no such seed."""
+    if abs(number := int(text)) >= 2**62:  # the number of an image is added
+        fail([f"--seed: {text}; give a number below 2^62"])
+    return number
 
 
 def own_options(options: argparse.Namespace, family: Family) -> dict[str, Any]:
@@ -60,8 +67,12 @@ def _keyword(flag: str) -> str:
 def candidates_of(options: argparse.Namespace, each: int = 1) -> int:
     """Number of images that are drawn per caption, of which `each` are kept."""
     count = each if options.candidates is None else options.candidates
-    if each < 1 or count < each:
+    if each < 1:
+        fail([f"--each: {each}; give 1 or more"])
+    if count < each:
         fail([f"--candidates: {count}; give at least as many as are kept ({each} per caption)"])
     if count > each and options.rerank is None:
         fail(["--candidates: give the model that says which are best: --rerank FOLDER"])
+    if count == each and options.rerank is not None:
+        fail([f"--rerank: of {each} per caption all are kept; give --candidates, how many are drawn for each"])
     return count

@@ -102,6 +102,17 @@ class Task(nn.Module):
         """
         raise NotImplementedError
 
+    def check_scheduled(self, name: str, value: float) -> None:
+        """Check a value that the `scheduled_value` callback would set.
+
+        Args:
+            name: one of those in `scheduled`.
+            value: the first or the last one; those in the course of a run lie between them.
+
+        Raises:
+            ValueError: the model cannot train with it. By default every value will do.
+        """
+
     def requirements(self) -> dict[str, Any]:
         """What the manifest of the training data must say, such as the number of latent channels.
 

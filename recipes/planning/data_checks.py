@@ -12,6 +12,7 @@ from typing import Any
 from data.cost import count_text, size_text
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
+from data.ranges import bytes_of
 from recipes.config.recipe import Recipe
 from recipes.config.schema import read_signature
 from recipes.config.values import Component
@@ -84,11 +85,8 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
         limit = data.args.get("cache_limit")
         if limit is None:
             continue
-        from streaming.base.util import bytes_to_int
-
-        try:
-            room = bytes_to_int(limit)
-        except ValueError:
+        room = bytes_of(limit)
+        if room is None:
             yield Finding("error", "cache", f"{label}.cache_limit is {limit}; give a size such as 100gb")
             continue
         sizes = [

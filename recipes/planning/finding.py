@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,3 +23,18 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.level + ':':9}{self.subject}: {self.text}"
+
+
+def raise_errors(findings: Iterable[Finding]) -> list[Finding]:
+    """The warnings among findings, if there is no error.
+
+    Raises:
+        ValueError: the first error.
+    """
+    warnings = []
+    for finding in findings:
+        if finding.level == "error":
+            raise ValueError(f"{finding.subject}: {finding.text}")
+        if finding.level == "warning":
+            warnings.append(finding)
+    return warnings

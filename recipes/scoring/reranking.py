@@ -22,24 +22,25 @@ class Reranker:
         name: a folder in open_clip's format, such as the export of a `contrastive_text` run, or MODEL/TAG as open_clip
             lists them.
         device: device of the model.
+        key: of the config that names it, for messages.
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
         ValueError: open_clip has no such model or tag, or it cannot be loaded.
     """
 
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(self, name: str, device: str, key: str = "rerank") -> None:
         from data.clip_library import open_clip
 
         folder = Path(name).expanduser()
         model, _, tag = name.partition("/")
         known = model in open_clip.list_models() and tag and not folder.exists()
         model, tag = (model, tag) if known else (f"{LOCAL_PREFIX}{folder}", None)
-        self.network: Any = load_open_clip(model, tag, "rerank").to(device).eval()
+        self.network: Any = load_open_clip(model, tag, key).to(device).eval()
         self.tokenize = open_clip_tokenizer(model)
         if not known:
             rows = getattr(getattr(self.network, "text", self.network), "vocab_size", 0)
-            check_vocabulary(f"rerank: {folder}", self.tokenize, rows)
+            check_vocabulary(f"{key}: {folder}", self.tokenize, rows)
         self.device = device
         visual = self.network.visual
         size = visual.image_size

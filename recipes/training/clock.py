@@ -68,6 +68,14 @@ class Clock:
         value, unit = self.length
         return self.passed(unit) >= value
 
+    @property
+    def ends_with_epoch(self) -> bool:
+        """Whether all batches of the run are done, and only their epoch is not counted yet."""
+        value, unit = self.length
+        if unit != "ep" or self.epoch_batches is None or self.epoch_began is None:
+            return False
+        return self.epoch + 1 == value and self.batch - self.epoch_began >= self.epoch_batches
+
     def measure(self, duration: str) -> Length:
         """Convert a duration to batches if possible, otherwise keep its unit; a share of the run becomes a length.
 
@@ -148,3 +156,21 @@ class Interval:
             self.held_at = clock.batch
             return True
         return False
+
+
+class CheckpointInterval(Interval):
+    """An interval that waits for the end of the epoch with which the run ends.
+
+    A checkpoint of the batch before it would be one of a run that has not ended: the next start would validate again.
+    """
+
+    def __init__(self, every: str | None) -> None:
+        """Arguments and errors as of `Interval`."""
+        super().__init__(every)
+        self._waits = False
+
+    def __call__(self, clock: Clock) -> bool:
+        """See `Interval`."""
+        due = super().__call__(clock) or self._waits
+        self._waits = due and clock.ends_with_epoch
+        return due and not self._waits

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
+_LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited")  # as gloo and NCCL say it
 _OPERATIONS = {"SUM": dist.ReduceOp.SUM, "MIN": dist.ReduceOp.MIN, "MAX": dist.ReduceOp.MAX}
 
 
@@ -56,6 +60,22 @@ def wait() -> None:
     """Wait for all ranks. Every rank must call it."""
     if world_size() > 1:
         dist.barrier()
+
+
+@contextmanager
+def says_that_another_ended() -> Iterator[None]:
+    """Inside, a rank that waits for another one which has ended ends with one line and status 1.
+
+    The rank that has ended says why, and a traceback of the library for communication would hide that.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size() == 1 or not _LOST.search(str(error)):
+            raise
+        text = f"error: rank {rank()}: the connection to a rank that has ended is lost; see what that one says"
+        print(text, file=sys.stderr)
+        sys.exit(1)
 
 
 def by_first_rank(act: Callable[[], object]) -> None:

@@ -90,7 +90,7 @@ def test_no_length_is_the_end_at_once():
 
 
 def test_a_line():
-    assert values("4ba", "8ba", 6, shape="linear", start=0.0, end=2.0) == [0, 0.5, 1, 1.5, 2, 2]
+    assert values("4ba", "8ba", 6, shape="linear", start=0.0, end=2.0, value="beta") == [0, 0.5, 1, 1.5, 2, 2]
 
 
 def test_a_value_that_the_model_has_not():

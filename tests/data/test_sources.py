@@ -174,6 +174,21 @@ def test_folder_oddities(tmp_path):
     assert FolderSource(path=str(tmp_path)).shards() != source.shards()  # an encoded shard is not taken for it
 
 
+def test_a_folder_without_texts_names_the_table_that_is_there(tmp_path):
+    """Otherwise every image would be rejected, one by one."""
+    (tmp_path / "a.png").write_bytes(picture(1))
+    (tmp_path / "note.txt").write_text("of no image")
+    message = "has a .txt file of its name beside it; write these, or give the name of a .jsonl or .csv file"
+    with pytest.raises(ValueError, match=f"{message}$"):
+        FolderSource(path=str(tmp_path))
+    (tmp_path / "captions.csv").write_text("file,caption\na.png,red\n")
+    with pytest.raises(ValueError, match=f"{message}, such as captions.csv, which is there$"):
+        FolderSource(path=str(tmp_path))
+    FolderSource(path=str(tmp_path), captions="captions.csv")
+    (tmp_path / "a.txt").write_text("red")
+    FolderSource(path=str(tmp_path))
+
+
 def test_folder_table_oddities(tmp_path):
     (tmp_path / "a.png").write_bytes(picture(1))
     (tmp_path / "b.png").write_bytes(picture(2))

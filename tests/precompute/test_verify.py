@@ -163,7 +163,13 @@ def test_wrong_arguments_cost_one_line(arguments, message, copy, capsys):
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_folder_without_a_config_says_what_to_give(tmp_path, capsys):
+def test_a_folder_that_is_no_set_says_what_to_give(copy, tmp_path, capsys):
+    for folder, text in ((tmp_path, "manifest.json"), (copy.parent, f"manifest.json; give {copy}")):
+        (folder / "config.yaml").write_text("run_name: of a training run")
+        with pytest.raises(SystemExit):
+            main([str(folder)])
+        assert capsys.readouterr().err == f"error: {folder}: not an encoded set, it has no {text}\n"
+    (copy / "config.yaml").unlink()
     with pytest.raises(SystemExit):
-        main([str(tmp_path)])
+        main([str(copy)])
     assert "give the YAML of the job" in capsys.readouterr().err

@@ -263,7 +263,9 @@ def test_options_that_cannot_be(export, tmp_path, capsys, clip_folder):
     assert "not readable as a picture" in refuse(capsys, *command, "--picture", export / "export.json")
     own = ["--picture", next((export.parent / "samples").iterdir()), "--rows", "5"]
     assert "--rows: 5; the grid of tokens has 4 rows" in refuse(capsys, *command, *own)
-    assert "no file" in refuse(capsys, *command, "--rerank", tmp_path / "none")
+    assert "no file" in refuse(capsys, *command, "--candidates", "2", "--rerank", tmp_path / "none")
+    assert "--rerank: of 1 per caption all are kept; give --cand" in refuse(capsys, *command, "--rerank", clip_folder)
+    assert "--each: 0; give 1 or more" in refuse(capsys, *command, "--each", "0")
 
 
 def test_an_export_without_its_parts(export, tmp_path, capsys):

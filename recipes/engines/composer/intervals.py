@@ -7,7 +7,7 @@ from collections.abc import Callable
 from composer import Event, State
 
 from recipes.engines.composer.run import clock_of
-from recipes.training.clock import Interval
+from recipes.training.clock import CheckpointInterval, Interval
 
 CHECKPOINT = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT})
 STEP_END = frozenset({Event.BATCH_END, Event.EPOCH_END})
@@ -25,7 +25,7 @@ def at_intervals(every: str | None, events: frozenset[Event] = STEP_END) -> Call
     Raises:
         ValueError: not a duration, or not above 0.
     """
-    interval = Interval(every)
+    interval = CheckpointInterval(every) if events == CHECKPOINT else Interval(every)
     held: tuple[int, Event | None] = (-1, None)  # batch and event at which it last held
 
     def due(state: State, event: Event) -> bool:

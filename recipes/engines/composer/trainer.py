@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from composer import DataSpec, Evaluator, Event, Trainer
@@ -117,7 +118,11 @@ def own_data_parallel() -> Iterator[None]:
 def own_unpickling() -> Iterator[None]:
     """Inside, Composer's Trainer loads no code from checkpoints; see `recipes.engines.plain_pickles`."""
     theirs = composer_checkpoint._torch_load_with_validation
-    composer_checkpoint._torch_load_with_validation = lambda path, map_location: upgraded(load_plain(path))
+
+    def load(path: str, map_location: str) -> Any:
+        return upgraded(load_plain(os.path.realpath(path)))  # Composer links to the file from a temporary folder
+
+    composer_checkpoint._torch_load_with_validation = load
     try:
         with plain_pickles():
             yield

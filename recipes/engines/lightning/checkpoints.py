@@ -36,7 +36,7 @@ from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.resuming import says_what_to_remove
 from recipes.training.callback import by_names_of_states
-from recipes.training.clock import Interval
+from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
 from recipes.training.ranks import from_first_rank, is_first_rank
 
@@ -68,7 +68,7 @@ class Checkpoints:
         self._parts = parts
         self._run = run
         self._batches = batches
-        self._due = Interval(recipe.checkpoints.every)
+        self._due = CheckpointInterval(recipe.checkpoints.every)
         self._saved_at = -1  # batch
         self._files = CheckpointFiles(self._folder, KINDS["lightning"], self._config.keep, self._config.bucket)
         self.generators: list[dict[str, Any]] | None = None

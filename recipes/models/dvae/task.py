@@ -66,6 +66,12 @@ class DiscreteAutoencoder(Task):
         self.codes = codes
         self.eval_names = ["loss", "nll", "kl", "psnr"]
 
+    def check_scheduled(self, name: str, value: float) -> None:
+        """See `Task.check_scheduled`: the temperature is a divisor, and beta a weight."""
+        allowed, text = (value > 0, "a number above 0") if name == "temperature" else (value >= 0, "0 or more")
+        if not allowed:
+            raise ValueError(f"dvae: {name}: {value}; give {text}")
+
     def blocks(self) -> list[nn.Module]:
         """The residual blocks of encoder and decoder."""
         return self.network.blocks()

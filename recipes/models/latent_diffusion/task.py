@@ -61,8 +61,13 @@ class LatentDiffusion(Task):
         return self.denoiser(latents, times, text)
 
     def requirements(self) -> dict[str, int]:
-        """The number of latent channels and the width of the text embedding."""
-        return {"channels": self.denoiser.latent_channels, "text_width": self.denoiser.text_width}
+        """The number of latent channels, what the side of the grid must be a multiple of, and the width of the text."""
+        denoiser = self.denoiser
+        return {
+            "channels": denoiser.latent_channels,
+            "grid_multiple": denoiser.grid_multiple,
+            "text_width": denoiser.text_width,
+        }
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss, at times and with noise drawn from the device's global generator, or as `data.draws` says.

@@ -48,7 +48,7 @@ def test_context_goes_to_builders_that_ask_for_it():
     adamw = component("optimizer", "adamw", "recipes.algorithms.optimizers:adamw", lr=0.5)
     optimizer = build(adamw, parameters=parameters, unused=object())
     assert optimizer.param_groups[0]["params"] == parameters and optimizer.param_groups[0]["lr"] == 0.5
-    with pytest.raises(AssertionError, match="asks for .'parameters'., which a optimizer is not given"):
+    with pytest.raises(ValueError, match="adamw asks for parameters, which no optimizer is given; the keys"):
         build(adamw)
 
 

@@ -135,6 +135,9 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
 
     with pytest.raises(SystemExit), user_errors():
         raise FileNotFoundError("no file a")
+    with pytest.raises(SystemExit), user_errors():
+        (tmp_path / "b").read_text()
+    assert capsys.readouterr().err == f"error: no file a\nerror: {tmp_path}/b: there is no such file or folder\n"
 
     with small_files(1), pytest.raises(SystemExit) as left, user_errors():
         write_text(tmp_path / "a.json", "long")

@@ -1,11 +1,14 @@
 """Properties of merging, and of writing a config as YAML and reading it back."""
 
+import re
+
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, load_config, merge, to_yaml
+from recipes.config.merging import merge
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.schema import Checker
 
 # Two cores with other work on them: a slow example is no finding.
@@ -93,12 +96,12 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"])) | st.sampled_fro
     ]
 )
 
-# An address in the name would make `output` a remote one, which is refused.
-NAMES = (st.text(min_size=1) | TEXTS).filter(lambda name: name.strip() and "://" not in name)
+# Names that are no folder below runs/ are refused, and so are addresses.
+NAMES = (st.text(min_size=1) | TEXTS).filter(lambda name: name.strip() and not re.search(r"[/\0]|^\.\.?$", name))
 
 
 @settings(max_examples=60)
-@example("0\x85b", 1.0, ["\u2028", "\x85"], 0)
+@example("sweep/0\x85b", 1.0, ["\u2028", "\x85"], 0)
 @given(NAMES, st.floats(allow_nan=False, allow_infinity=False), st.lists(TEXTS), st.integers(0, 2**31 - 1))
 def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, seed):
     values = yaml.safe_load(RECIPE)

@@ -204,6 +204,12 @@ def test_null_removes_and_a_new_label_adds(small):
     assert list(small().loggers) == ["tensorboard"]
 
 
+def test_what_no_label_is_similar_to_may_be_removed(small, tmp_path):
+    assert set(small("callbacks.sample_grid=null").callbacks) == {"progress", "export"}
+    (tmp_path / "second.yaml").write_text("base: small.yaml\ncallbacks: {exports: null}")
+    assert small(file="second.yaml") == ["callbacks.exports: null removes nothing; did you mean `export`?"]
+
+
 def test_another_name_drops_the_old_arguments(small):
     assert small("schedule.name=cosine").schedule.args == {}
     assert small("schedule.final=0.1", "schedule.name=cosine").schedule.args == {"final": 0.1}
@@ -242,6 +248,22 @@ def test_another_name_drops_the_old_arguments(small):
         (["run_name="], ["run_name: expected str, got null"]),
         (["seed=-1"], ["seed: -1; give 0 to 2147483647"]),
         (["run_name='  '"], ["run_name: empty; it names the run's folder"]),
+        (["run_name=.."], ["run_name: '..' is no folder below runs/; give a name, and another folder as output"]),
+        (["run_name=."], ["run_name: '.' is no folder below runs/; "]),
+        (["run_name=a/../.."], ["run_name: 'a/../..' is no folder below runs/; "]),
+        (["run_name=/tmp/up", "output=run"], ["run_name: '/tmp/up' is no folder below runs/; "]),
+        (['run_name="a\\0"'], ["run_name: 'a\\x00' is no folder below runs/; "]),
+        (
+            ["checkpoints.allow_changes=[optimizer.lrr, data, nothing]"],
+            [
+                "checkpoints.allow_changes: optimizer.lrr: unknown key; did you mean `lr`?",
+                "checkpoints.allow_changes: nothing: unknown key; allowed: ",
+            ],
+        ),
+        (["checkpoints.allow_changes=[seed.x]"], ["checkpoints.allow_changes: seed.x: unknown key; nothing is "]),
+        (["callbacks.progres=null"], ["callbacks.progres: null removes nothing; did you mean `progress`?"]),
+        (["callbacks={exprot: null}"], ["callbacks.exprot: null removes nothing; did you mean `export`?"]),
+        (["training.grad_clp=null"], ["training.grad_clp: unknown key; did you mean `grad_clip`?"]),
         (["model=null"], ["model: expected model component, got null"]),
         (["callbacks=null"], ["callbacks: expected dict[str, callback component], got null"]),
         (["callbacks.new.every=1ba"], ["callbacks.new.name: missing; allowed: codebook, "]),
@@ -258,6 +280,15 @@ def test_what_is_wrong_is_said_in_a_line(small, overrides, lines):
     found = small(*overrides)
     assert isinstance(found, list)
     assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model", "training.fsdp.parameters", "algorithms.gone", "algorithms.gone.decay", "model.objective.prediction"]
+    + ["data.streams.gone.path", "data.source.source.scores", "data.expect.scaling_factor", "optimizer.betas"],
+)
+def test_keys_that_some_recipe_has_may_change(small, key):
+    assert small(f"checkpoints.allow_changes=[{key}]").checkpoints.allow_changes == [key]
 
 
 def test_missing_paths_are_collected_for_a_dry_run(small):

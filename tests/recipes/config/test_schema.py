@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from recipes.config import schema
+from recipes.config import schema, sources
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Checker, nearest, read_section, read_signature, type_text
 from recipes.config.values import Component
@@ -71,10 +71,10 @@ GROUPS = {"toy": {"plain": "toys.parts:plain", "outer": "toys.parts:Outer", "emp
 def toys(tmp_path, monkeypatch):
     (tmp_path / "toys").mkdir()
     (tmp_path / "toys" / "parts.py").write_text(textwrap.dedent(TOYS))
-    monkeypatch.setattr(schema, "ROOT", tmp_path)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     yield
-    schema._module_tree.cache_clear()
+    sources.module_tree.cache_clear()
     schema.read_signature.cache_clear()
 
 
@@ -284,6 +284,27 @@ def test_nearest():
     assert nearest("zzz", []) == "nothing is allowed here"
 
 
+@pytest.mark.parametrize(
+    ("code", "target", "message"),
+    [
+        ("", "Smal", "FILE: no function or class `Smal`; did you mean `Small`?"),
+        ("", ".nothing:Small", "toys.wrong.nothing: no such module (looked in ROOT/toys)"),
+        ("class Bare: ...", "Bare", "FILE: Bare has no __init__ of its own, which lists its keys"),
+        ("def untyped(*, size=1): ...", "untyped", "FILE: untyped: the key `size` has no type"),
+        ("def computed(*, size: int = 2 * 3): ...", "computed", "FILE: computed: the default of `size` is no literal"),
+        ("def broken(:", "broken", "FILE: line 2: invalid syntax"),
+    ],
+)
+def test_a_wrong_line_of_the_table_is_one_line(tmp_path, code, target, message):
+    file = tmp_path / "toys" / "wrong.py"
+    file.write_text(f"def Small(*, size: int): ...\n{code}")
+    target = f"toys.wrong{target if ':' in target else f':{target}'}"
+    checker = Checker({"toy": {"mine": target}})
+    assert checker.component("toy", {"name": "mine", "size": 1}, "x") is None
+    message = message.replace("FILE", str(file)).replace("ROOT", str(tmp_path))
+    assert checker.errors == [f"x.name: toy `mine` is {target}, which cannot be used: {message}"]
+
+
 # --- what this repository's own components promise -------------------------------------------------------------------
 
 KNOWN = {"Any", "None", "bool", "int", "float", "str", "dict", "Duration", "InputPath", "ModelPath"}
@@ -301,7 +322,7 @@ TARGETS = [(group, target) for group, names in COMPONENTS.items() for target in 
 @pytest.fixture
 def real(monkeypatch):
     monkeypatch.undo()
-    schema._module_tree.cache_clear()
+    sources.module_tree.cache_clear()
     schema.read_signature.cache_clear()
 
 
@@ -345,7 +366,7 @@ def test_a_default_is_of_its_type(real, group, target):
 @pytest.mark.parametrize(("group", "target"), TARGETS, ids=[target for _, target in TARGETS])
 def test_a_builder_asks_for_what_it_is_given(real, group, target):
     module, _, name = target.partition(":")
-    node = next(n for n in schema._module_tree(module).body if getattr(n, "name", None) == name)
+    node = next(n for n in sources.module_tree(module).body if getattr(n, "name", None) == name)
     if isinstance(node, ast.ClassDef):
         node = next(n for n in node.body if getattr(n, "name", None) == "__init__")
     asked = {arg.arg for arg in node.args.args} - {"self"}

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from recipes.config.recipe import FSDP
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
 from recipes.engines.kinds import KINDS
+from recipes.training.clock import Clock
 from recipes.training.stop import StartAgain
 from tests.disks import fill, read_only, small_disk, small_files
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
@@ -154,6 +155,12 @@ def test_a_run_ends_after_the_batch_of_a_signal_unless_it_is_the_last():
         end_if_asked(run, None)
     end_if_asked(run.at(3), lambda: saved.append(3))
     assert saved == [2]
+    run.clock = Clock(6, 48, 1, "2ep", epoch_batches=3, epoch_began=3)  # whose epoch is not counted yet
+    end_if_asked(run, lambda: saved.append(6))
+    run.clock = Clock(3, 24, 0, "2ep", epoch_batches=3, epoch_began=0)
+    with pytest.raises(StartAgain):
+        end_if_asked(run, lambda: saved.append(3))
+    assert saved == [2, 3]
 
 
 @pytest.mark.parametrize(

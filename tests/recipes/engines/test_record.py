@@ -144,6 +144,14 @@ def test_a_record_of_another_version_is_not_compared(begun, quick_recipe, capsys
     assert "not a recipe of this version (training.of_old: unknown key" in capsys.readouterr().out
 
 
+def test_keys_that_an_earlier_start_allowed_and_nothing_has_do_not_end_the_comparison(begun, quick_recipe):
+    values = yaml.safe_load((begun / "config.yaml").read_text())
+    values["checkpoints"]["allow_changes"] = ["optimizer.lrr"]  # which earlier versions took
+    (begun / "config.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match="seed was 17, is 3"):
+        check_record(quick_recipe(begun, *BEGUN, "seed=3"))
+
+
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
 def test_an_allowed_rate_is_used_and_the_old_record_kept(quick_recipe, tmp_path, engine):
     import importlib

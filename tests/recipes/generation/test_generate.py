@@ -186,6 +186,13 @@ def test_where_the_export_is_looked_for(tmp_path, export):
     assert find_export(export) == find_export(export.parent) == export
     with pytest.raises(ValueError, match="is a file"):
         find_export(export / "export.json")
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ValueError, match="a pipeline of diffusers, which opens it; give the folder of the run"):
+        find_export(tmp_path)
+
+
+def test_a_seed_that_generators_do_not_take_is_refused(tmp_path, export, capsys):
+    assert refuse([export, "--seed", 10**19], capsys) == f"error: --seed: {10**19}; give a number below 2^62"
 
 
 def test_exports_of_before_their_record_named_the_family(tmp_path, export):

@@ -13,7 +13,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.schema import Checker
 from recipes.planning.costs import cost_of
-from recipes.planning.dry_run import describe_run
+from recipes.planning.dry_run import describe_run, survey
 from recipes.planning.length import Length
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -271,6 +271,18 @@ def test_epochs_without_a_manifest():
     assert any(line.startswith("checkpoints: every 10000ba, about ") for line in lines)
     lines = dry("sd2_base.yaml", *SMALL, "training.duration=2ep", "data.epoch_size=4096")
     assert "run: 4 steps, 8,192 samples, 2.00 epochs of 2 steps" in lines
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.denoiser.patch_size=3", "grid_multiple is 8, the recipe expects a multiple of 3; give the deno"),
+        ("data.text=txt", "train: no column `txt`; the set has key, caption, "),
+    ],
+)
+def test_what_a_manifest_says_of_the_denoiser_and_the_text(quick_recipe, tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        survey(quick_recipe(tmp_path, override))
 
 
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path):

@@ -1,12 +1,15 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from recipes import train
 from recipes.config.components import COMPONENTS
+from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.doctor import main
 from recipes.planning import recipe_checks as checks
@@ -55,6 +58,16 @@ def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
+
+
+def test_a_dry_run_refuses_what_the_start_would(small_recipe, tmp_path, monkeypatch, capsys):
+    yaml = tmp_path / "small.yaml"
+    yaml.write_text(to_yaml(small_recipe(tmp_path / "run", "data.cache_limit=1kb")))
+    for flags in (["--dry-run"], []):
+        monkeypatch.setattr(sys, "argv", ["recipes/train.py", str(yaml), *flags])
+        with pytest.raises(SystemExit, match="2"):
+            train.main()
+        assert capsys.readouterr().err.startswith("error: cache: data.cache_limit is 1kb, shards have up to ")
 
 
 def test_a_cache_limit_that_is_no_size(small_recipe, tmp_path):

@@ -44,3 +44,12 @@ def test_the_best_of_each_caption(keep, at_once, monkeypatch):
 def test_without_a_reranker_all_are_kept():
     images, captions = reranking.draw_best(generate, list("ab"), 3, None, candidates=2, keep=2)
     assert captions == list("aabb") and images[:, 0, 0, 1].tolist() == [3, 4, 5, 6]
+
+
+def test_the_key_that_names_the_model_is_in_messages(tmp_path):
+    from recipes.scoring.extractors import build_extractor
+
+    with pytest.raises(FileNotFoundError, match="^rerank.path: no file "):
+        reranking.Reranker(str(tmp_path), "cpu")
+    with pytest.raises(FileNotFoundError, match="^extractor.path: no file "):
+        build_extractor("contrastive", str(tmp_path), "cpu")

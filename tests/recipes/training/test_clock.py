@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from recipes.training.clock import Clock, Interval, parse_duration
+from recipes.training.clock import CheckpointInterval, Clock, Interval, parse_duration
 
 
 def moments(duration, batches_per_epoch=5, samples=4):
@@ -12,16 +12,18 @@ def moments(duration, batches_per_epoch=5, samples=4):
     clock = Clock(0, 0, 0, duration, batches_per_epoch)
     while not clock.ended:
         before = (clock.batch, clock.sample, clock.epoch)
-        clock = replace(clock, batch=clock.batch + 1, sample=clock.sample + samples, before=before)
+        began = batches_per_epoch * clock.epoch
+        clock = replace(clock, batch=clock.batch + 1, sample=clock.sample + samples, epoch_began=began, before=before)
         yield "step", clock
         if clock.batch % batches_per_epoch == 0:
-            clock = replace(clock, epoch=clock.epoch + 1, before=(clock.batch, clock.sample, clock.epoch))
+            before = (clock.batch, clock.sample, clock.epoch)
+            clock = replace(clock, epoch=clock.epoch + 1, epoch_began=clock.batch, before=before)
             yield "epoch", clock
 
 
-def held(every, duration, start=0):
+def held(every, duration, start=0, kind=Interval):
     """(name, batch) of the moments at which an interval is due, from a batch on."""
-    due = Interval(every)
+    due = kind(every)
     return [(name, clock.batch) for name, clock in moments(duration) if clock.batch > start and due(clock)]
 
 
@@ -61,6 +63,14 @@ def test_an_epoch_ends_at_its_own_moment():
     assert held("1ep", "2ep") == [("epoch", 5), ("epoch", 10)]
     assert held("5ba", "2ep") == [("step", 5), ("step", 10)]
     assert held("0.1dur", "30ep")[:2] == [("epoch", 15), ("epoch", 30)]
+
+
+@pytest.mark.parametrize("every", ["5ba", "1ep", "10ba", "0.5dur", None])
+def test_the_last_checkpoint_of_a_run_of_epochs_is_of_a_run_that_has_ended(every):
+    saved = held(every, "2ep", kind=CheckpointInterval)
+    assert saved[-1] == ("epoch", 10) and [batch for _, batch in saved] == [batch for _, batch in held(every, "2ep")]
+    assert held("5ba", "2ep", kind=CheckpointInterval)[0] == ("step", 5)
+    assert held("5ba", "10ba", kind=CheckpointInterval) == [("step", 5), ("step", 10)]
 
 
 def test_where_the_length_of_an_epoch_is_not_known_a_share_of_a_run_ends_with_an_epoch():

@@ -41,6 +41,21 @@ def test_one_process_needs_no_process_group():
     assert ranks.from_first_rank("value") == "value"
 
 
+LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:43194"
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_says_so_in_a_line(monkeypatch, capsys):
+    with pytest.raises(RuntimeError, match="Connection closed"), ranks.says_that_another_ended():
+        raise RuntimeError(LOST)  # there is no other rank
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="shapes"), ranks.says_that_another_ended():
+        raise RuntimeError("shapes differ")
+    with pytest.raises(SystemExit, match="1"), ranks.says_that_another_ended():
+        raise RuntimeError(LOST)
+    said = "error: rank 0: the connection to a rank that has ended is lost; see what that one says\n"
+    assert capsys.readouterr().err == said
+
+
 def test_two_processes(tmp_path):
     command = [sys.executable, "-c", TWO]
     started = [

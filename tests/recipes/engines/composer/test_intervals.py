@@ -73,6 +73,9 @@ def test_a_resumed_run_keeps_the_interval():
 def test_an_epoch_ends_at_its_own_event():
     assert run("1ep", "2ep") == [(5, Event.EPOCH_END), (10, Event.EPOCH_END)]
     assert run("5ba", "2ep") == [(5, Event.BATCH_END), (10, Event.BATCH_END)]
+    # The last checkpoint of a run of epochs is of a run that has ended.
+    saved = run("5ba", "2ep", events=CHECKPOINT)
+    assert saved == [(5, Event.BATCH_CHECKPOINT), (10, Event.EPOCH_CHECKPOINT)]
 
 
 def test_an_interval_is_above_zero():

@@ -316,3 +316,10 @@ def test_two_ranks(quick_recipe, latent_sets, tmp_path):
     alone.eval()
     assert {k: float(v) for k, v in alone.state.eval_metric_values.items()} == pytest.approx(one["metrics"], rel=1e-4)
     alone.close()
+
+
+def test_a_file_that_is_no_checkpoint_is_named_as_it_was_given(quick_recipe, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("run_name: x")
+    with pytest.raises(ValueError, match=f"^{file}: not a checkpoint that this repository wrote: "):
+        build_trainer(quick_recipe(tmp_path / "run", f"checkpoints.load_path={file}"))

@@ -186,7 +186,7 @@ def test_the_network_of_stable_diffusion_2():
     assert all(p.is_meta for p in network.parameters())
     config = json.loads(network.to_json_string())
     assert {name: config[name] for name in SD2_UNET} == SD2_UNET
-    assert task.requirements() == {"channels": 4, "text_width": 1024}
+    assert task.requirements() == {"channels": 4, "grid_multiple": 8, "text_width": 1024}
     assert task.objective.scheduler_config == {
         "num_train_timesteps": 1000,
         "beta_start": 0.00085,

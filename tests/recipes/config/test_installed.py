@@ -1,0 +1,92 @@
+"""Components of installed packages: named with their package, checked without an import, and nothing else imported."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.config import installed
+from recipes.config.build import build
+from recipes.config.command_line import help_text, user_errors
+from recipes.config.recipe import Recipe, load_config
+from recipes.config.values import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+CODE = """
+class Norm:
+    def __init__(self, output, *, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"norm: every: {every}; give 1 or more")
+        self.output, self.every = output, every
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """(lines of entry_points.txt) -> installs a package of these, which has one callback."""
+
+    def install(lines):
+        (tmp_path / "of_tests" / "inner").mkdir(parents=True)
+        (tmp_path / "of_tests" / "__init__.py").write_text("raise AssertionError('imported')")
+        (tmp_path / "of_tests" / "inner" / "norms.py").write_text(CODE)
+        info = tmp_path / "of_tests-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-tests\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(lines)
+        monkeypatch.syspath_prepend(tmp_path)
+        installed._entries.cache_clear()
+        return tmp_path / "of_tests"
+
+    yield install
+    monkeypatch.undo()
+    installed._entries.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "of_tests"]:
+        del sys.modules[name]
+
+
+def read(*overrides):
+    return load_config(ROOT / "yamls" / "openmoji_vae.yaml", list(overrides), Recipe, [])
+
+
+CALLBACK = "[precompose.callback]\nnorm = of_tests.inner.norms:Norm\n"
+
+
+def test_a_component_of_a_package_is_checked_and_then_built(package, capsys):
+    folder = package(CALLBACK)
+    recipe = read("callbacks.n={name: of-tests.norm, every: 3}", "checkpoints.allow_changes=[callbacks.n.every]")
+    with pytest.raises(ConfigError, match="^callbacks.n.evry: unknown key of callback `of-tests.norm`; did"):
+        read("callbacks.n={name: of-tests.norm, evry: 3}")
+    assert "of-tests.norm" in help_text(Recipe, "")
+    assert "of_tests" not in sys.modules
+    (folder / "__init__.py").write_text("")
+    norm = build(recipe.callbacks["n"], output="here")
+    assert (norm.output, norm.every) == ("here", 3)
+    recipe.callbacks["n"].args["every"] = 0
+    with pytest.raises(SystemExit, match="2"), user_errors():
+        build(recipe.callbacks["n"], output="here")
+    assert capsys.readouterr().err == "error: norm: every: 0; give 1 or more\n"
+
+
+@pytest.mark.parametrize("name", ["norm", "of_tests.inner.norms:Norm", "of_tests.inner.norms", "os:system"])
+def test_a_recipe_cannot_name_a_module(package, name):
+    package(CALLBACK)
+    with pytest.raises(ConfigError, match=f"^callbacks.n.name: unknown callback '{name}'; "):
+        read(f"callbacks.n={{name: '{name}'}}")
+    assert "of_tests" not in sys.modules
+
+
+def test_a_name_of_this_repository_cannot_be_taken(package):
+    package("[precompose.callback]\nexport = of_tests.inner.norms:Norm\n")
+    assert read("callbacks.n={name: export}").callbacks["n"].target == "callbacks.export:Export"
+
+
+def test_a_group_that_does_not_exist(package):
+    package(CALLBACK.replace(".callback", ".callbacks"))
+    with pytest.raises(ConfigError, match="^of-tests: entry points precompose.callbacks: no group .*mean `callback`"):
+        read()
+
+
+def test_a_module_that_is_not_there(package):
+    package("[precompose.callback]\nnorm = of_tests.outer:Norm\n")
+    with pytest.raises(ConfigError, match="of_tests.outer:Norm, which cannot be used: of_tests.outer: no such module"):
+        read("callbacks.n={name: of-tests.norm}")
