@@ -153,6 +153,7 @@ class Compile(Lever):
         self.backend = backend
         self.graphs = mode in ("reduce-overhead", "max-autotune")
         self.forwards: list[CompiledForward] = []
+        self.parameters: list[nn.Parameter] = []
         self.gradients: dict[int, Tensor] = {}
         self.to_check = True
 
@@ -181,6 +182,8 @@ class Compile(Lever):
         options = inductor_options(self.mode, uses_channels_last(self.task)) if inductor else {}
         options |= {"backend": self.backend, "dynamic": False, "fullgraph": self.fullgraph}
         self.forwards = compile_forwards(parts, options)
+        # Each once, and now: looking for them in all modules takes a millisecond per step for a large model.
+        self.parameters = list(nn.ModuleList(parts).parameters())
         if not self.whole:
             # Under DDP, Dynamo would divide blocks at the ends of buckets of 25 MB, so that buckets are averaged during
             # the backward pass. They are with one graph per block, too, and small graphs cost more than they gain.
@@ -221,8 +224,8 @@ class Compile(Lever):
         Later microbatches are added to these copies. A batch of one microbatch needs none: autograd makes its gradients
         those of the parameters as they are, which saves a kernel per parameter.
         """
-        parameters = [p for forward in self.forwards for p in forward.module.parameters() if p.grad is not None]
-        new = {id(p): p for p in parameters if p.grad is not self.gradients.get(id(p))}
+        with_gradient = (p for p in self.parameters if p.grad is not None)
+        new = {id(p): p for p in with_gradient if p.grad is not self.gradients.get(id(p))}
         if not new:
             return
         for key, parameter in new.items():

@@ -320,6 +320,7 @@ def test_gradients_of_graphs_are_summed_in_memory_of_their_own(microbatches):
     lever = Compile(None, backend="aot_eager", mode="reduce-overhead")
     task = Deep()
     lever.forwards = compile_forwards(task.blocks(), {"backend": "aot_eager"})
+    lever.parameters = list(task.parameters())
     batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
     for _ in range(2):
         for parameter in task.parameters():
