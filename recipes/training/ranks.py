@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
-_LOST = re.compile(r"Connection (closed|reset) by peer|remote process exited")  # as gloo and NCCL say it
+_LOST = re.compile(r".*(Connection (closed|reset) by peer|remote process exit).*")  # as gloo and NCCL say it
 _OPERATIONS = {"SUM": dist.ReduceOp.SUM, "MIN": dist.ReduceOp.MIN, "MAX": dist.ReduceOp.MAX}
 
 
@@ -64,17 +64,19 @@ def wait() -> None:
 
 @contextmanager
 def says_that_another_ended() -> Iterator[None]:
-    """Inside, a rank that waits for another one which has ended ends with one line and status 1.
+    """Inside, a rank that loses the connection to another one ends with one line and status 1.
 
-    The rank that has ended says why, and a traceback of the library for communication would hide that.
+    Mostly the other rank has ended and says why, which a traceback of the library for communication would hide. It may
+    also be the network, so the line holds what the library says, with the address of the other rank.
     """
     try:
         yield
     except RuntimeError as error:
-        if world_size() == 1 or not _LOST.search(str(error)):
+        lost = _LOST.search(str(error))
+        if world_size() == 1 or lost is None:
             raise
-        text = f"error: rank {rank()}: the connection to a rank that has ended is lost; see what that one says"
-        print(text, file=sys.stderr)
+        text = "the connection to another rank is lost; if that one has ended, see what it says"
+        print(f"error: rank {rank()}: {text} ({lost[0].strip()})", file=sys.stderr)
         sys.exit(1)
 
 

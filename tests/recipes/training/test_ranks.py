@@ -44,16 +44,24 @@ def test_one_process_needs_no_process_group():
 LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:43194"
 
 
-def test_a_rank_that_waits_for_one_that_has_ended_says_so_in_a_line(monkeypatch, capsys):
-    with pytest.raises(RuntimeError, match="Connection closed"), ranks.says_that_another_ended():
-        raise RuntimeError(LOST)  # there is no other rank
+@pytest.mark.parametrize(
+    "line",
+    [
+        LOST,
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "remote process exited or there was a network error",
+    ],
+)
+def test_a_rank_that_loses_the_connection_says_so_in_a_line(monkeypatch, capsys, line):
+    with pytest.raises(RuntimeError, match="^in"), ranks.says_that_another_ended():
+        raise RuntimeError(f"in:\n{line}")  # there is no other rank
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     with pytest.raises(RuntimeError, match="shapes"), ranks.says_that_another_ended():
         raise RuntimeError("shapes differ")
     with pytest.raises(SystemExit, match="1"), ranks.says_that_another_ended():
-        raise RuntimeError(LOST)
-    said = "error: rank 0: the connection to a rank that has ended is lost; see what that one says\n"
-    assert capsys.readouterr().err == said
+        raise RuntimeError(f"in:\n{line}\nLast error:")
+    said = "error: rank 0: the connection to another rank is lost; if that one has ended, see what it says"
+    assert capsys.readouterr().err == f"{said} ({line})\n"
 
 
 def test_two_processes(tmp_path):
