@@ -22,6 +22,7 @@ ADVICE = {
     errno.ESTALE: _DISK,
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ENOTDIR: "a folder above it is a file: give another folder",
+    errno.EISDIR: "a folder has the name of a file: give a file, or remove the folder",
     errno.EEXIST: "a file has the name of a folder: give another folder, or remove it",
     errno.ELOOP: "a link leads back to itself: give another folder",
 }

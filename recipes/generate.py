@@ -50,6 +50,16 @@ def read_captions(options: argparse.Namespace) -> list[str]:
     return captions
 
 
+def say_lost(captions: list[str], lost: list[int]) -> None:
+    """A line on standard error if captions are cut, with the first of them and how many of its tokens are lost."""
+    cut = [i for i, tokens in enumerate(lost) if tokens]
+    if cut:
+        caption, more = captions[cut[0]], f", nor are those of {len(cut) - 1} more" if len(cut) > 1 else ""
+        text = f"{caption[:40]}..." if len(caption) > 40 else caption
+        last = "last token" if lost[cut[0]] == 1 else f"last {lost[cut[0]]} tokens"
+        print(f"generate: too long for the model: the {last} of {text!r} cannot be read{more}", file=sys.stderr)
+
+
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
     with user_errors():
@@ -58,6 +68,7 @@ def main(arguments: list[str]) -> None:
         own, candidates = own_options(options, family_of(folder)), candidates_of(options, options.each)
         print(f"generate: {find_network(folder, options.weights)}", file=sys.stderr)
         pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
+        say_lost(captions, pipeline.lost_tokens(captions))
         from recipes.scoring.reranking import Reranker, draw_best
 
         reranker = None if options.rerank is None else Reranker(options.rerank, pipeline.device)

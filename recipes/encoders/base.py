@@ -290,6 +290,17 @@ class TextEncoder(FrozenEncoder, ABC):
         """Embeddings float32 (B, length, width) of captions. The tokenizer cuts captions that are too long."""
         return self.encode_tokens(self.tokenize(captions).to(self.device))
 
+    def lost_tokens(self, captions: list[str]) -> list[int]:
+        """How many tokens at the end of each caption the tokenizer cuts; 0 where it does not say how many there are."""
+        inner = getattr(self.tokenize, "tokenizer", None)  # of transformers, which adds the marks itself
+        if inner is not None:
+            counts = [len(row) for row in inner(captions, verbose=False)["input_ids"]]
+        elif hasattr(self.tokenize, "encode"):  # of open_clip
+            counts = [len(self.tokenize.encode(caption)) + 2 for caption in captions]
+        else:
+            return [0] * len(captions)
+        return [max(0, count - self.length) for count in counts]
+
     @abstractmethod
     def encode_tokens(self, tokens: Tensor, exact: bool = False) -> Tensor:
         """Embeddings float32 (B, length, width) of tokens int64 (B, length) on the encoder's device.

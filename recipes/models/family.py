@@ -30,8 +30,8 @@ class Family:
             `argparse.ArgumentParser.add_argument`. An option that is given becomes a keyword of the pipeline's
             `generate`; one that is not given is left to the default there, so `default` must not be set here.
         pipeline: "module:function" of a function that takes `ExportParts` and returns the family's pipeline, which has
-            `device`, `resolution`, `image_encoder` and `generate(captions, *, seeds, batch, guidance, <options>)` ->
-            (N, H, W, 3) uint8.
+            `device`, `resolution`, `image_encoder`, `generate(captions, *, seeds, batch, guidance, <options>)` ->
+            (N, H, W, 3) uint8, and `lost_tokens(captions)`, the number of tokens that are cut from each.
         diffusers: "module:function" of a function that takes `ExportParts` and a new folder and writes a pipeline of
             diffusers into it, or raises `NotInDiffusersError`; None: diffusers has none.
     """

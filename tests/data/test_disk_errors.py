@@ -50,7 +50,7 @@ def test_errors_of_disks_are_one_line_with_advice(error):
     [
         ("Read-only file system", errno.EROFS),
         ("No space left on device", errno.ENOSPC),
-        ("Is a directory", errno.EACCES),
+        ("Is a directory", errno.EISDIR),
     ],
 )
 def test_torch_2_11_says_why_it_cannot_write(reason, number):

@@ -88,6 +88,10 @@ class TokenPipeline:
             progress.say(done)
         return np.concatenate(grids)
 
+    def lost_tokens(self, captions: list[str]) -> list[int]:
+        """How many tokens at the end of each caption are cut, because the transformer does not take as many."""
+        return [max(0, len(self.vocabulary.encode(caption)) - self.network.layout.text) for caption in captions]
+
     def _given(self, picture: Path | None, rows: int | None) -> Tensor:
         """(1, m) int64, the first m image tokens: those of the upper rows of `picture`."""
         side = self.network.layout.side

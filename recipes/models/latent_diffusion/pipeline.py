@@ -101,6 +101,10 @@ class DiffusionPipeline:
             progress.say(min(start + batch, len(captions)))
         return np.concatenate(images)
 
+    def lost_tokens(self, captions: list[str]) -> list[int]:
+        """How many tokens at the end of each caption are cut, because the text encoder does not take as many."""
+        return self.text_encoder.lost_tokens(captions)
+
 
 def load(parts: ExportParts) -> DiffusionPipeline:
     """The pipeline of an export. See `recipes.generation.exports.load_pipeline`."""

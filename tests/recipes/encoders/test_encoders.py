@@ -231,6 +231,15 @@ def test_hf_tokens_are_padded_and_cut(hf_folder):
         hf_clip_text(path=str(hf_folder), subfolder="text_encoder", precision="fp32")
 
 
+def test_tokens_that_are_cut_are_counted(clip_folder, hf_folder):
+    """Of letters by the tokenizer of `hf_folder`. Two of the 12 positions are for the marks."""
+    captions = ["", "a" * 10, "a" * 11, "ab" * 20]
+    letters = hf_clip_text(path=str(hf_folder), subfolder="text_encoder", tokenizer="tokenizer", precision="fp32")
+    assert letters.lost_tokens(captions) == [0, 0, 1, 30]
+    words = open_clip_text(path=str(clip_folder), precision="fp32")
+    assert words.lost_tokens(["", "dot " * 10, "dot " * 13]) == [0, 0, 3]
+
+
 def test_open_clip_weights_in_a_file_of_their_own(clip_folder, tmp_path, monkeypatch):
     config = json.loads((clip_folder / "open_clip_config.json").read_text())["model_cfg"]
     (tmp_path / "tiny-for-tests.json").write_text(json.dumps(config))

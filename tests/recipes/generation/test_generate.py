@@ -146,6 +146,8 @@ def test_what_is_not_there(tmp_path, export, capsys):
     assert "no exported run" in refuse(command(tmp_path / "none", tmp_path / "x.png"), capsys)
     assert "give captions: --prompts" in refuse([export], capsys)
     assert "none.txt" in refuse([export, "--prompts-file", tmp_path / "none.txt"], capsys)
+    said = refuse([export, "--prompts-file", tmp_path], capsys)
+    assert f"{tmp_path}: Is a directory; a folder has the name of a file: give a file" in said
     (tmp_path / "latin.txt").write_text("caf\u00e9", encoding="latin-1")
     assert "is not UTF-8 text" in refuse([export, "--prompts-file", tmp_path / "latin.txt"], capsys)
 
@@ -234,3 +236,16 @@ def test_every_family_declares_itself():
     assert list(families()) == ["autoregressive", "latent_diffusion"]
     for family in families().values():
         assert all("default" not in settings for settings in family.options.values())
+
+
+def test_what_a_long_caption_loses(tmp_path, export, capsys):
+    """The encoder takes 12 tokens, of which two mark the ends: one line says how many are lost, none if none are."""
+    make(tmp_path, export)
+    assert "too long" not in capsys.readouterr().err
+    long = ["dot " * 10, "red " * 13, "blue " * 11]
+    main([str(a) for a in [export, "--prompts", *long, "--out", tmp_path / "x.png", "--steps", "1", "--device", "cpu"]])
+    said = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
+    shown = "red red red red red red red red red red ..."
+    assert said == [
+        f"generate: too long for the model: the last 3 tokens of {shown!r} cannot be read, nor are those of 1 more"
+    ]

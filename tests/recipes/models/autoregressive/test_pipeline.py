@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from data.bpe import Vocabulary
 from data.sources.base import Sample
 from data.sources.filters import Filter
 from recipes.models.autoregressive.pipeline import TokenPipeline
@@ -20,9 +21,13 @@ class Eye:
         return SimpleNamespace(arrays={"tokens": torch.zeros(1, 1, 16, dtype=torch.int16)})
 
 
+def opened(vocabulary=None):
+    network = SimpleNamespace(layout=SimpleNamespace(side=4, text=3))
+    return TokenPipeline(network, Eye(), vocabulary, resolution=32, device="cpu", precision="fp32")
+
+
 def seen(file):
-    network = SimpleNamespace(layout=SimpleNamespace(side=4))
-    pipeline = TokenPipeline(network, Eye(), None, resolution=32, device="cpu", precision="fp32")
+    pipeline = opened()
     pipeline._given(file, 2)
     return pipeline.image_encoder.pixels
 
@@ -48,3 +53,10 @@ def test_a_picture_of_unknown_range_is_named(tmp_path):
     Image.fromarray(np.zeros((32, 32), np.float32)).save(tmp_path / "depth.tiff")
     with pytest.raises(ValueError, match=r"--picture: .*depth.tiff .*pixels of type F"):
         seen(tmp_path / "depth.tiff")
+
+
+def test_tokens_that_the_text_positions_do_not_hold(token_sets):
+    vocabulary = Vocabulary.read(token_sets / "vocabulary.json")
+    captions = ["", "on", "on a wall, 17 stars and no dots"]
+    lost = opened(vocabulary).lost_tokens(captions)
+    assert lost == [0, 0, len(vocabulary.encode(captions[2])) - 3]
