@@ -51,13 +51,14 @@ def read_captions(options: argparse.Namespace) -> list[str]:
 
 
 def say_lost(captions: list[str], lost: list[int]) -> None:
-    """A line on standard error if captions are cut, with the first of them and how many of its tokens are lost."""
+    """A line on standard error if captions are cut: how many, and what the first of them loses."""
     cut = [i for i, tokens in enumerate(lost) if tokens]
     if cut:
-        caption, more = captions[cut[0]], f", nor are those of {len(cut) - 1} more" if len(cut) > 1 else ""
+        caption, tokens = captions[cut[0]], lost[cut[0]]
         text = f"{caption[:40]}..." if len(caption) > 40 else caption
-        last = "last token" if lost[cut[0]] == 1 else f"last {lost[cut[0]]} tokens"
-        print(f"generate: too long for the model: the {last} of {text!r} cannot be read{more}", file=sys.stderr)
+        many = "1 caption is" if len(cut) == 1 else f"{len(cut)} captions are"
+        last = "token is" if tokens == 1 else f"{tokens} tokens are"
+        print(f"generate: {many} too long for the model: the last {last} cut from {text!r}", file=sys.stderr)
 
 
 def main(arguments: list[str]) -> None:

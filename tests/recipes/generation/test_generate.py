@@ -247,5 +247,5 @@ def test_what_a_long_caption_loses(tmp_path, export, capsys):
     said = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
     shown = "red red red red red red red red red red ..."
     assert said == [
-        f"generate: too long for the model: the last 3 tokens of {shown!r} cannot be read, nor are those of 1 more"
+        f"generate: 2 captions are too long for the model: the last 3 tokens are cut from {shown!r}"
     ]
