@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from callbacks.counts import add_counts
+from data.loading import WEIGHT
 from data.log import log
 from recipes.models.task import Task
 from recipes.training import ranks
@@ -32,10 +33,10 @@ class Codebook(Callback):
         self.counts = torch.zeros(0)
 
     def eval_start(self, run: Run) -> None:
-        self.counts = torch.zeros(self.codes, dtype=torch.int64, device=run.device)
+        self.counts = torch.zeros(self.codes, dtype=torch.float64, device=run.device)
 
     def eval_after_forward(self, run: Run) -> None:
-        add_counts(self.counts, run.outputs["codes"])
+        add_counts(self.counts, run.outputs["codes"], run.batch.get(WEIGHT))
 
     def eval_end(self, run: Run) -> None:
         ranks.all_reduce(self.counts)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from callbacks.counts import add_counts
+from data.loading import WEIGHT
 from data.log import log
 from recipes.models.task import Task
 from recipes.training import ranks
@@ -37,7 +38,7 @@ class Unigram(Callback):
         self.run_name = run_name
         self.column = column
         self.seen: Tensor | None = None  # (K,), counts of this rank's training tokens
-        self.validated: Tensor | None = None  # (K,), counts of the validation set's
+        self.validated: Tensor | None = None  # (K,) float64, counts of the validation set's
 
     def loaded(self, run: Run) -> None:
         if self.seen is not None:  # a run that resumes at the end of an epoch may validate before its first batch
@@ -50,7 +51,10 @@ class Unigram(Callback):
         self.validated = None
 
     def eval_before_forward(self, run: Run) -> None:
-        self.validated = self._add(self.validated, run)
+        tokens = run.batch[self.column]
+        if self.validated is None:
+            self.validated = torch.zeros(self.codes, dtype=torch.float64, device=tokens.device)
+        add_counts(self.validated, tokens, run.batch.get(WEIGHT))
 
     def eval_end(self, run: Run) -> None:
         if self.seen is None or self.validated is None:

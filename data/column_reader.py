@@ -37,10 +37,12 @@ class StoredSample(NamedTuple):
     Attributes:
         texts: the text columns, in the order of the argument `texts`.
         arrays: uint8 (bytes,) of each array column, by its name in the batch. They are views of the sample's bytes.
+        weight: with which the sample counts in means over a validation set.
     """
 
     texts: list[str]
     arrays: dict[str, np.ndarray]
+    weight: float = 1.0
 
 
 class ColumnReader(MDSReader):

@@ -144,7 +144,7 @@ class LatentDataset(EncodedDataset):
             `mean` and `std` (B, C, h, w) and `text` (B, L, D) as stored (float16), and `seed` (B,) int64, a function
             of the sample's key.
         """
-        batch = self.blocks.new(self.specs(len(samples)))
+        batch = self.new_batch(samples)
         copy_rows(samples, {name: batch[name] for name in self.arrays})
         seeds = batch["seed"].numpy()
         for row, sample in enumerate(samples):

@@ -18,6 +18,7 @@ from data.manifest import Manifest
 from data.stacks import give_stacks
 
 Batch = dict[str, Tensor]
+WEIGHT = "weight"  # entry of validation batches, (B,) float32: how much each sample counts in means over the set
 REMEMBERED_POSITIONS = 64  # batches; the most that a trainer may fetch ahead of what it trains on
 Position = TypeVar("Position")
 
@@ -92,6 +93,10 @@ class Loading:
     batches from the loader before it trains on them passes the number of these: `loader.state_dict(ahead=1)`.
     Composer calls the methods of `loader.dataset` of the same names instead, with its own count of samples. The states
     are interchangeable.
+
+    In validation all ranks have equally many batches of equal sizes, because sharded models exchange weights in each.
+    Where samples therefore repeat, or blank ones are added, the batches' entry `weight` (B,) float32 says how much each
+    sample counts, so that means over the set do not depend on the number of ranks.
 
     Attributes:
         loader: yields dicts of CPU tensors; in training it is a `ResumableLoader`.

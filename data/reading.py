@@ -16,14 +16,16 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from streaming import Stream, StreamingDataLoader
+from streaming.base.batching import generate_work
 from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
 from data.encoded_sets import CREDENTIAL, EncodedSet
 from data.fetching import FetchingDataset, NotFetched, WholeStream
-from data.loading import REMEMBERED_POSITIONS, Batch, Placement, end_idle_workers, leave_signals, position
+from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of
 from data.shared_names import lock_cache, own_names
 
@@ -43,6 +45,7 @@ class EncodedDataset(FetchingDataset):
         columns: names of the array columns that are read, by their names in the batch.
         texts: names of the text columns that are read.
         blocks: number of `BatchBlocks`, for worker processes.
+        weighted: whether samples have weights (see `weights`), as those of a validation set do.
         arguments: of StreamingDataset.
 
     Raises:
@@ -50,17 +53,25 @@ class EncodedDataset(FetchingDataset):
     """
 
     def __init__(
-        self, *, columns: Mapping[str, str], texts: Sequence[str] = ("key",), blocks: int = 0, **arguments: Any
+        self,
+        *,
+        columns: Mapping[str, str],
+        texts: Sequence[str] = ("key",),
+        blocks: int = 0,
+        weighted: bool = False,
+        **arguments: Any,
     ) -> None:
         with own_names():
             super().__init__(**arguments)
+        self.weighted = weighted
+        self._weights: np.ndarray | None = None  # (samples stored,) float32, of the epoch that is being read
         self.shards = column_readers(self.shards, columns, texts)
         for shard, stream in zip(self.shards, self.stream_per_shard.tolist(), strict=True):
             # streaming checks what it fetches or decompresses; files that were there before, it takes as they are.
             if self.streams[stream].remote is None:
                 shard.check_with(self.streams[stream].validate_hash)
         self.arrays = self.shards[0].arrays
-        self.blocks = BatchBlocks(blocks, bytes_of(self.specs(self.batch_size)))
+        self.blocks = BatchBlocks(blocks, bytes_of(self._batch_specs(self.batch_size)))
         self.finished_epoch: int | None = None
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
@@ -82,6 +93,43 @@ class EncodedDataset(FetchingDataset):
         before all of them have read theirs to the end.
         """
         return self.next_epoch - 1
+
+    def _get_work(self, epoch: int, sample_in_epoch: int) -> np.ndarray:
+        """See StreamingDataset, which calls this as each worker begins an epoch."""
+        own = super()._get_work(epoch, sample_in_epoch)
+        if self.weighted:
+            self._weights = self.weights(epoch, sample_in_epoch)
+        return own
+
+    def weights(self, epoch: int, sample_in_epoch: int = 0) -> np.ndarray:
+        """The weight with which each stored sample counts at each of its appearances in an epoch, float32.
+
+        So that all ranks read equally many samples, streaming repeats some. The weight is the number of times that the
+        epoch is to have a sample, over the number of times that it appears on all ranks: then a weighted mean is the
+        mean over the epoch, for any number of ranks.
+        """
+        _, wanted = self.resample_streams(epoch)
+        given = generate_work(self.batching_method, self, self._parallel_worker_world, epoch, sample_in_epoch)
+        stored = int(self.samples_per_shard.sum())
+        appearances = np.bincount(given[given >= 0], minlength=stored)
+        wanted = np.bincount(wanted, minlength=stored)
+        return (wanted / np.maximum(appearances, 1)).astype(np.float32)
+
+    def get_item(self, sample_id: int, retry: int = 7) -> StoredSample:
+        """See StreamingDataset."""
+        sample = super().get_item(sample_id, retry)
+        return sample if self._weights is None else sample._replace(weight=float(self._weights[sample_id]))
+
+    def new_batch(self, samples: Sequence[StoredSample]) -> Batch:
+        """Memory for a batch of `specs`, and the samples' `weight` (B,) float32 where they have weights."""
+        batch = self.blocks.new(self._batch_specs(len(samples)))
+        if self.weighted:
+            batch[WEIGHT].numpy()[:] = [sample.weight for sample in samples]
+        return batch
+
+    def _batch_specs(self, samples: int) -> Specs:
+        specs = self.specs(samples)
+        return {**specs, WEIGHT: ((samples,), torch.float32)} if self.weighted else specs
 
     @abstractmethod
     def specs(self, samples: int) -> Specs:
@@ -193,6 +241,7 @@ def dataset_arguments(
         "blocks": shared_blocks(workers),
         "batch_size": placement.batch,
         "shuffle": shuffle and placement.training,
+        "weighted": not placement.training,
         "shuffle_seed": placement.seed,
         "replication": placement.copies if placement.copies > 1 else None,
         **options,

@@ -134,7 +134,7 @@ class TextDataset(EncodedDataset):
         Returns:
             `tokens` (B, S + 1) int32.
         """
-        batch = self.blocks.new(self.specs(len(samples)))
+        batch = self.new_batch(samples)
         stored = torch.empty((len(samples), self.row), dtype=self.arrays["tokens"].dtype)  # uint16
         copy_rows(samples, {"tokens": stored})
         batch["tokens"].numpy()[:] = stored.numpy()

@@ -178,7 +178,7 @@ class TokenDataset(EncodedDataset):
         Returns:
             `text` (B, T) int32, with -1 after the last token, and `image` (B, N) int32 in raster order.
         """
-        batch = self.blocks.new(self.specs(len(samples)))
+        batch = self.new_batch(samples)
         text, image = batch["text"].numpy(), batch["image"].numpy()
         text[:] = NO_TOKEN
         stored, epoch = self.arrays["tokens"], self.epoch

@@ -31,11 +31,18 @@ class Figure(Metric):
         self.add_state("sums", torch.zeros(len(terms)), dist_reduce_fx="sum")
         self.add_state("totals", torch.zeros(len(terms)), dist_reduce_fx="sum")
 
-    def update(self, results: Mapping[str, Tensor]) -> None:
-        """Add the samples of a microbatch, by what `Task.evaluate` returned for them."""
+    def update(self, results: Mapping[str, Tensor], samples: Tensor | None = None) -> None:
+        """Add the samples of a microbatch.
+
+        Args:
+            results: what `Task.evaluate` returned for them.
+            samples: (B,), with which weight each sample counts; None: all with the same.
+        """
         for number, name in enumerate(self.terms):
             values = results[name].float()
             weight = results[self.weights[name]].float() if name in self.weights else torch.ones_like(values)
+            if samples is not None:
+                weight = weight * samples
             self.sums[number] += (values * weight).sum()
             self.totals[number] += weight.sum()
 

@@ -18,6 +18,12 @@ def test_counts(batches):
     assert torch.equal(counts, expected)
 
 
+def test_weights_of_samples():
+    numbers, weights = torch.tensor([[0, 1], [1, 2]]), torch.tensor([1.0, 0.25])
+    found = add_counts(torch.zeros(4, dtype=torch.float64), numbers, weights)
+    assert found.tolist() == [1, 1.25, 0.25, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_the_host_does_not_wait():

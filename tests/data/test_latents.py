@@ -50,7 +50,7 @@ def test_validation_reads_everything_once_in_order_at_its_mean(load, stored, wor
     assert [int(seed) for batch in batches for seed in batch["seed"]] == list(stored)
     state = torch.get_rng_state()
     for batch in map(loading.on_device, batches):
-        assert set(batch) == {"latents", "text", "seed"}
+        assert set(batch) == {"latents", "text", "seed", "weight"} and (batch["weight"] == 1).all()
         assert batch["latents"].dtype == batch["text"].dtype == torch.float32
         for i, seed in enumerate(batch["seed"].tolist()):
             np.testing.assert_array_equal(batch["latents"][i], stored[seed]["mean_16"].astype(np.float32))

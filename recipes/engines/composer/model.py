@@ -10,6 +10,7 @@ from composer import ComposerModel
 from torch import Tensor
 from torchmetrics import Metric
 
+from data.loading import WEIGHT
 from recipes.engines.metrics import Figure, figures_of
 from recipes.models.task import Task
 
@@ -42,4 +43,4 @@ class ComposerTask(ComposerModel):
         return {} if is_train else figures_of(self.task)
 
     def update_metric(self, batch: Any, outputs: dict[str, Tensor], metric: Figure) -> None:
-        metric.update(outputs)
+        metric.update(outputs, batch.get(WEIGHT))

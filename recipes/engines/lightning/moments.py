@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from data.loading import WEIGHT
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.metrics import Figure, figures_of
 from recipes.engines.parts import Parts
@@ -177,7 +178,7 @@ class BetweenBatches(pl.Callback):
         self._moments.at("eval_after_forward")
         with run.autocast():
             for metric in self._metrics.values():
-                metric.update(run.outputs)
+                metric.update(run.outputs, microbatch.get(WEIGHT))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_set()

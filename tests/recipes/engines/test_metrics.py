@@ -42,6 +42,12 @@ def test_a_mean_without_any_weight():
     assert figure.compute() == 0
 
 
+def test_weights_of_samples_and_of_results_multiply():
+    figure = Figure({"loss": 1.0}, {"loss": "size"})
+    figure.update(PARTS[0], samples=torch.tensor([0.5, 1.0]))
+    assert figure.compute().item() == pytest.approx((0.5 * 3 * 1 + 5) / (0.5 * 3 + 1))
+
+
 def test_figures_of_a_task():
     task = Task()
     task.eval_names, task.eval_weights = ["loss", "both", "perplexity"], {"loss": "size"}

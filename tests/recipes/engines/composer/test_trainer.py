@@ -1,6 +1,7 @@
 """Recipes train for real: Stable Diffusion 2's, at a small width, on shards that the encode job wrote."""
 
 import json
+import shutil
 import sys
 from multiprocessing import active_children
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 from composer import Callback
 from PIL import Image
+from streaming import LocalDataset, MDSWriter
 
+from data.manifest import NAME, NULL_TEXT
 from recipes.comparison.runs import read_runs
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
@@ -284,11 +287,24 @@ def test_weights_of_another_width(exported, small_recipe, tmp_path):
 # --- two processes ---------------------------------------------------------------------------------------------------
 
 
+def first_samples(source, count, folder):
+    """A set of the first samples of another one, without compression."""
+    [shard] = LocalDataset(str(source)).shards
+    columns = dict(zip(shard.column_names, shard.column_encodings, strict=True))
+    with MDSWriter(out=str(folder), columns=columns) as writer:
+        for number in range(count):
+            writer.write(shard[number])
+    for name in (NAME, NULL_TEXT):
+        shutil.copy(source / name, folder)
+    return folder
+
+
 @pytest.mark.slow
 def test_two_ranks(quick_recipe, latent_sets, tmp_path):
     """One launch of Composer's own launcher, itself a forked process: two new ones on the CPU, joined by gloo."""
+    odd = f"evals.val.streams.val.path={first_samples(latent_sets / 'val', 5, tmp_path / 'odd')}"
     recipe = quick_recipe(
-        tmp_path / "run", "training.duration=10ba", "data.caption_dropout=0.0",
+        tmp_path / "run", odd, "training.duration=10ba", "data.caption_dropout=0.0",
         "callbacks.throughput={name: throughput, window: 3, communication_every: 2ba}",
     )  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
@@ -310,9 +326,10 @@ def test_two_ranks(quick_recipe, latent_sets, tmp_path):
     assert one["metrics"] == other["metrics"]
     # DDP's all-reduces take some of a step, and no more than it.
     assert all(0 < rank["communication"] < 1 for rank in (one, other))
-    # Noise of validation belongs to the sample: both ranks together find what one process finds.
+    # Both ranks together find what one process finds: noise of validation belongs to the sample, and the one of the
+    # five samples that both read counts half for each.
     path = f"{tmp_path}/run/checkpoints/latest-rank0.pt"
-    alone = build_trainer(quick_recipe(tmp_path / "alone", f"checkpoints.load_path={path}"))
+    alone = build_trainer(quick_recipe(tmp_path / "alone", odd, f"checkpoints.load_path={path}"))
     alone.eval()
     assert {k: float(v) for k, v in alone.state.eval_metric_values.items()} == pytest.approx(one["metrics"], rel=1e-4)
     alone.close()
