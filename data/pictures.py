@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.cost import Cost, Epoch, Plan, with_cost
 from data.crops import CROPS, LARGEST
 from data.deaths import DecoderDied, keep_alarms, worker_deaths
+from data.held import Held
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
 from data.log import log
 from data.picture_deaths import PictureDeaths
@@ -67,7 +68,8 @@ def pictures(
 
     In training this is an endless stream, so durations are given in batches. A resumed run continues after the last
     batch: it reads the samples of the current pass that were used before, but does not decode them. A validation set is
-    read once, into memory. Samples that the filter rejects are left out, and their number is logged after one pass.
+    read once, into memory; each rank holds its share, and blank images that do not count where another rank holds more.
+    Samples that the filter rejects are left out, and their number is logged after one pass.
     A picture of which two processes die that decode it is left out, too, with a line that names it; with workers: 0
     these are two starts of the run.
 
@@ -103,7 +105,10 @@ def pictures(
         workers=workers,
     )
     if not placement.training:
-        held = Held(list(itertools.islice(stream, limit)))
+        blank = {"image": torch.zeros(3, resolution, resolution, dtype=torch.uint8)}
+        if tokens is not None:
+            blank["tokens"] = torch.zeros(tokens, dtype=torch.int64)
+        held = Held(list(itertools.islice(stream, limit)), blank)
         own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
         return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
     loader = ImageLoader(
@@ -118,22 +123,6 @@ def pictures(
         generator=torch.Generator(),  # not the one that noise is drawn from
     )
     return Loading(loader)
-
-
-class Held(IterableDataset):
-    """Samples in memory, those of this rank alone.
-
-    Not a list: Composer demands that a sampler divides one over the ranks.
-    """
-
-    def __init__(self, samples: list[dict[str, torch.Tensor]]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return iter(self.samples)
 
 
 class ImageLoader(DataLoader):

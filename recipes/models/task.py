@@ -94,7 +94,8 @@ class Task(nn.Module):
         """The validation results of each sample, without gradients and without the global random generator.
 
         Args:
-            batch: as in `forward`.
+            batch: as in `forward`, and `weight` (B,): with which weight each sample counts in means over the set. It
+                is 0 for samples that only fill up a batch.
 
         Returns:
             One tensor of shape (B,) per name in `eval_names`, except for exponentials. Further tensors, for callbacks,

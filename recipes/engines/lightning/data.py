@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from data.loading import Loading
 from recipes.engines.lightning.run import LightningRun
-from recipes.training.ranks import smallest
 
 Batch = dict[str, Tensor]
 
@@ -104,19 +102,17 @@ class RunBatches:
 
 
 class EvalBatches:
-    """The batches of a validation set: as many on every rank as the rank with the fewest has."""
+    """The batches of a validation set. Lightning would make a new loader of a `DataLoader`."""
 
-    def __init__(self, loading: Loading, device: torch.device) -> None:
+    def __init__(self, loading: Loading) -> None:
         """
         Args:
-            loading: validation batches.
-            device: where ranks exchange numbers.
+            loading: validation batches, equally many of equal sizes on every rank.
         """
-        self._loading = loading
-        self._batches = smallest(len(loading.loader), device)
+        self._loader = loading.loader
 
     def __len__(self) -> int:
-        return self._batches
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from islice(self._loading.loader, self._batches)
+        return iter(self._loader)

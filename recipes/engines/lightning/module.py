@@ -86,7 +86,7 @@ class TaskModule(pl.LightningModule):
 
     def val_dataloader(self) -> list[EvalBatches]:
         """One loader per validation set."""
-        return [EvalBatches(loading, self._run.device) for loading in self._parts.evals.values()]
+        return [EvalBatches(loading) for loading in self._parts.evals.values()]
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """The batch as it is: microbatches are moved one by one."""

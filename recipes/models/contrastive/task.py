@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.clip_library import open_clip
+from data.loading import WEIGHT
 from data.ranges import check_least
 from recipes.models.config_files import read_object
 from recipes.models.kl_autoencoder.task import to_signed
@@ -145,9 +146,16 @@ class ContrastiveText(Task):
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`loss` in nats, and `accuracy` (1 if the image's own caption is the nearest of the batch): (B,) each."""
+        """`loss` in nats, and `accuracy` (1 if the image's own caption is the nearest of the batch): (B,) each.
+
+        A sample whose weight is 0 is compared with none, so that it changes nothing of the others.
+        """
         similarities = self._similarities(batch)
         own = torch.arange(len(similarities), device=similarities.device)
+        if WEIGHT in batch:
+            blank = batch[WEIGHT] == 0
+            others = own[:, None] != own
+            similarities = similarities.masked_fill((blank[:, None] | blank) & others, -torch.inf)
         return {"loss": _contrast(similarities), "accuracy": (similarities.argmax(1) == own).float()}
 
     def export(self, folder: Path) -> None:

@@ -56,3 +56,8 @@ def test_figures_of_a_task():
     assert list(figures) == ["loss", "both", "perplexity"]
     assert value_of(figures["perplexity"]) == pytest.approx(math.exp(3))
     assert value_of(figures["loss"]) == pytest.approx(2) and value_of(figures["both"]) == pytest.approx(3)
+
+
+@pytest.mark.slow
+def test_pictures_that_ranks_cannot_share_equally(two_ranks):
+    two_ranks("figures of pictures")

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from data.clip_library import open_clip
+from data.loading import WEIGHT
 from recipes.encoders.text import open_clip_text
 from recipes.engines.earlier import upgraded
 from recipes.models.contrastive.task import CONFIG, WEIGHTS, ContrastiveText
@@ -52,6 +53,16 @@ def test_loss_is_that_of_open_clip(task, batch):
     assert list(figures) == task.eval_names and all(value.shape == (5,) for value in figures.values())
     torch.testing.assert_close(figures["loss"].mean(), expected)
     assert figures["accuracy"].tolist() == ((image @ text.T).argmax(1) == torch.arange(5)).float().tolist()
+
+
+def test_samples_without_weight_change_no_other(task, batch):
+    alone = task.evaluate(batch)
+    blank = {name: torch.zeros_like(tensor[:2]) for name, tensor in batch.items()}
+    filled = {name: torch.cat([tensor, blank[name]]) for name, tensor in batch.items()}
+    figures = task.evaluate(filled | {WEIGHT: torch.tensor([1.0] * 5 + [0.0] * 2)})
+    for name, values in alone.items():
+        torch.testing.assert_close(figures[name][:5], values)
+        assert figures[name].isfinite().all()
 
 
 def test_the_temperature_is_bounded(task, batch):
