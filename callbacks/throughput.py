@@ -59,7 +59,8 @@ class Throughput(Callback):
         self.counted = False
         self.average = average
         self.window = window
-        self.profile_due = None if communication_every is None else Interval(communication_every)
+        every = communication_every
+        self.profile_due = None if every is None else Interval(every, "throughput: communication_every")
         self.profile: CommunicationProfile | None = None
         self.profile_steps = 0  # still to be profiled
         self.communication: float | None = None  # share of a step's time

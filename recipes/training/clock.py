@@ -135,16 +135,17 @@ class Interval:
             ...
     """
 
-    def __init__(self, every: str | None) -> None:
+    def __init__(self, every: str | None, key: str = "every") -> None:
         """
         Args:
             every: a duration; None: only at the end of the run.
+            key: of the configuration, by which an error names it.
 
         Raises:
             ValueError: not a duration, or not above 0.
         """
         if every is not None and parse_duration(every)[0] <= 0:
-            raise ValueError(f"an interval must be above 0, got {every}")
+            raise ValueError(f"{key}: `{every}`; give an interval above 0")
         self.every = every
         self.held_at = -1  # batch
 

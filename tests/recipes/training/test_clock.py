@@ -81,7 +81,7 @@ def test_where_the_length_of_an_epoch_is_not_known_a_share_of_a_run_ends_with_an
 
 @pytest.mark.parametrize("every", ["0ba", "0dur"])
 def test_an_interval_is_above_zero(every):
-    with pytest.raises(ValueError, match="an interval must be above 0, got 0"):
+    with pytest.raises(ValueError, match=f"every: `{every}`; give an interval above 0"):
         Interval(every)
 
 
