@@ -45,8 +45,10 @@ class Held(IterableDataset):
 
 
 def _of_ranks(number: int) -> list[int]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world = torch.distributed.get_world_size() if initialized else 1
+    if world == 1:
         return [number]
-    numbers = [0] * torch.distributed.get_world_size()
+    numbers = [0] * world
     torch.distributed.all_gather_object(numbers, number)
     return numbers
