@@ -79,5 +79,5 @@ def test_an_epoch_ends_at_its_own_event():
 
 
 def test_an_interval_is_above_zero():
-    with pytest.raises(ValueError, match="must be above 0"):
+    with pytest.raises(ValueError, match="every: `.*`; give an interval above 0"):
         at_intervals("0ba")
