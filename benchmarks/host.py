@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +32,30 @@ if __name__ == "__main__":
     set_default_threads()  # before torch is imported
 
 import torch
-from composer import Callback, Logger, State
 
 from benchmarks.gpu_run.page import GOALS
 from benchmarks.gpu_run.subjects import NO_AVERAGE, SUBJECTS, recipe_for
 from benchmarks.gpu_run.trained import made_on
 from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, run_until
+from benchmarks.steady import watch
 from benchmarks.stub_gpu.build import build, variables, why_not
 from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
 from callbacks.peak_flops import peak_flops
 from recipes.config.recipe import Recipe
 from recipes.engines.composer.trainer import build_trainer
+from recipes.engines.lightning import trainer as lightning
 from recipes.planning.gpus import device_named
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place
+from recipes.training.callback import Callback
+from recipes.training.run import Run
 
 # Which norms are fused is chosen by timing them, and kernels take no time here.
 ON_ONE = ["training.fsdp=null", "algorithms.fused_group_norm.when=always"]
 AT_512 = [*ON_ONE, NO_AVERAGE]
 RECOMPUTED = "algorithms.activation_checkpointing={name: activation_checkpointing}"
+GRAPHS = ["training.microbatch=16", "algorithms.compile={name: compile, mode: reduce-overhead}"]
+WARM_UP, WINDOWS, STEPS = 5, 3, 3  # steps before the first window, windows, steps of a window
 MARK = "row: "
 # Row -> subject of gpu.py, and changes of its recipe.
 SETTINGS = {
@@ -58,9 +63,14 @@ SETTINGS = {
     "sd2_base, microbatches of 128": ("unet_256", [*ON_ONE, "training.microbatch=128"]),
     "sd2_base, microbatches of 256": ("unet_256", [*ON_ONE, "training.microbatch=256"]),
     "sd2_base, 16 images": ("unet_256_of_128", [*ON_ONE, "training.microbatch=16"]),
-    "sd2_base, 16 images, CUDA graphs": (
+    "sd2_base, 16 images, Lightning": (
         "unet_256_of_128",
-        [*ON_ONE, "training.microbatch=16", "algorithms.compile={name: compile, mode: reduce-overhead}"],
+        [*ON_ONE, "training.microbatch=16", "training.engine=lightning"],
+    ),
+    "sd2_base, 16 images, CUDA graphs": ("unet_256_of_128", [*ON_ONE, *GRAPHS]),
+    "sd2_base, 16 images, CUDA graphs, Lightning": (
+        "unet_256_of_128",
+        [*ON_ONE, *GRAPHS, "training.engine=lightning"],
     ),
     "sd2_base_512, microbatches of 32": ("unet_512", [*AT_512, "training.microbatch=32"]),
     "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
@@ -69,18 +79,44 @@ SETTINGS = {
 }
 
 
-class LastStep(Callback):
-    """Launches of kernels and waits of the host in the last step."""
+class Steps(Callback):
+    """Times windows of steps, under either engine.
+
+    Attributes:
+        rates: samples/s of each window.
+        launches: kernels launched in the last step.
+        waits: how often the host waited in the last step for all that it had launched.
+    """
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self.rates: list[float] = []
         self.launches = self.waits = 0
         self._before = (0, 0)
+        self._began = (0.0, 0)
 
-    def batch_end(self, state: State, logger: Logger) -> None:
+    def step_end(self, run: Run) -> None:
         now = self.counts.launches, self.counts.waits
         self.launches, self.waits = now[0] - self._before[0], now[1] - self._before[1]
         self._before = now
+        done = run.clock.batch - WARM_UP
+        if done < 0 or done % STEPS:
+            return
+        began, self._began = self._began, (time.perf_counter(), run.clock.sample)
+        if done:
+            self.rates.append((run.clock.sample - began[1]) / (self._began[0] - began[0]))
+        else:
+            torch.cuda.reset_peak_memory_stats()
+
+
+def train(recipe: Recipe, steps: Steps) -> None:
+    """Train under the recipe's engine."""
+    if recipe.training.engine == "lightning":
+        trainer = lightning.build_trainer(recipe, lambda parts: parts.callbacks.update(steps=steps))
+    else:
+        trainer = build_trainer(recipe)
+        watch(trainer, steps)
+    trainer.fit()
 
 
 def planned(recipe: Recipe) -> float:
@@ -97,23 +133,23 @@ def measure(name: str) -> dict[str, Any]:
     """A row of the table."""
     key, changes = SETTINGS[name]
     subject = SUBJECTS[key]
+    length = f"training.duration={WARM_UP + WINDOWS * STEPS}ba"
+    steps = Steps()
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_for(subject, changes, False, Path(folder))
-        last = LastStep()
+        recipe = recipe_for(subject, [*changes, length], False, Path(folder))
         with made_on(torch.device("cuda")):
-            trainer = build_trainer(recipe)
-            trainer.state.callbacks.append(last)
-            steady = run_until(trainer, Steady(warm_up=5, windows=3, steps=3))
-    rate = statistics.median(steady.rates) * subject.per_sample
+            train(recipe, steps)
+        peak = torch.cuda.max_memory_allocated()
+    rate = statistics.median(steps.rates) * subject.per_sample
     goal = next(goal for _, table, _, goal in GOALS if subject.table.startswith(table))
     return {
         "recipe": name,
         "host's rate": f"{rate:,.0f} {subject.unit}",
         "goal on an H200": f"{goal:,}",
         "host / goal": round(rate / goal, 1),
-        "launches per step": last.launches,
-        "waits per step": last.waits,
-        "peak GB": round(steady.peak / 1e9, 1),
+        "launches per step": steps.launches,
+        "waits per step": steps.waits,
+        "peak GB": round(peak / 1e9, 1),
         "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 1),
         "peak GB by the planner": round(planned(recipe) / 1e9, 1),
     }
@@ -143,8 +179,9 @@ def main() -> None:
         "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
         "this host needs to launch it. A step has 256 images at 256 (or 16, the share of one of 128 GPUs in the "
         "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for all that was "
-        "launched before. `peak GB` is what PyTorch's allocator gave out at once, and `reserved GB` what it had of the "
-        "GPU, with the memory that CUDA graphs keep; workspaces of cuDNN come on top."
+        "launched before; one of them is due to this measurement, which decides on the host whether gradients are "
+        "finite. `peak GB` is what PyTorch's allocator gave out at once, and `reserved GB` what it had of the GPU, "
+        "with the memory that CUDA graphs keep; workspaces of cuDNN come on top."
     )
     write_results("host", "sd2", rows, notes)
 

@@ -194,7 +194,6 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *number, const vo
 
 int cudaDeviceSynchronize(void) { return wait_for_device(); }
 int cudaStreamSynchronize(void *stream) { return wait_for_device(); }
-int cudaEventSynchronize(void *event) { return wait_for_device(); }
 
 int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
   static long last = 0x100;
@@ -241,20 +240,27 @@ int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 }
 
 /* An event is the time at which the host has recorded it, so that what is timed by events is the host's time. */
+struct event { double time; long launches; };
+
 static double now(void) {
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
   return time.tv_sec * 1e3 + time.tv_nsec * 1e-6;
 }
-int cudaEventCreate(void **event) { *event = calloc(1, sizeof(double)); return 0; }
+int cudaEventCreate(void **event) { *event = calloc(1, sizeof(struct event)); return 0; }
 int cudaEventCreateWithFlags(void **event, unsigned flags) { return cudaEventCreate(event); }
 int cudaEventDestroy(void *event) { free(event); return 0; }
-int cudaEventRecord(void *event, void *stream) { *(double *)event = now(); return 0; }
+int cudaEventRecord(void *event, void *stream) {
+  *(struct event *)event = (struct event){now(), launches};
+  return 0;
+}
 int cudaEventElapsedTime(float *time, void *from, void *to) {
-  double passed = *(double *)to - *(double *)from;
+  double passed = ((struct event *)to)->time - ((struct event *)from)->time;
   *time = passed > 1e-3 ? passed : 1e-3;
   return 0;
 }
+/* The device goes on with what was launched after the event. */
+int cudaEventSynchronize(void *event) { return launches > ((struct event *)event)->launches ? 0 : wait_for_device(); }
 
 /* --- the driver, as Triton calls it ------------------------------------------------------------------------------- */
 

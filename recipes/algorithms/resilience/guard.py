@@ -22,6 +22,7 @@ from recipes.training.lever import Lever
 from recipes.training.newest import newest_checkpoint
 from recipes.training.ranks import all_reduce, is_first_rank, wait, world_size
 from recipes.training.run import Run
+from recipes.training.transfer import HostCopy
 
 REPORT = "nonfinite.json"
 
@@ -35,6 +36,8 @@ class Guard(Lever):
     finite by itself. resblock_grad_scaling also skips batches by itself, which count once a scale that overflows cannot
     become smaller. Other batches whose gradients a lever has cleared, as powersgd does, count, and losses always do.
     Ranks agree by one exchange of two numbers per batch, which also says whether one of them got a signal to stop.
+    A fused optimizer on whole copies of the model skips an update by itself. The host then launches the update first,
+    and reads at the end of the step whether it was skipped.
 
     The checkpoint callback of either engine and `export` write nothing while `run.nonfinite` is above 0.
     """
@@ -60,6 +63,7 @@ class Guard(Lever):
         self.skipped = 0  # since this process began
         self._first: int | None = None  # batch at which the present row began
         self._bad = False
+        self._flags: HostCopy | None = None  # whether a gradient is not finite, and whether the run is to stop
         self._blocks: list[dict[str, Any]] = []
 
     def batch_start(self, run: Run) -> None:
@@ -69,23 +73,30 @@ class Guard(Lever):
     def clip_gradients(self, run: Run) -> None:
         """Look at the gradients, and agree with the other ranks."""
         # The optimizer's list: looking for parameters in all modules takes a millisecond for a large model.
-        trained = (p for group in run.optimizer.param_groups for p in group["params"])
+        trained = [p for group in run.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in trained if p.grad is not None]
         bad = ~largest_magnitude(gradients).isfinite()
         # Filled on the device: the host would wait for the backward pass with a copy of its own memory.
         stops = torch.full((), int(stop.requested()), dtype=torch.int32, device=run.device)
         flags = torch.stack([bad.to(run.device, torch.int32), stops])
         all_reduce(flags, "MAX")
-        found, run.stopping = (bool(flag) for flag in flags.tolist())
-        stop.begin_batches()  # every rank is here
-        self._bad = found and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
+        self._flags = HostCopy(flags)
+        if gradients and run.nonfinite + 1 < self.limit and _looks_at_flags(run, trained):
+            run.optimizer.found_inf = flags[0].float()  # and the host reads the flags when it has launched the update
+            return
+        self._read_flags(run)
         if not gradients:  # another lever has skipped the update, on all ranks
             self._bad = self.scaling is None or not self.scaling.lowers
         if self._bad:
             if run.nonfinite + 1 >= self.limit:
-                self._blocks = block_norms(run.task)  # now, while there are gradients
+                self._blocks = block_norms(run.task)  # now: clipping would spread what is not finite
             run.skip_update()
-            self.skipped += 1
+
+    def _read_flags(self, run: Run) -> None:
+        found, run.stopping = (bool(flag) for flag in self._flags.tolist())
+        self._flags = None
+        stop.begin_batches()  # every rank is here
+        self._bad = found and (run.precision != "amp_fp16" or run.gradient_scale() <= 1.0)
 
     def step_end(self, run: Run) -> None:
         """Count.
@@ -93,6 +104,10 @@ class Guard(Lever):
         Raises:
             ValueError: too many batches in a row were not finite.
         """
+        if self._flags is not None:
+            run.optimizer.found_inf = None
+            self._read_flags(run)
+        self.skipped += self._bad
         if run.loss is not None and not math.isfinite(run.loss):
             self._bad = True
         if not self._bad:
@@ -143,6 +158,15 @@ class Guard(Lever):
             f"training: {run.nonfinite} batches in a row were not finite, since batch {self._first} (loss {run.loss}); "
             f"the last good checkpoint is {newest or 'none'}; lower optimizer.lr or look at {self.output / REPORT}"
         )
+
+
+def _looks_at_flags(run: Run, parameters: list[Tensor]) -> bool:
+    """Whether the optimizer skips an update by itself if its attribute `found_inf` is 1, as gradient scalers ask it to.
+
+    The host then need not wait for the gradients before it launches the update.
+    """
+    fused = getattr(run.optimizer, "_step_supports_amp_scaling", False)
+    return fused and run.precision != "amp_fp16" and not any(isinstance(p, DTensor) for p in parameters)
 
 
 def block_norms(task: nn.Module) -> list[dict[str, Any]]:

@@ -12,11 +12,12 @@ from torch import Tensor
 from data.loading import Batch, Loading
 from recipes.engines.lightning.data import EvalBatches, RunBatches
 from recipes.engines.lightning.generators import seed_all
-from recipes.engines.lightning.moments import BetweenBatches, Moments, mean_over_ranks
+from recipes.engines.lightning.moments import BetweenBatches, Moments
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import all_reduce, rank, world_size
+from recipes.training.transfer import HostCopy
 
 
 class TaskModule(pl.LightningModule):
@@ -101,29 +102,34 @@ class TaskModule(pl.LightningModule):
         microbatches = run.divide()
         self._moments.at("before_passes")
         run.optimizer.zero_grad(set_to_none=True)
-        samples = torch.full((), samples_of(batch), dtype=torch.int64, device=run.device)  # no copy to wait for
+        # The number of samples of all ranks stays on the device, so that the host does not wait for it.
+        samples = torch.full((), samples_of(batch), dtype=torch.int64, device=run.device)
         all_reduce(samples)
-        total_samples = int(samples.item()) // self._parts.copies
-        mean_batch = int(samples.item()) / world_size()  # of a rank
+        mean_batch = samples.double() / world_size()  # of a rank
         losses = {"total": torch.zeros(1, device=run.device)}
         for number, microbatch in enumerate(microbatches):
             last = number + 1 == len(microbatches)
             run.begin_pass(self._on_device(microbatch, self._parts.data))
             # DistributedDataParallel averages gradients in the last backward pass of a batch only.
             with nullcontext() if run.ddp is None or last else run.ddp.no_sync():
-                for name, loss in self._microbatch(samples_of(microbatch) / mean_batch).items():
+                share = torch.full_like(mean_batch, samples_of(microbatch)) / mean_batch
+                for name, loss in self._microbatch(share).items():
                     losses[name] = losses.get(name, torch.zeros(1, device=run.device)) + loss
         run.batch = batch
         if run.scaler is not None:
             run.scaler.unscale_(run.optimizer)
         self._moments.gradients_finished()
+        sums = torch.cat(list(losses.values()))
+        all_reduce(sums)
+        figures = HostCopy(torch.cat([sums.double(), samples.double().reshape(1)]))
         self._step()
-        self._log_losses(losses)
+        *means, total_samples = figures.tolist()  # the host does not wait for the update
+        self._log_losses({name: mean / world_size() for name, mean in zip(losses, means, strict=True)})
         # Before the clock moves on, as in Composer: each batch has the learning rate of the clock before its own.
         self.lr_schedulers().step()
-        run.step_done(total_samples)
+        run.step_done(int(total_samples) // self._parts.copies)
 
-    def _microbatch(self, share: float) -> dict[str, Tensor]:
+    def _microbatch(self, share: Tensor) -> dict[str, Tensor]:
         """Forward and backward pass of the microbatch at hand; returns its losses times its share of the batch."""
         run = self._run
         self._moments.at("before_forward")
@@ -132,6 +138,7 @@ class TaskModule(pl.LightningModule):
         self._moments.at("after_forward")
         self._moments.at("before_backward")
         total = losses["total"]
+        share = share.to(total.dtype)  # rounded as a number of the host is
         shares = {name: loss.detach().clone().mean() * share for name, loss in losses.items()}
         if run.scaler is not None:
             total = run.scaler.scale(total)
@@ -147,8 +154,7 @@ class TaskModule(pl.LightningModule):
             scaler.step(self._run.optimizer)
             scaler.update()
 
-    def _log_losses(self, losses: dict[str, Tensor]) -> None:
-        means = mean_over_ranks(losses, world_size())
+    def _log_losses(self, means: dict[str, float]) -> None:
         self._run.loss = means["total"]
         size = self._run.microbatch or samples_of(self._run.batch)
         figures = {f"loss/train/{name}": value for name, value in means.items()}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
 from data.loading import WEIGHT
@@ -189,11 +188,3 @@ class BetweenBatches(pl.Callback):
         run.log({f"metrics/{run.eval_label}/{name}": value for name, value in figures.items()})
         run.eval_figures = {name: float(value) for name, value in figures.items()}
         self._moments.at("eval_end")
-
-
-def mean_over_ranks(losses: dict[str, Tensor], world_size: int) -> dict[str, float]:
-    """Sums of ranks' losses, (1,) each, divided by their number."""
-    stacked = torch.cat(list(losses.values()))
-    if world_size > 1:
-        torch.distributed.all_reduce(stacked)
-    return {name: value / world_size for name, value in zip(losses, stacked.tolist(), strict=True)}

@@ -1,5 +1,6 @@
 """Batches that are not finite: what is skipped, when a run ends, and what it then says."""
 
+import copy
 import json
 import math
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from recipes.training import stop
 from recipes.training.finite import has_finite_weights, is_worth_keeping, largest_magnitude
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
+from recipes.training.transfer import HostCopy
 from tests.disks import small_files
 from tests.recipes.algorithms.resilience import guard_ranks
 from tests.recipes.training.fake_run import FakeRun
@@ -34,15 +36,17 @@ def step(run, levers, batch, value=1.0):
     levers.at("step_end", run)
 
 
-def new_run(tmp_path, limit=3, precision="fp32"):
+def new_run(tmp_path, limit=3, precision="fp32", fused=True):
+    """`fused` as in the recipes: such an optimizer skips updates by itself."""
     task = nn.Linear(2, 2)
-    run = FakeRun(task, precision=precision, optimizer=torch.optim.AdamW(task.parameters(), lr=0.1))
+    run = FakeRun(task, precision=precision, optimizer=torch.optim.AdamW(task.parameters(), lr=0.1, fused=fused))
     return run, Levers([ClipByNorm(1.0)], first=[Guard(limit, str(tmp_path), lambda seeds: {5: "cat"})])
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_batch_that_is_not_finite_moves_nothing(tmp_path, value):
-    run, levers = new_run(tmp_path)
+def test_a_batch_that_is_not_finite_moves_nothing(tmp_path, value, fused):
+    run, levers = new_run(tmp_path, fused=fused)
     step(run, levers, 1)
     before = [p.detach().clone() for p in run.task.parameters()]
     moments = [run.optimizer.state[p]["exp_avg"].clone() for p in run.task.parameters()]
@@ -52,6 +56,7 @@ def test_a_batch_that_is_not_finite_moves_nothing(tmp_path, value):
     assert all(
         torch.equal(m, run.optimizer.state[p]["exp_avg"]) for m, p in zip(moments, run.task.parameters(), strict=True)
     )
+    assert all(run.optimizer.state[p]["step"] == 1 for p in run.task.parameters())
     step(run, levers, 3)
     assert run.nonfinite == 0 and is_worth_keeping(run)
     assert not torch.equal(before[0], run.task.weight)
@@ -77,8 +82,41 @@ def test_batches_that_another_lever_skips_count_unless_a_scale_will_be_smaller(t
         step(run, levers, 3)
 
 
-def test_one_bad_value_is_enough(tmp_path):
+def test_updates_are_those_without_a_guard(tmp_path):
+    torch.manual_seed(0)
     run, levers = new_run(tmp_path)
+    alone = copy.deepcopy(run.task)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1, fused=True)
+    for batch in range(1, 6):
+        step(run, levers, batch, value=1.0 / batch)
+        for parameter in alone.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 / batch)
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+    for parameter, other in zip(run.task.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_the_host_reads_whether_gradients_are_finite_after_the_update(tmp_path, monkeypatch):
+    """Then a GPU has the update to do while the host waits, unless this batch may be the last."""
+    reads = []
+    monkeypatch.setattr(HostCopy, "tolist", lambda copy: reads.append(copy) or copy._numbers.tolist())
+    run, levers = new_run(tmp_path, limit=3)
+    for batch, value, early in [(1, 1.0, 0), (2, math.nan, 0), (3, math.nan, 0), (4, 1.0, 1), (5, 1.0, 0)]:
+        levers.at("batch_start", run)
+        for parameter in run.task.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        levers.finish_gradients(run)
+        assert len(reads) == early
+        run.optimizer.step()
+        run.loss = value
+        levers.at("step_end", run.at(batch))
+        assert len(reads) == 1
+        reads.clear()
+
+
+def test_one_bad_value_is_enough(tmp_path):
+    run, levers = new_run(tmp_path, fused=False)
     levers.at("batch_start", run)
     run.task.weight.grad, run.task.bias.grad = torch.ones(2, 2), torch.ones(2)
     run.task.weight.grad[1, 0] = math.nan
@@ -164,6 +202,22 @@ def test_under_fp16_gradients_that_no_scale_makes_finite_end_the_run(tmp_path):
             run.loss, run.scale = 0.5, run.scale / 2
             levers.at("step_end", run.at(batch))
     assert run.clock.batch == 19
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_gpu_skips_the_update_by_itself(tmp_path):
+    task = nn.Linear(64, 64, device="cuda")
+    run = FakeRun(task, optimizer=torch.optim.AdamW(task.parameters(), lr=0.1, fused=True))
+    run.device = torch.device("cuda")
+    levers = Levers([ClipByNorm(1.0)], first=[Guard(3, str(tmp_path))])
+    step(run, levers, 1)
+    before = task.weight.detach().clone()
+    step(run, levers, 2, math.nan)
+    assert torch.equal(task.weight, before) and run.nonfinite == 1
+    step(run, levers, 3)
+    assert task.weight.isfinite().all() and not torch.equal(task.weight, before)
+    assert run.optimizer.state[task.weight]["step"] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
