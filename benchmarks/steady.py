@@ -1,11 +1,12 @@
-"""Measures the steady state of a Composer run: windows of steps after a warm-up, losses, and peak memory."""
+"""Measures the steady state of a run: windows of steps after a warm-up, losses, and peak memory."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from recipes.engines.composer.adapters import RunLevers, run_callback
 from recipes.training.callback import Callback
 from recipes.training.ranks import from_first_rank, is_first_rank
+from recipes.training.run import Run
 
 Ending = TypeVar("Ending", bound=ComposerCallback)
 
@@ -134,6 +136,31 @@ def run_until(trainer: Trainer, ending: Ending) -> Ending:
     trainer.close()
     atexit.unregister(trainer.engine._close)  # it would keep model and optimizer until the process ends
     return ending
+
+
+class UnderLightning(Callback):
+    """Measurements that are Composer's callbacks, in a run of Lightning, which has to end by itself."""
+
+    def __init__(self, measurements: Sequence[ComposerCallback]) -> None:
+        self.measurements = measurements
+
+    def batch_start(self, run: Run) -> None:
+        self._call("batch_start", run)
+
+    def step_end(self, run: Run) -> None:
+        self._call("batch_end", run)
+
+    def _call(self, moment: str, run: Run) -> None:
+        state = SimpleNamespace(
+            device=SimpleNamespace(name="gpu" if run.on_gpu else "cpu"),
+            timestamp=SimpleNamespace(
+                batch=SimpleNamespace(value=run.clock.batch), sample=SimpleNamespace(value=run.clock.sample)
+            ),
+            total_loss_dict={"loss/train/total": run.loss},
+            stop_training=lambda: None,
+        )
+        for measurement in self.measurements:
+            getattr(measurement, moment)(state, None)
 
 
 def on_first_rank(work: Callable[[], Any]) -> Any:

@@ -55,8 +55,8 @@ def items(small: bool) -> list[Item]:
     ]
     found += list(levers("unet_256", small))
     found += list(levers("transformer", small))
-    found += [trained("unet_256_of_128", "starting point", 90)]
-    found += [] if small else [trained("unet_256_of_128", "CUDA graphs", 150)]
+    found += [trained("unet_256_of_128", name, 90) for name in ("starting point", "Lightning")]
+    found += [] if small else [trained("unet_256_of_128", n, 150) for n in ("CUDA graphs", "CUDA graphs, Lightning")]
     found += [
         trained("unet_256", "all that pay", 150, profiled=True),
         trained("transformer", "all that pay", 150, profiled=True),

@@ -55,6 +55,7 @@ COMPILED = {
     "compiled": ("algorithms.compile={name: compile}",),
     "CUDA graphs": ("algorithms.compile={name: compile, mode: reduce-overhead}",),
 }
+LIGHTNING = ("training.engine=lightning",)
 RECOMPUTED = {"recomputed": ("algorithms.activation_checkpointing={name: activation_checkpointing}",)}
 SMALL_UNET = (
     "model.denoiser={channels: [32, 64, 64, 64], heads: [1, 2, 2, 2], blocks: 1, text_width: 16, norm_groups: 8}",
@@ -93,7 +94,11 @@ SUBJECTS = {
         "data={name: random_latents, resolution: 256}",
         16,
         ("training.fsdp=null", "training.microbatch=16"),
-        {"CUDA graphs": COMPILED["CUDA graphs"]},
+        {
+            "Lightning": LIGHTNING,
+            "CUDA graphs": COMPILED["CUDA graphs"],
+            "CUDA graphs, Lightning": (*COMPILED["CUDA graphs"], *LIGHTNING),
+        },
         SMALL_UNET,
     ),
     "unet_512": Subject(

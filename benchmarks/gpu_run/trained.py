@@ -32,7 +32,7 @@ from benchmarks.gpu_run.subjects import (
     why_not_compared,
 )
 from benchmarks.random_latents import REDUCTION
-from benchmarks.steady import Steady, run_until
+from benchmarks.steady import Steady, UnderLightning, run_until
 from benchmarks.training import unet_flops
 from callbacks.peak_flops import NumberFormat, number_format_of, peak_flops
 from data.log import log
@@ -129,12 +129,20 @@ def measure(
 ) -> tuple[dict[str, Any], float, NumberFormat]:
     """Train. Returns the cells of a row, the seconds of a step, and the number format in which the blocks compute."""
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_for(subject, changes, context.small, Path(folder))
+        more = int(profile_step is not None)
+        length = f"training.duration={sum_of_steps(context.small) + more}ba"
+        recipe = recipe_for(subject, [*changes, length], context.small, Path(folder))
         wait, warnings = Wait(), Warnings()
+        watching = [wait] if profile_step is None else [wait, profile_step]
+        steady = Steady(*steps_of(context.small), more=more)
         with made_on(context.device), warnings:
-            trainer = build_trainer(recipe)
-            trainer.state.callbacks += [wait] if profile_step is None else [wait, profile_step]
-            steady = run_until(trainer, Steady(*steps_of(context.small), more=int(profile_step is not None)))
+            if recipe.training.engine == "lightning":
+                model = train_under_lightning(recipe, [*watching, steady])
+            else:
+                trainer = build_trainer(recipe)
+                trainer.state.callbacks += watching
+                run_until(trainer, steady)
+                model = trainer.state.model
         rates = sorted(rate * subject.per_sample for rate in steady.rates)
         values: dict[str, Any] = {subject.unit: round(statistics.median(rates), 1)}
         values |= {"range": f"{rates[0]:,.1f} to {rates[-1]:,.1f}", RELATIVE: ""}
@@ -143,7 +151,7 @@ def measure(
         flops = 3 * forward_flops(recipe)
         achieved = flops * values[subject.unit] / subject.per_sample
         precision = "amp_bf16" if recipe.training.precision == "auto" else recipe.training.precision
-        number_format = number_format_of(trainer.state.model, precision)
+        number_format = number_format_of(model, precision)
         on_gpu = context.device.type == "cuda"
         peak = peak_flops(torch.cuda.get_device_name(), number_format) if on_gpu else None
         values |= {"TFLOP/s": round(achieved / 1e12, 4 if context.small else 1)}
@@ -153,6 +161,17 @@ def measure(
         values |= {"warnings": "; ".join(warnings.found)[:300]}
         seconds = recipe.training.global_batch * subject.per_sample / values[subject.unit]
         return values, seconds, number_format
+
+
+def train_under_lightning(recipe: Recipe, measurements: list[ComposerCallback]) -> Task:
+    """Train to the end of the run. Returns the model."""
+    from recipes.engines.lightning.trainer import build_trainer  # all else can be measured without Lightning
+
+    watching = UnderLightning(measurements)
+    trainer = build_trainer(recipe, lambda parts: parts.callbacks.update(measured=watching))
+    trainer.fit()
+    trainer.close()
+    return trainer.parts.task
 
 
 @contextlib.contextmanager

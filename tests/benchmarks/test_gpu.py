@@ -259,6 +259,15 @@ def test_a_profiled_setting_says_what_it_is_bound_by(tmp_path, monkeypatch):
     assert "norm: 0.01 ms" in page(context.records)
 
 
+def test_both_engines_are_measured(tmp_path):
+    context = Context(tmp_path, True)
+    for name in (START, "Lightning"):
+        trained.setting(context, subject="unet_256_of_128", name=name)
+    composer, lightning = (line["values"] for line in context.records.rows("U-Net at 256, 16 images per GPU"))
+    assert composer["loss"] == lightning["loss"] and lightning["images/s"] > 0
+    assert lightning["s to the second step"] > 0
+
+
 def test_every_kind_of_kernel_counts_as_something():
     """Communication waits for other GPUs, and is of neither."""
     assert {kind for kind, _ in operators.KINDS} - {*operators.PRODUCTS, *operators.MEMORY} == {"communication"}
