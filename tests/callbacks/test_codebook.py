@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from callbacks.codebook import Codebook, usage
+from data.loading import WEIGHT
 from recipes.models.dvae.task import DiscreteAutoencoder
 from recipes.models.task import Task
 from recipes.training import ranks
@@ -27,13 +28,14 @@ def test_perplexity_is_the_exponential_of_the_entropy():
     assert usage(counts)[1] == pytest.approx(math.exp(-sum(x * math.log(x) for x in p)))
 
 
-def evaluate(callback, batches, label="val"):
+def evaluate(callback, batches, label="val", weights=None):
     """What is logged of a validation set."""
     run = FakeRun(duration="100ba").at(30)
     run.eval_label = label
     callback.eval_start(run)
-    for codes in batches:
+    for number, codes in enumerate(batches):
         run.outputs = {"codes": torch.tensor(codes)}
+        run.batch = {} if weights is None else {WEIGHT: torch.tensor(weights[number])}
         callback.eval_after_forward(run)
     callback.eval_end(run)
     ((batch, figures),) = run.logged
@@ -57,6 +59,13 @@ def test_codes_are_counted_over_the_whole_set_and_anew_each_time(task, capsys):
     assert evaluate(callback, [one], "seen")["codebook/seen/perplexity"] == pytest.approx(2)
     line = capsys.readouterr().out.splitlines()[0]
     assert line == "name: val at batch 30: 50.0% of 8 codes used, perplexity 4.0"
+
+
+def test_samples_count_by_their_weights(task):
+    """A sample that is read twice counts half each time, and a blank one not at all."""
+    codes = [[[0, 0], [0, 0]], [[1, 1], [2, 2]], [[5, 5], [5, 5]]]
+    metrics = evaluate(Codebook(task, "name"), [codes], weights=[[0.5, 1.0, 0.0]])
+    assert metrics == {"codebook/val/usage": 3 / 8, "codebook/val/perplexity": pytest.approx(3)}
 
 
 def test_ranks_are_added_up(task, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from callbacks.unigram import Unigram, unigram_loss
+from data.loading import WEIGHT
 from tests.recipes.training.fake_run import FakeRun
 
 
@@ -26,8 +27,8 @@ def test_batches_are_counted(capsys):
         callback.before_forward(run)
     for _ in range(2):  # each validation anew
         callback.eval_start(run)
-        for tokens in ([[0, 1]], [[0, 2]]):
-            run.batch = {"image": torch.tensor(tokens)}
+        for tokens in ([[0, 1], [3, 3]], [[0, 2], [3, 3]]):
+            run.batch = {"image": torch.tensor(tokens), WEIGHT: torch.tensor([1.0, 0.0])}
             callback.eval_before_forward(run)
         callback.eval_end(run)
     expected = unigram_loss(torch.tensor([6, 1, 0, 1]), torch.tensor([2, 1, 1, 0]))
