@@ -51,7 +51,8 @@ class EncodeConfig:
     crop: Literal["center", "random", "dvae", "transformer"] = "center"
     """How the square is chosen. center and random: the largest square, at the center or at a random place. dvae and
     transformer: the crops with which DALL-E's two models are trained (see data/crops.py); they need an image encoder
-    that makes tokens. Random crops are drawn once per image and crop, and are the same for the same seed."""
+    that makes tokens. Random crops are drawn once per image and crop. They are the same for the same seed and the same
+    addresses of the shards of the source."""
     crops: int = 1
     """Number of crops per image that are encoded and stored; training draws one of them each time that it
     reads the sample. More than one needs a random crop and an image encoder that makes tokens."""
