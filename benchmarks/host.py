@@ -83,7 +83,7 @@ class Steps(Callback):
     """Times windows of steps, under either engine.
 
     Attributes:
-        rates: samples/s of each window.
+        rates: steps/s of each window. Samples are not counted: Lightning's engine adds them up on the device.
         launches: kernels launched in the last step.
         waits: how often the host waited in the last step for all that it had launched.
     """
@@ -93,7 +93,7 @@ class Steps(Callback):
         self.rates: list[float] = []
         self.launches = self.waits = 0
         self._before = (0, 0)
-        self._began = (0.0, 0)
+        self._began = 0.0
 
     def step_end(self, run: Run) -> None:
         now = self.counts.launches, self.counts.waits
@@ -102,9 +102,9 @@ class Steps(Callback):
         done = run.clock.batch - WARM_UP
         if done < 0 or done % STEPS:
             return
-        began, self._began = self._began, (time.perf_counter(), run.clock.sample)
+        began, self._began = self._began, time.perf_counter()
         if done:
-            self.rates.append((run.clock.sample - began[1]) / (self._began[0] - began[0]))
+            self.rates.append(STEPS / (self._began - began))
         else:
             torch.cuda.reset_peak_memory_stats()
 
@@ -140,7 +140,7 @@ def measure(name: str) -> dict[str, Any]:
         with made_on(torch.device("cuda")):
             train(recipe, steps)
         peak = torch.cuda.max_memory_allocated()
-    rate = statistics.median(steps.rates) * subject.per_sample
+    rate = statistics.median(steps.rates) * recipe.training.global_batch * subject.per_sample
     goal = next(goal for _, table, _, goal in GOALS if subject.table.startswith(table))
     return {
         "recipe": name,

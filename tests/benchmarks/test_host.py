@@ -35,4 +35,6 @@ def test_launches_waits_and_memory_of_a_step_at_its_real_size(tmp_path):
 @pytest.mark.timeout(600)
 def test_under_lightning_the_host_never_waits_for_all_that_it_has_launched(tmp_path):
     """But once, where the measurement itself does."""
-    assert measured(tmp_path, "sd2_base, 16 images, Lightning")["waits per step"] == 1
+    row = measured(tmp_path, "sd2_base, 16 images, Lightning")
+    assert row["waits per step"] == 1
+    assert not row["host's rate"].startswith("0 ")  # steps are counted here, because samples are on the device
