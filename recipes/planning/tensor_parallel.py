@@ -43,6 +43,13 @@ def check_tensor_parallel(recipe: Recipe, devices: Devices, task: nn.Module | No
     if plan is None:
         raise ValueError(f"{asked}: the model {recipe.model.name} does not say how its matrices can be divided; give 1")
     devices.check_groups(recipe.training)
+    if recipe.training.precision == "amp_fp16":
+        # GradScaler asks those devices whether gradients overflow between which the first parameter is sharded. If it
+        # is replicated, as most are, each device of a group decides by itself, and their weights drift apart.
+        raise ValueError(
+            f"{asked} does not work with training.precision: amp_fp16, under which each device may skip an update by "
+            "itself; use amp_bf16 or fp32"
+        )
     for label, algorithm in recipe.algorithms.items():
         if algorithm.name in REFUSED:
             raise ValueError(

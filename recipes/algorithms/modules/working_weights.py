@@ -19,7 +19,8 @@ class WorkingWeights(Lever):
     Autocast copies each weight when a layer first needs it, and forgets all copies when its context ends, after the
     forward pass of each microbatch. Here it forgets them when the last backward pass of the batch has ended, before the
     optimizer changes the weights. Results are bit-equal. Copies take 2 bytes per parameter for the whole batch, as they
-    do anyhow from each forward pass to its backward pass.
+    do anyhow from each forward pass to its backward pass. Where a block is recomputed, PyTorch enters autocast on the
+    thread of the backward pass, which on a GPU is another one, and forgets all copies when it leaves.
     """
 
     def __init__(self, task: nn.Module) -> None:

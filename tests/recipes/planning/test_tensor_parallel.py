@@ -44,6 +44,7 @@ WEIGHTS = "algorithms={powersgd: null, resblock_grad_scaling: {weights: fp16}}"
             "8 does not work with fp8, because it multiplies whole matrices; remove one of them (algorithms.fp8=null)",
         ),
         ("dalle_12b", [TWO, WEIGHTS], 8, "2 does not work with weights: fp16 of algorithms.resblock_grad_scaling"),
+        ("gpt2_8b", ["training.precision=amp_fp16"], 8, "8 does not work with training.precision: amp_fp16, under"),
         ("gpt2_8b", ["training.tensor_parallel=64"], 64, "groups of 64 devices do not fit into machines of 8"),
         ("gpt2_4b", ["model.vocabulary=50257", "training.tensor_parallel=8"], 8, "the model's vocabulary, 50257"),
         (
