@@ -11,6 +11,9 @@ from torch import Tensor
 
 from recipes.models.latent_diffusion.objective import Predict
 
+# log(alpha / sigma) from which dpm++ starts in the cosine schedule, as its authors' code and diffusers' docs advise.
+LEAST_LOG_SNR = -5.1
+
 
 def make_scheduler(sampler: str, config: Mapping[str, Any]) -> DDIMScheduler | DPMSolverMultistepScheduler:
     """The scheduler of a sampler for a model's forward process.
@@ -24,6 +27,9 @@ def make_scheduler(sampler: str, config: Mapping[str, Any]) -> DDIMScheduler | D
     assert sampler == "dpm++"
     # From the last timestep on, whatever spacing a saved DDIM config names: its own would start short of the noise.
     solver = {"algorithm_type": "dpmsolver++", "solver_order": 2, "timestep_spacing": "linspace"}
+    if config.get("beta_schedule") == "squaredcos_cap_v2":
+        # Of the last timesteps' latents, less than 1% is the image: errors of the network are divided by that.
+        solver["lambda_min_clipped"] = LEAST_LOG_SNR
     return DPMSolverMultistepScheduler.from_config(dict(config), **solver)
 
 
@@ -42,16 +48,36 @@ def integrate(
         (B, C, H, W), normalised latents.
 
     Raises:
-        ValueError: as many steps as the forward process has timesteps, or more.
+        ValueError: as many steps as the forward process has timesteps, or more; or a number of steps with which ddim
+            would begin far from the noise.
     """
     # Two steps would share a timestep, which dpm++ divides by, and ddim would look beyond the last one.
     timesteps = scheduler.config.num_train_timesteps
     if steps >= timesteps:
         raise ValueError(f"steps must be below the {timesteps} timesteps of the forward process, got {steps}")
     scheduler.set_timesteps(steps)  # on the host, which would wait for the device in each step to look at them
+    if isinstance(scheduler, DDIMScheduler):
+        _check_start(int(scheduler.timesteps[0]), steps, timesteps)
     latents = noise * scheduler.init_noise_sigma
     for timestep in scheduler.timesteps:
         times = torch.full((len(latents),), int(timestep), device=latents.device)
         prediction = predict(scheduler.scale_model_input(latents, timestep), times)
         latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
     return latents
+
+
+def _check_start(first: int, steps: int, timesteps: int) -> None:
+    """Whether ddim begins at the noise.
+
+    Its steps are whole numbers of timesteps, so those of a number of steps that does not divide the timesteps end short
+    of the last one: 600 of 1,000 begin at timestep 600, where 40% of the latents should be the image.
+
+    Raises:
+        ValueError: more than a tenth of the timesteps, and two steps, are left out.
+    """
+    stride = timesteps // steps
+    if timesteps - first > max(timesteps // 10, 2 * stride):
+        raise ValueError(
+            f"steps: {steps} steps of ddim begin at timestep {first} of {timesteps}, short of the noise; "
+            f"give {timesteps // (stride + 1)}, or take the sampler dpm++"
+        )
