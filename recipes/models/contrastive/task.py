@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ SCALE = "logit_scale"  # in files of open_clip: the logarithm, a scalar
 
 
 HEAD_WIDTH = 32  # of the image transformer
+LARGEST_LOG_SCALE = math.log(100)
 
 
 class LogitScale(nn.Module):
@@ -44,8 +46,16 @@ class LogitScale(nn.Module):
         self.log = nn.Parameter(log.detach().reshape(1))
 
     def forward(self) -> Tensor:
-        """The factor, float32: (1,)."""
-        return self.log.float().exp().clamp(max=100)
+        """The factor, float32: (1,).
+
+        At the largest factor, the logarithm keeps gradients that make it smaller: a clamped one would stay there.
+        """
+        log = self.log.float()
+        excess = (log.detach() - LARGEST_LOG_SCALE).clamp(min=0)
+        log = log - excess
+        if log.requires_grad:
+            log.register_hook(lambda gradient: gradient.where(excess == 0, gradient.clamp(min=0)))
+        return log.exp()
 
 
 class ContrastiveText(Task):

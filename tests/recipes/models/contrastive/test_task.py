@@ -1,6 +1,7 @@
 """The contrastive task against open_clip's loss, and its export as open_clip and the encode job open it."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from data.clip_library import open_clip
 from data.loading import WEIGHT
 from recipes.encoders.text import open_clip_text
 from recipes.engines.earlier import upgraded
-from recipes.models.contrastive.task import CONFIG, WEIGHTS, ContrastiveText
+from recipes.models.contrastive.task import CONFIG, WEIGHTS, ContrastiveText, LogitScale
 from recipes.models.kl_autoencoder.task import to_signed
 
 SIZES = {"width": 16, "layers": 2, "heads": 2, "context_length": 12, "picture_size": 16, "patch_size": 8}
@@ -73,6 +74,17 @@ def test_the_temperature_is_bounded(task, batch):
         assert task._similarities(batch).abs().max() <= 100.001
     finally:
         task.logit_scale.log.data.copy_(own)
+
+
+@pytest.mark.parametrize(("start", "expected"), [(2.0, (1.0, -1.0)), (5.0, (1.0, 0.0))])
+def test_the_largest_factor_can_become_smaller_again(start, expected):
+    """A loss that rises with the factor lowers it; one that falls with it is not heard at the largest."""
+    for sign, gradient in zip((1, -1), expected, strict=True):
+        scale = LogitScale(torch.tensor(start))
+        factor = scale()
+        (sign * factor.log()).backward()
+        assert scale.log.grad.item() == pytest.approx(gradient)
+        assert factor.item() == pytest.approx(min(100, math.exp(start)), rel=1e-6)
 
 
 def test_logits_are_32_bit_under_autocast(task, batch):
