@@ -36,11 +36,12 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import Item, items
 from benchmarks.gpu_run.page import page, place, write_page
-from benchmarks.gpu_run.records import DONE, LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
+from benchmarks.gpu_run.records import DONE, LATE, LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
 from data.threads import set_default_threads
 
 CACHE = ROOT / "runs" / "gpu" / "cache"
 Perform = Callable[[Item, Path, bool], None]
+LEAST = 20.0  # seconds; with less, a step would be ended before it finds much
 RESERVE = 10.0  # seconds of the budget that are left for writing the last tables
 
 
@@ -127,7 +128,7 @@ class Isolated:
         late = self.process.is_alive()
         self.end()
         if late:
-            return f"FAILED: ended after {limit:.0f} s"
+            return f"{LATE} {limit:.0f} s"
         if self.process.exitcode == 0:
             return DONE
         reason = self.folder / ".reason"
@@ -170,7 +171,7 @@ def run_all(chosen: list[Item], run: Callable[[Item, float], str], records: Reco
     for number, item in enumerate(chosen):
         left = until - time.monotonic()
         records.add("begin", item=item.name)
-        if left <= 0:
+        if left < LEAST:
             records.add("end", item=item.name, state=LEFT_OUT, seconds="")
             continue
         began = time.monotonic()
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> Records | None:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="steps whose names begin so")
     parser.add_argument("--skip", nargs="+", default=[], metavar="STEP", help="no steps whose names begin so")
-    parser.add_argument("--resume", action="store_true", help="no steps that earlier runs in --out have done")
+    parser.add_argument("--resume", action="store_true", help="only steps that are not done in --out")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu", help="cpu: as if there were no GPU")
     parser.add_argument("--here", action="store_true", help="all steps in this process, without limits of time")
@@ -236,9 +237,10 @@ def run(options: argparse.Namespace, chosen: list[Item], began: float) -> Record
 
     records.begin_run(surroundings=surroundings(), small=options.small, budget=options.budget)
     if options.resume:
-        done = records.done()
-        chosen = [item for item in chosen if item.name not in done]
-        print(f"{len(done)} steps are done, {len(chosen)} are left")
+        tried = records.tried()
+        chosen = [item for item in chosen if not tried.get(item.name)]
+        chosen.sort(key=lambda item: item.name in tried)  # first those that no run has tried yet
+        print(f"{sum(tried.values())} steps are done, {len(chosen)} are left")
     runner: Any = here(folder, options.small)
     if not options.here:
         runner = Isolated(folder, options.small, records, folder / MARKDOWN)

@@ -54,11 +54,12 @@ def rates(context: Context, *, resolution: int) -> None:
     side = 64 if context.small else resolution
     flops = encoder_flops(VAES[size], side)
     peak = peak_flops(torch.cuda.get_device_name(), "fp16") if device.type == "cuda" else None
-    failed, profiler, kernels = [], None, None
+    failed = []
     with tempfile.TemporaryDirectory() as folder:
         write_encoders(VAES[size], TEXTS["small"], Path(folder))
         for name, (batch, arguments) in options(resolution, context.small).items():
             values: dict[str, Any] = {"option": name, "batch": batch}
+            profiler, kernels = None, None
             try:
                 encoder = kl_vae(path=f"{folder}/vae", **arguments).to(device)
                 pixels = torch.randint(256, (batch, 3, side, side), dtype=torch.uint8, device=device)
@@ -79,8 +80,9 @@ def rates(context: Context, *, resolution: int) -> None:
                 values[where] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
                 failed.append(name)
             context.records.row(table, values)
-    if profiler is not None:
-        write_profile(context, profiler, kernels, f"{table}, {SHIPPED}: one batch", f"trace_vae_{resolution}.json.gz")
+            if profiler is not None:  # at once: the step may be ended while a later option compiles
+                profile_of = f"{table}, {SHIPPED}: one batch"
+                write_profile(context, profiler, kernels, profile_of, f"trace_vae_{resolution}.json.gz")
     context.records.note(table, f"{flops / 1e9:,.2f} GFLOP per image. Random weights and pixels, nothing is read.")
     if failed:
         raise RuntimeError(f"failed: {', '.join(failed)}")

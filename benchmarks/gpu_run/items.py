@@ -100,7 +100,7 @@ def levers(subject: str, small: bool) -> Iterator[Item]:
 
 def encoding(resolution: int) -> Item:
     """The VAE's rate at a resolution."""
-    return Item(f"VAE encoding at {resolution}", "encoding:rates", 90, {"resolution": resolution})
+    return Item(f"VAE encoding at {resolution}", "encoding:rates", 120, {"resolution": resolution})
 
 
 def other(name: str, module: str, limit: float, arguments: list[str], small: list[str]) -> Item:

@@ -24,12 +24,14 @@ KINDS = (
     ("attention", ("flash", "fmha", "attention", "flex", "softmax", "sdpa")),
     ("convolution", ("conv", "wgrad", "dgrad", "fprop", "implicit")),
     ("matrix product", ("gemm", "nvjet", "cutlass", "cublas", "matmul", "_mm", "xmma")),
-    ("norm", ("norm", "_forward", "_backward", "rowwisemoments")),
+    ("norm", ("norm", "rowwisemoments")),
     ("optimizer", ("adam", "multi_tensor", "lpnorm")),
     ("communication", ("nccl",)),
     ("copy and cast", ("copy", "memcpy", "memset", "cat", "transpose", "nchwtonhwc", "nhwctonchw")),
-    ("elementwise and reductions", ("elementwise", "reduce", "triton", "vectorized", "index", "gelu", "silu")),
+    ("elementwise and reductions", ("elementwise", "reduce", "triton", "vectorized", "index", "gelu", "silu", "geglu")),
 )
+# Of inductor, whose names list all that was fused: also operations next to which a kernel ran, such as convolutions.
+GENERATED = ("triton_poi_", "triton_red_", "triton_per_")
 PRODUCTS = ("attention", "convolution", "matrix product")
 MEMORY = ("norm", "optimizer", "copy and cast", "elementwise and reductions")
 BUSY = 0.95  # share of a step in which a GPU computes that is not kept waiting
@@ -172,6 +174,8 @@ def is_work(event: Any, name: str) -> bool:
 def kind_of(kernel: str) -> str:
     """What a kernel does, by its name."""
     name = kernel.lower()
+    if name.startswith(GENERATED):
+        return "norm" if "norm" in name else "elementwise and reductions"
     return next((kind for kind, words in KINDS if any(word in name for word in words)), "other")
 
 

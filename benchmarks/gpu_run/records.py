@@ -20,6 +20,8 @@ RECORDS, MARKDOWN, LOG = "gpu.jsonl", "gpu.md", "gpu.log"  # files of a run
 RELATIVE = "relative to start"  # column of the training tables
 DONE = "done"
 LEFT_OUT = "left out: the budget is spent"
+CUT_OFF = "cut off"
+LATE = "FAILED: ended after"  # so many seconds
 Line = dict[str, Any]
 
 
@@ -38,13 +40,18 @@ class Attempt:
     run: Line
     item: str
     found: list[Line] = field(default_factory=list)
-    state: str = "cut off"
+    state: str = CUT_OFF
     seconds: Any = ""
 
     @property
     def place(self) -> tuple[Any, ...]:
         """What it replaces: the same step at the same size on the same GPU."""
         return self.item, self.run.get("small"), self.run.get("surroundings", {}).get("gpu")
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether it has found all that it could, an error included."""
+        return self.state not in (CUT_OFF, LEFT_OUT) and not self.state.startswith(LATE)
 
     @property
     def conditions(self) -> str:
@@ -107,12 +114,13 @@ class Records:
         found = attempts(self.lines())
         return rows_of((one for one in that_count(found) if one.conditions == found[-1].conditions), table)
 
-
-    def done(self) -> set[str]:
-        """Names of the steps that have ended well, in runs whose numbers may be compared with those of the last."""
+    def tried(self) -> dict[str, bool]:
+        """The steps that have begun in runs whose numbers may be compared with those of the last: name -> whether one
+        of its attempts has ended well."""
         found = attempts(self.lines())
         last = Attempt(self.lines("run")[-1], "")
-        return {one.item for one in found if one.state == DONE and one.conditions == last.conditions}
+        alike = [one for one in found if one.state != LEFT_OUT and one.conditions == last.conditions]
+        return {one.item: any(other.item == one.item and other.state == DONE for other in alike) for one in alike}
 
 
 def attempts(lines: Iterable[Line]) -> list[Attempt]:
@@ -135,10 +143,16 @@ def attempts(lines: Iterable[Line]) -> list[Attempt]:
 
 
 def that_count(found: list[Attempt]) -> list[Attempt]:
-    """Of each step on each GPU the newest attempt that found anything, and a newer one that failed without."""
+    """Of each step on each GPU the newest attempt that found anything, and a newer one that failed without.
+
+    One that was ended before its time does not replace one that has gone to its end under the same conditions.
+    """
     newest: dict[tuple[Any, ...], Attempt] = {}
     results: dict[tuple[Any, ...], Attempt] = {}
     for one in found:
+        before = results.get(one.place)
+        if before and before.ended_by_itself and not one.ended_by_itself and before.conditions == one.conditions:
+            continue
         if one.state != LEFT_OUT or one.place not in newest:
             newest[one.place] = one
         if one.found:

@@ -218,7 +218,12 @@ def test_how_busy_a_gpu_is():
     assert "matrix product: 0.02 ms" in text and "attention: 0.02 ms" in text
     assert operators.kernels_of(SimpleNamespace(events=lambda: events[-1:])) is None
     assert operators.kind_of("cudnn_fprop_implicit_gemm") == "convolution"
-    assert operators.kind_of("_backward") == "norm" and operators.kind_of("mystery") == "other"
+    assert operators.kind_of("_group_norm_backward") == "norm" and operators.kind_of("mystery") == "other"
+    assert operators.kind_of("_geglu_backward") == "elementwise and reductions"
+    # Inductor's names are of all operations around; its templates multiply.
+    assert operators.kind_of("triton_poi_fused_add_convolution_mul_3") == "elementwise and reductions"
+    assert operators.kind_of("triton_per_fused_native_group_norm_convolution_1") == "norm"
+    assert operators.kind_of("triton_tem_fused_flex_attention_0") == "attention"
 
 
 @pytest.mark.parametrize(

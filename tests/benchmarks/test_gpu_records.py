@@ -9,7 +9,7 @@ from benchmarks import gpu, reporting
 from benchmarks.gpu_run import page as pages
 from benchmarks.gpu_run.items import Item
 from benchmarks.gpu_run.page import BEGIN, END, page
-from benchmarks.gpu_run.records import DONE, LEFT_OUT, RECORDS, RELATIVE, Records
+from benchmarks.gpu_run.records import DONE, LATE, LEFT_OUT, RECORDS, RELATIVE, Records
 from benchmarks.gpu_run.subjects import BEST, START
 from benchmarks.gpu_run.trained import setting
 
@@ -83,10 +83,22 @@ def test_a_run_goes_on_with_what_is_not_done(records):
     begin(records)
     measure(records, "one", start=100)
     measure(records, "two", state="FAILED: out of memory")
+    measure(records, "three", state=LEFT_OUT)
     begin(records)
-    assert records.done() == {"one"}
+    assert records.tried() == {"one": True, "two": False}
     begin(records, commit="def")
-    assert records.done() == set()
+    assert records.tried() == {}
+
+
+def test_what_was_ended_early_does_not_replace_what_was_whole(records):
+    begin(records)
+    measure(records, "start", start=100, a=110, state="FAILED: a is wrong")
+    begin(records)
+    measure(records, "start", start=90, state=f"{LATE} 30 s")
+    assert rates(records) == {START: (100, ""), "a": (110, 1.1)}
+    begin(records, commit="def")
+    measure(records, "start", start=90, state=f"{LATE} 30 s")
+    assert rates(records) == {START: (90, "")}  # of another commit, it is all there is
 
 
 def test_steps_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
@@ -98,6 +110,22 @@ def test_steps_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
     gpu.main([*words, "numbers dvae"])
     gpu.main([*words, "numbers dvae", "geglu"])
     assert ran == ["numbers dvae", "geglu"] and "1 steps are done, 1 are left" in capsys.readouterr().out
+
+
+def test_steps_that_failed_come_after_those_that_no_run_has_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "prepare", lambda options: None)
+    monkeypatch.setenv("PRECOMPOSE_COMMIT", "abc")  # a checkout with changes has no name
+    ran = []
+
+    def fail(item, folder, small):
+        ran.append(item.name)
+        raise ValueError("no")
+
+    monkeypatch.setattr(gpu, "perform", fail)
+    words = ["--small", "--device", "cpu", "--here", "--out", str(tmp_path), "--resume", "--only"]
+    gpu.main([*words, "numbers dvae"])
+    gpu.main([*words, "numbers dvae", "geglu"])
+    assert ran == ["numbers dvae", "geglu", "numbers dvae"]
 
 
 def test_what_found_nothing_replaces_nothing(records):

@@ -12,7 +12,7 @@ from recipes.models.kernels import geglu_kernels as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # With TRITON_INTERPRET=1, set before the first import of triton, the kernels run on the CPU, slowly: for tests.
-INTERPRETED = not isinstance(kernels._forward, triton.JITFunction)
+INTERPRETED = not isinstance(kernels._geglu_forward, triton.JITFunction)
 
 
 class _GEGLU(torch.autograd.Function):

@@ -28,7 +28,7 @@ def _place(total, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _forward(x, y, total, N: tl.constexpr, BLOCK: tl.constexpr):
+def _geglu_forward(x, y, total, N: tl.constexpr, BLOCK: tl.constexpr):
     at, inside, place = _place(total, N, BLOCK)
     h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(x + place + N, mask=inside, other=0.0).to(tl.float32)
@@ -37,7 +37,7 @@ def _forward(x, y, total, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(x, dy, dx, total, N: tl.constexpr, BLOCK: tl.constexpr):
+def _geglu_backward(x, dy, dx, total, N: tl.constexpr, BLOCK: tl.constexpr):
     at, inside, place = _place(total, N, BLOCK)
     h = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(x + place + N, mask=inside, other=0.0).to(tl.float32)
@@ -51,14 +51,14 @@ def _backward(x, dy, dx, total, N: tl.constexpr, BLOCK: tl.constexpr):
 def forward(x: Tensor) -> Tensor:
     """y (..., N) of x (..., 2 N), contiguous."""
     y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-    _launch(_forward, y.numel(), y.shape[-1], x, y)
+    _launch(_geglu_forward, y.numel(), y.shape[-1], x, y)
     return y
 
 
 def backward(x: Tensor, dy: Tensor) -> Tensor:
     """The gradient of x (..., 2 N) for that of y (..., N), both contiguous."""
     dx = torch.empty_like(x)
-    _launch(_backward, dy.numel(), dy.shape[-1], x, dy, dx)
+    _launch(_geglu_backward, dy.numel(), dy.shape[-1], x, dy, dx)
     return dx
 
 

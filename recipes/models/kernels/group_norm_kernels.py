@@ -116,7 +116,7 @@ def _place(GROUP: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _forward(
+def _group_norm_forward(
     x, weight, bias, y, mean, rstd, part_mean, part_m2, total_rows, rows, eps,
     C: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PART_P2: tl.constexpr, WIDTH: tl.constexpr,
     STEP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr,
@@ -201,7 +201,7 @@ def _normal_and_gradient(x, dy, at, inside, mean, rstd, weight, bias, SILU: tl.c
 
 
 @triton.jit
-def _backward(
+def _group_norm_backward(
     x, dy, weight, bias, mean, rstd, dx, part_plain, part_normal, total_rows, rows,
     C: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PART_P2: tl.constexpr, WIDTH: tl.constexpr,
     STEP: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P2: tl.constexpr,
@@ -295,7 +295,7 @@ def forward_with(
     shared = plan.splits > 1  # a single program keeps its sums in registers
     parts = x.new_empty((2, samples, plan.splits, channels) if shared else (2, 1), dtype=torch.float32)
     arguments = (x, weight, bias, y, *stats, *parts, height * width, plan.rows, eps)
-    _launch(_forward, plan, x, groups, silu, *arguments)
+    _launch(_group_norm_forward, plan, x, groups, silu, *arguments)
     return y, stats
 
 
@@ -307,5 +307,5 @@ def backward_with(
     dx = torch.empty_like(x, memory_format=torch.channels_last)
     parts = x.new_empty((2, samples, plan.splits, channels), dtype=torch.float32)
     arguments = (x, dy, weight, bias, *stats, dx, *parts, height * width, plan.rows)
-    _launch(_backward, plan, x, groups, silu, *arguments)
+    _launch(_group_norm_backward, plan, x, groups, silu, *arguments)
     return dx, parts.sum((1, 2))

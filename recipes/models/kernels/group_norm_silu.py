@@ -13,7 +13,7 @@ from recipes.models.kernels.group_norm_kernels import backward_with, forward_wit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # With TRITON_INTERPRET=1, set before the first import of triton, the kernels run on the CPU, slowly: for tests.
-INTERPRETED = not isinstance(kernels._forward, triton.JITFunction)
+INTERPRETED = not isinstance(kernels._group_norm_forward, triton.JITFunction)
 
 
 class _GroupNormSiLU(torch.autograd.Function):

@@ -87,6 +87,8 @@ def train(*levers, task=None, device="cpu", microbatch=4, **options):
         progress_bar=False,
         **options,
     )
+    # On a GPU, Composer has allowed it, and compiled code may take it for other products than PyTorch does.
+    torch.backends.cuda.matmul.allow_tf32 = False
     made.fit()
     made.close()
     return made, task

@@ -10,7 +10,7 @@ from recipes.models.kernels import geglu_kernels
 from recipes.models.kernels.geglu import geglu, reference
 
 
-@pytest.mark.parametrize("name", ["_forward", "_backward"])
+@pytest.mark.parametrize("name", ["_geglu_forward", "_geglu_backward"])
 def test_the_kernels_compile_for_hopper(name, tmp_path, monkeypatch):
     """Numbers are read and written 16 bytes at a time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -37,7 +37,7 @@ def test_a_small_batch_shares_rows_and_a_large_one_does_not():
 
 
 @pytest.mark.parametrize("sums, apply", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("name", ["_forward", "_backward"])
+@pytest.mark.parametrize("name", ["_group_norm_forward", "_group_norm_backward"])
 def test_the_kernels_compile_for_hopper(name, sums, apply, tmp_path, monkeypatch):
     """Triton compiles without a GPU. All of a picture is read and written 16 bytes at a time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -64,7 +64,7 @@ def test_the_kernels_compile_for_hopper(name, sums, apply, tmp_path, monkeypatch
     assert "b16" not in "".join(line for line in compiled.asm["ptx"].splitlines() if "global" in line)
 
 
-@pytest.mark.parametrize("name", ["_forward", "_backward"])
+@pytest.mark.parametrize("name", ["_group_norm_forward", "_group_norm_backward"])
 def test_the_kernels_compile_for_a_grid_of_1_x_1(name, tmp_path, monkeypatch):
     """Triton makes an integer argument a constant of the kernel where it is 1, as the number of rows is there."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
