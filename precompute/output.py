@@ -216,6 +216,8 @@ class OutputSet:
         Raises:
             ValueError: a shard was made with other options or is damaged, or there is no sample at all.
         """
+        # The set changes, so the copy no longer holds it; by the mark, the next start would take it for complete.
+        (self.out / MARKER).unlink(missing_ok=True)
         counted = totals(self.join(options, leave_out))
         manifest = Manifest(**fields, **counted, where=str(self.out / NAME))
         manifest.write(self.out)

@@ -2,12 +2,14 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from streaming import StreamingDataset
 
 from data.log import every_rank, log
+from data.manifest import Manifest
 from data.sources.base import InputShard, Rejected
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading
@@ -15,10 +17,18 @@ from precompute.decode import assign
 from precompute.output import OutputSet
 from precompute.progress import EncodeProgress, duration
 from precompute.ranks import Rank
+from precompute.upload import Copy
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.config.recipe import load_config
 
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
+# What a manifest says that is not counted from the shards.
+FIELDS = {
+    "image_encoder": {"weights_hash": "", "channels": 2, "downsample": 2, "scaling_factor": 1.0, "shift_factor": 0.0},
+    "text_encoder": {"weights_hash": "", "length": 1, "width": 1, "tokenizer": ""},
+    "resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "filter": {}, "columns": {}, "software": {},
+    "dtype": "float16", "normalisation": "", "caption_policy": "", "request": {"text_encoder": None},
+}  # fmt: skip
 
 
 def sample(key: str, value: float = 1.0) -> EncodedSample:
@@ -77,13 +87,7 @@ def test_writer_keeps_the_source_order(tmp_path):
     write(output, "a", [sample("a0"), Rejected("a1", "broken_image", "why"), sample("a2")], {"x": 1})
     assert output.remaining() == ["empty"] and not output.is_complete({})
     write(output, "empty", [Rejected("e0", "empty_caption")], {"x": 1})
-    fields = dict.fromkeys(("filter", "columns", "software"), {})
-    images = {"channels": 2, "downsample": 2, "scaling_factor": 1.0, "shift_factor": 0.0}
-    texts = {"length": 1, "width": 1, "tokenizer": ""}
-    fields |= {"image_encoder": {"weights_hash": "", **images}, "text_encoder": {"weights_hash": "", **texts}}
-    fields |= {"resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "dtype": "float16"}
-    fields |= {"normalisation": "", "caption_policy": "", "request": {"r": [8]}}
-    manifest = output.merge(fields, {"x": 1})
+    manifest = output.merge(FIELDS | {"request": {"r": [8]}}, {"x": 1})
     assert (manifest.samples, manifest.rejected) == (3, {"broken_image": 1, "empty_caption": 1})
     assert manifest.latents["8"]["mean"] == [pytest.approx(5 / 3)] * 2
     assert manifest.latents["8"]["sample_std"] == [pytest.approx((8 / 9 + 11 / 3) ** 0.5)] * 2
@@ -97,6 +101,34 @@ def test_writer_keeps_the_source_order(tmp_path):
     assert not OutputSet(tmp_path, ["a", "b"]).is_complete({"r": [8]})
     assert OutputSet(tmp_path, ["a", "b"]).unknown_shards() == 1
     assert output.samples_per_shard() == pytest.approx(5 / 3)
+
+
+@pytest.mark.parametrize("uploads", [True, False])
+def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
+    """Also where the store refused its index, or where the job that wrote it made no copy."""
+
+    def refuse(*args):
+        raise ValueError("try again")
+
+    store = SimpleNamespace(upload=lambda path, name: None, abort_uploads=lambda names: None)
+    monkeypatch.setattr(Copy, "_store", store)
+    copy = Copy(tmp_path, "gs://bucket/set")
+    output = OutputSet(tmp_path, ["a"], copy)
+    write(output, "a", [sample("a0")], {})
+    output.merge(FIELDS, {})
+    assert output.is_complete(FIELDS["request"])
+    write(OutputSet(tmp_path, [], copy), "b", [sample("b0")], {})
+    output = OutputSet(tmp_path, ["a", "b"], copy)
+    with monkeypatch.context() as patch:
+        if uploads:
+            patch.setattr(Copy, "add", refuse)
+            with pytest.raises(ValueError, match="try again"):
+                output.merge(FIELDS, {})
+        else:
+            OutputSet(tmp_path, ["a", "b"]).merge(FIELDS, {})
+    assert Manifest.read(tmp_path).shards == 2 and not output.is_complete(FIELDS["request"])
+    output.merge(FIELDS, {})
+    assert output.is_complete(FIELDS["request"])
 
 
 def test_two_ranks_with_one_shard(tmp_path):
