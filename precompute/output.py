@@ -27,6 +27,7 @@ from typing import Any
 from data.disk_errors import about
 from data.files import atomic_write, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
+from data.mds_index import read_index
 from precompute.config import EncodeConfig
 from precompute.totals import counts_text, totals
 from precompute.upload import MARKER, Copy
@@ -125,10 +126,14 @@ class OutputSet:
         if self.copy is not None and not self.copy.has(self.out):
             return False
         try:
-            manifest = Manifest.read(self.out)
+            manifest, index = Manifest.read(self.out), read_index(self.out)
         except (FileNotFoundError, ValueError):
             return False
-        return manifest.request == _as_json(request) and manifest.shards == len(self.shards)
+        if manifest.request != _as_json(request) or manifest.shards != len(self.shards):
+            return False
+        merged = dict.fromkeys(Path(entry["raw_data"]["basename"]).parent.name for entry in index)
+        # A shard whose samples were all rejected is not in the index.
+        return list(merged) == [shard for shard in self.shards if shard in merged or self._done(shard)["samples"]]
 
     def claim(self, options: dict[str, Any]) -> None:
         """Writes the options that the folder's values depend on, or compares them with those that are there.

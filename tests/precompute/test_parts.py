@@ -131,6 +131,19 @@ def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
     assert output.is_complete(FIELDS["request"])
 
 
+def test_as_many_other_shards_are_not_the_set(tmp_path):
+    every = {"a": [sample("a0")], "b": [sample("b0")], "empty": [Rejected("e0", "empty_caption")]}
+    for shard, samples in every.items():
+        write(OutputSet(tmp_path, []), shard, samples, {})
+    for shards in ["a", "b"], ["a", "empty"], ["b", "a"]:
+        output = OutputSet(tmp_path, shards)
+        assert not output.is_complete(FIELDS["request"])
+        output.merge(FIELDS, {})
+        assert output.is_complete(FIELDS["request"])
+    (tmp_path / "index.json").write_text("{}")
+    assert not output.is_complete(FIELDS["request"])
+
+
 def test_two_ranks_with_one_shard(tmp_path):
     output = OutputSet(tmp_path, ["a"])
     output.claim({"x": 1})
