@@ -40,6 +40,14 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         ValueError: the device does not exist, the encoders do not fit the config, a folder holds values made with
             other options, or input shards could not be read.
     """
+    shards = [InputShard(label, shard) for label, output in sets.items() for shard in output.shards]
+    own = rank.share(shards)
+    # Tasks of an array may start hours apart, so the age of a note says nothing. A note counts until the rank that has
+    # the shard in its share starts again; whatever the number of ranks, there is one. It removes the note first of all:
+    # of ranks that start together, none looks at the notes before it has loaded the encoders. Where a rank starts much
+    # later than the others, these may name a shard that it is still to try. It completes the set all the same.
+    for label, output in sets.items():
+        output.forget_unreadable({shard.shard for shard in own if shard.label == label})
     device = pick_device(config.device, rank.local)
     # The second pass in fp32 and `precision: fp32` mean fp32, not TF32 with its ten bits.
     torch.backends.cudnn.allow_tf32 = False
@@ -55,12 +63,11 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         if texts is not None:
             store_null_text(output.out / NULL_TEXT, texts)
 
-    shards = [InputShard(label, shard) for label, output in sets.items() for shard in output.shards]
-    for shard in rank.share(shards):
+    for shard in own:
         output = sets[shard.label]
         if output.is_encoded(shard.shard) and not output.is_done(shard.shard):  # by a job that made no copy
             output.upload(shard.shard, output.folder(shard.shard))
-    todo = [shard for shard in rank.share(shards) if not sets[shard.label].is_done(shard.shard)]
+    todo = [shard for shard in own if not sets[shard.label].is_done(shard.shard)]
     encoders = ", ".join(f"{encoder.id} ({encoder.precision})" for encoder in (images, texts) if encoder is not None)
     every_rank.info(
         f"encode: rank {rank.rank} of {rank.world} on {device}: {len(todo)} of {len(shards)} shards to do, {encoders}"
@@ -78,8 +85,6 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
     progress = EncodeProgress(len(todo), known, quiet=rank.rank != 0)
     pipeline = EncodePipeline(images, texts, open_writer, publish, progress)
-    for shard in todo:
-        sets[shard.label].forget_unreadable(shard.shard)
     if todo:
         _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank)
     for shard, problem in pipeline.failed.items():
@@ -89,7 +94,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     unreadable: dict[str, str] = {}
     for label, output in sets.items():
         remaining = output.remaining()
-        broken = {shard: problem for shard, problem in output.unreadable(rank.began).items() if shard in remaining}
+        broken = {shard: problem for shard, problem in output.unreadable().items() if shard in remaining}
         left = len(remaining) - len(broken)
         if left and rank.world > 1:
             # The last rank to finish names what could not be read: the launcher stops the others when one fails.
@@ -102,9 +107,9 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         elif rank.world == 1:
             left = len(remaining)
             log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
-    own = {shard.shard: problem for shard, problem in pipeline.failed.items()}
-    if own.keys() - unreadable.keys():
-        every_rank.warning(f"encode: rank {rank.rank} could not read: {_listed(own)}")
+    failed = {shard.shard: problem for shard, problem in pipeline.failed.items()}
+    if failed.keys() - unreadable.keys():
+        every_rank.warning(f"encode: rank {rank.rank} could not read: {_listed(failed)}")
     if unreadable:
         again = "start the job again to try them again"
         advice = (

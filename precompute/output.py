@@ -21,6 +21,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ DONE = "done.json"
 INDEX = "index.json"
 UNREADABLE = "unreadable"
 SOURCE = "source"  # the option that says what is taken of the source's data (see `precompute.config.reading`)
-CLOCKS = 5.0  # seconds by which the clocks of machines and of their file system may differ
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
 
@@ -193,19 +193,17 @@ class OutputSet:
         """Writes down that an input shard could not be read, for the ranks that finish later."""
         write_json(self.out / UNREADABLE / f"{shard}.json", {"shard": shard, "problem": problem})
 
-    def forget_unreadable(self, shard: str) -> None:
-        """A shard is tried again."""
-        (self.out / UNREADABLE / f"{shard}.json").unlink(missing_ok=True)
+    def forget_unreadable(self, shards: Collection[str]) -> None:
+        """Removes the notes of shards that are tried again."""
+        for path in (self.out / UNREADABLE).glob("*.json"):
+            if path.stem in shards:
+                path.unlink(missing_ok=True)
 
-    def unreadable(self, since: float) -> dict[str, str]:
-        """Input shards that could not be read, each with the problem.
-
-        Args:
-            since: time in seconds; what an earlier job wrote down is not counted.
-        """
+    def unreadable(self) -> dict[str, str]:
+        """Input shards that could not be read, each with the problem."""
         found = {}
         for path in sorted((self.out / UNREADABLE).glob("*.json")):
-            if path.stat().st_mtime >= since - CLOCKS:
+            with suppress(FileNotFoundError):  # a rank that has just started tries it again
                 values = _read_json(path, remove=path)
                 found[values["shard"]] = values["problem"]
         return found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -18,13 +17,11 @@ class Rank:
         rank: number of this process, from 0.
         world: number of processes.
         local: number of this process on its machine, which is also the number of its GPU.
-        began: time in seconds at which this process began.
     """
 
     rank: int = 0
     world: int = 1
     local: int = 0
-    began: float = field(default_factory=time.time, compare=False)
 
     @classmethod
     def from_environment(cls) -> Rank:

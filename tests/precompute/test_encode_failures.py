@@ -45,9 +45,9 @@ def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path,
     assert not list((out / "unreadable").iterdir()) and Manifest.read(out).shards == 3
 
 
-def test_the_last_rank_names_what_the_others_could_not_read(recipe, tmp_path, monkeypatch, capsys):
-    """A rank that fails earlier than the others would make the launcher stop them."""
-    path = recipe(workers=0)
+def test_the_last_rank_names_what_the_others_could_not_read(encoded, read, recipe, tmp_path, monkeypatch, capsys):
+    """A rank that fails earlier than the others would make the launcher stop them. Ranks may start hours apart."""
+    path, out = recipe(workers=0), tmp_path / "out" / "train"
     read_shard = TarSource.read
 
     def broken(self, shard):
@@ -55,15 +55,34 @@ def test_the_last_rank_names_what_the_others_could_not_read(recipe, tmp_path, mo
             raise EOFError("a library's own error")
         return read_shard(self, shard)
 
-    monkeypatch.setattr(TarSource, "read", broken)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")  # its only shard is the broken one
+    with monkeypatch.context() as patch:
+        patch.setattr(TarSource, "read", broken)
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("RANK", "1")  # its only shard is the broken one
+        main([path])
+        assert "rank 1 could not read: 00001" in capsys.readouterr().out
+        (note,) = (out / "unreadable").iterdir()
+        os.utime(note, (0, 0))
+        patch.setenv("RANK", "0")
+        error = expect_error([path], capsys)
+        assert "1 input shards could not be read" in error and "EOFError a library's own error" in error
+        assert len(list((out / "shards").iterdir())) == 2 and not (out / "manifest.json").exists()
+        expect_error([path, "leave_out_unreadable=true"], capsys)
+        assert Manifest.read(out).shards == 2
+    main([path])  # of another number of processes
+    assert not note.exists() and Manifest.read(out).shards == 3
+    assert_same(read(encoded), read(out))
+
+
+def test_an_old_note_of_a_shard_that_is_done_is_nothing(recipe, monkeypatch, tmp_path):
+    path, output = recipe(), OutputSet(tmp_path / "out" / "train", [])
     main([path])
-    assert "rank 1 could not read: 00001" in capsys.readouterr().out
-    monkeypatch.setenv("RANK", "0")
-    error = expect_error([path], capsys)
-    assert "1 input shards could not be read" in error and "EOFError a library's own error" in error
-    assert len(list((tmp_path / "out" / "train" / "shards").iterdir())) == 2
+    (tmp_path / "out" / "train" / "manifest.json").unlink()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shard = next(p.name for p in (output.out / "shards").iterdir() if p.name.startswith("00001"))  # rank 1's
+    output.note_unreadable(shard, "the server is gone")
+    main([path])
+    assert Manifest.read(output.out).shards == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
