@@ -64,10 +64,18 @@ class FolderSource:
         self.entries: dict[str, list[tuple[str, str]]] = {}
         for number, start in enumerate(range(0, len(entries), shard_size)):
             part = entries[start : start + shard_size]
-            self.entries[shard_id(f"{number:05d}", *(name for _, name in part))] = part
+            self.entries[shard_id(f"{number:05d}", *self._identity([name for _, name in part]))] = part
+
+    def _identity(self, names: list[str]) -> list[str]:
+        """What the id of a shard with these names depends on."""
+        if self.table is None:
+            return names
+        captions = [self.table[name][0] if name in self.table else None for name in names]
+        return [*names, json.dumps(captions)]
 
     def shards(self) -> list[str]:
-        """One id for each `shard_size` images; it changes when the names in the shard do."""
+        """One id for each `shard_size` images; it changes when the names in the shard or their captions in a table do.
+        What .txt files hold does not change it: they are read with the images."""
         return list(self.entries)
 
     def read(self, shard: str) -> Iterator[Sample | Rejected]:

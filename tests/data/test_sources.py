@@ -204,6 +204,22 @@ def test_folder_table_oddities(tmp_path):
     ]
 
 
+def test_other_captions_in_a_table_are_another_shard(tmp_path):
+    def shards(*rows, captions="t.csv"):
+        (tmp_path / "t.csv").write_text("\n".join(["file,text,note", *rows]), "utf-8")
+        return FolderSource(path=str(tmp_path), captions=captions, shard_size=1).shards()
+
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_bytes(picture(1))
+        (tmp_path / f"{name}.txt").write_text("a text")
+    one = shards("a.png,one,n", "b.png,two,n")
+    assert shards("b.png,two,other", "a.png,one,other") == one  # the order, and what is not used
+    edited = shards("a.png,three,n", "b.png,two,n")
+    assert edited[0] != one[0] and edited[1] == one[1]
+    assert len({shards("a.png,one,", row)[1] for row in ("b.png,,", "b.png,None,", "gone.png,two,")}) == 3
+    assert shards(captions="txt") == [shard_id("00000", "a.png"), shard_id("00001", "b.png")]  # as in earlier versions
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
