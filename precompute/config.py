@@ -27,8 +27,11 @@ COMPRESSIONS = re.compile(r"br(:(\d|1[01]))?|bz2(:[1-9])?|gz(:\d)?|snappy|zstd(:
 HASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"} | {
     name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")
 }
-# Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart.
+# Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart, or (of
+# scores) the weights of their model.
 PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores")
+# Options that say what is taken of a source's data (see `source_options`). Sets of earlier versions may lack them.
+SOURCE, SCORES = "source", "scores"
 
 
 @dataclass(kw_only=True)
@@ -194,6 +197,33 @@ def reading(source: Component) -> dict[str, Any]:
             found[name] = reading(value)
         elif name not in PLACES:  # a table of captions moves, too
             found[name] = value.rpartition("/")[2] if isinstance(value, str) else plain_values(value)
+    return found
+
+
+def source_options(source: Component) -> dict[str, Any]:
+    """The options that say what is taken of a source's data, and by which scores.
+
+    Raises:
+        FileNotFoundError: it has not been scored.
+        ValueError: what is known of its scores is damaged.
+    """
+    models = _models_of_scores(source)
+    return {SOURCE: reading(source)} | ({SCORES: models} if models else {})
+
+
+def _models_of_scores(source: Component) -> list[str]:
+    """Hashes of the weights of the models by whose scores a source, and those inside of it, choose pairs."""
+    found = []
+    for value in source.args.values():
+        if isinstance(value, Component):
+            found += _models_of_scores(value)
+    if source.name == "scored":
+        from data.score_files import FACTS, read_facts  # not above: it imports NumPy
+
+        facts = read_facts(Path(source.args["scores"]))
+        if "weights_hash" not in facts:
+            raise FileNotFoundError(f"no file {source.args['scores']}/{FACTS}; finish precompute/scores.py first")
+        found.append(facts["weights_hash"])
     return found
 
 

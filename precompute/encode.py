@@ -17,7 +17,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.locks import held
 from data.log import log
 from data.threads import set_default_threads
-from precompute.config import EncodeConfig, reading
+from precompute.config import EncodeConfig, source_options
 from recipes.config.command_line import read_command_line, user_errors
 
 
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     set_default_threads(spare=max(1, config.workers))
     with user_errors():
-        from precompute.output import SOURCE, output_of
+        from precompute.output import output_of
         from precompute.ranks import Rank
         from recipes.config.build import build
 
@@ -40,9 +40,7 @@ def main(arguments: list[str]) -> None:
         sources = build(config.sources)
         sets = {label: output_of(config, label, source.shards()) for label, source in sources.items()}
         request = config.request()
-        if all(
-            output.is_complete(request | {SOURCE: reading(config.sources[label])}) for label, output in sets.items()
-        ):
+        if all(output.is_complete(request | source_options(config.sources[label])) for label, output in sets.items()):
             log.info(f"already complete: {config.out}; delete it to encode again")
             return
         try:

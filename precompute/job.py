@@ -17,9 +17,9 @@ from data.manifest import NULL_TEXT, Manifest
 from data.quarantine import Quarantine
 from data.sources.base import InputShard, Source
 from precompute.columns import LatentColumns, TokenColumns
-from precompute.config import EncodeConfig, reading
+from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
-from precompute.output import CONFIG, SOURCE, UNREADABLE, OutputSet
+from precompute.output import CONFIG, UNREADABLE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
@@ -56,7 +56,8 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     texts: TextEncoder | None = None if config.text_encoder is None else build(config.text_encoder).to(device)
     columns = columns_of(config, images, texts)
     made_with = encoding_options(config, images, texts)
-    options = {label: made_with | {SOURCE: reading(config.sources[label])} for label in sets}
+    of_sources = {label: source_options(config.sources[label]) for label in sets}
+    options = {label: made_with | of_sources[label] for label in sets}
     for label, output in sets.items():
         output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))
@@ -102,7 +103,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
             continue
         unreadable |= broken
         if not remaining or config.leave_out_unreadable:
-            request = fields["request"] | {SOURCE: options[label][SOURCE]}
+            request = fields["request"] | of_sources[label]
             _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
         elif rank.world == 1:
             left = len(remaining)

@@ -29,7 +29,7 @@ from data.disk_errors import about
 from data.files import atomic_write, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from data.mds_index import read_index
-from precompute.config import EncodeConfig
+from precompute.config import SCORES, SOURCE, EncodeConfig
 from precompute.totals import counts_text, totals
 from precompute.upload import MARKER, Copy
 
@@ -38,7 +38,6 @@ CONFIG = "config.yaml"
 DONE = "done.json"
 INDEX = "index.json"
 UNREADABLE = "unreadable"
-SOURCE = "source"  # the option that says what is taken of the source's data (see `precompute.config.reading`)
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
 
@@ -117,7 +116,7 @@ class OutputSet:
         """Whether all shards are done and merged into a set that was made for this request.
 
         Args:
-            request: see `precompute.config.EncodeConfig.request`; it also holds `SOURCE`.
+            request: see `precompute.config.EncodeConfig.request`; it also holds `precompute.config.source_options`.
         """
         embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
         needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
@@ -160,7 +159,7 @@ class OutputSet:
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
         options = _as_json(options)
         for name in [*options, *found]:
-            if name == SOURCE and name not in found:  # made by an earlier version
+            if name in (SOURCE, SCORES) and name not in found:  # made by an earlier version
                 continue
             if found.get(name) != options.get(name):
                 raise ValueError(

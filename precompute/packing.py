@@ -25,8 +25,8 @@ from data.manifest import REJECTED
 from data.sources.base import Rejected, Source, rejected_line
 from data.text_manifest import VOCABULARY, TextManifest
 from data.vocabulary_files import copy_vocabulary
-from precompute.config import reading
-from precompute.output import CONFIG, DONE, SOURCE, OutputSet
+from precompute.config import source_options
+from precompute.output import CONFIG, DONE, OutputSet
 from precompute.pack_config import PackConfig
 from precompute.ranks import Rank
 from precompute.totals import counts_text
@@ -98,7 +98,7 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
             f"vocabulary: {config.vocabulary} has {vocabulary.size:,} entries; give one with {MOST_TOKENS - 1:,} or "
             "fewer, as tokens are stored in 16 bits"
         )
-    options = {label: config.request() | {SOURCE: reading(config.sources[label])} for label in sets}
+    options = {label: config.request() | source_options(config.sources[label]) for label in sets}
     todo = []
     for label, output in sets.items():
         output.claim(options[label])

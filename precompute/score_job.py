@@ -16,9 +16,8 @@ from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, re
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
-from precompute.config import EncodeConfig, reading
+from precompute.config import SCORES, SOURCE, EncodeConfig, source_options
 from precompute.job import pick_device
-from precompute.output import SOURCE
 from precompute.ranks import Rank
 from recipes.config.build import build
 from recipes.config.values import plain_values
@@ -46,7 +45,7 @@ def score(config: EncodeConfig, model: str) -> bool:
     sources, decoder = build(config.sources), build(config.filter)
     scorer = Reranker(model, str(pick_device(config.device, rank.local)))
     of_all = {"model": model, "weights_hash": weights_hash(scorer.network), "filter": plain_values(config.filter)}
-    facts = {label: of_all | {SOURCE: reading(component)} for label, component in config.sources.items()}
+    facts = {label: of_all | source_options(component) for label, component in config.sources.items()}
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
     for label, folder in folders.items():
         claim(folder, facts[label])
@@ -69,7 +68,7 @@ def claim(folder: Path, facts: dict[str, Any]) -> None:
     """
     found = read_facts(folder)
     for name in facts if found else ():
-        if name == SOURCE and name not in found:  # scored by an earlier version
+        if name in (SOURCE, SCORES) and name not in found:  # scored by an earlier version
             continue
         if found.get(name) != facts[name]:
             raise ValueError(

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from streaming import StreamingDataset
 
+from data.files import write_json
 from data.log import every_rank, log
 from data.manifest import Manifest
 from data.sources.base import InputShard, Rejected
 from precompute.columns import LatentColumns
-from precompute.config import EncodeConfig, reading
+from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import assign
 from precompute.output import OutputSet
 from precompute.progress import EncodeProgress, duration
@@ -255,6 +256,28 @@ def test_what_is_taken_of_a_source_is_an_option_wherever_it_lies(tmp_path, recip
         OutputSet(tmp_path, []).claim({"source": scored[1]})
     (tmp_path / "options.json").write_text("{}")  # of an earlier version
     OutputSet(tmp_path, []).claim({"source": scored[1]})
+
+
+def test_scores_may_move_but_not_be_another_models(tmp_path, recipe):
+    def options(scores):
+        inner = {"name": "tars", "urls": "a.tar"}
+        source = {"name": "scored", "source": inner, "scores": str(tmp_path / scores), "at_least": 0.2}
+        twice = source | {"source": source}  # of pairs that were chosen by scores, too
+        config = load_config(recipe(sources={"once": source, "twice": twice}), [], EncodeConfig, missing=[])
+        return [source_options(component) for component in config.sources.values()]
+
+    for folder, weights in ("a", "1"), ("moved", "1"), ("other", "2"):
+        write_json(tmp_path / folder / "facts.json", {"weights_hash": weights})
+    assert options("a") == options("moved")
+    for known, other in zip(options("a"), options("other"), strict=True):
+        output = OutputSet(tmp_path / str(len(known["scores"])), [])
+        output.claim(known)
+        with pytest.raises(ValueError, match=r"made with scores \['1'.*\], this job has \['2'.*\]; give another `out`"):
+            output.claim(other)
+    (output.out / "options.json").write_text(json.dumps({"source": known["source"]}))  # of an earlier version
+    output.claim(other)
+    with pytest.raises(FileNotFoundError, match="no file .*/none/facts.json; finish precompute/scores.py first"):
+        options("none")
 
 
 def test_a_claim_without_hard_links(tmp_path, monkeypatch):
