@@ -66,13 +66,13 @@ class ParquetSource:
                     f"{file}: row group {index} claims {stored:,} of the file's {size:,} bytes, and {held[index]:,} of "
                     f"{MEMORY:,} bytes of memory for the columns that are read; write it with smaller row groups"
                 )
-        sizes = [part.num_rows for part in parts]
+        filled = [index for index, part in enumerate(parts) if part.num_rows]  # empty row groups have no pages
         groups: list[int] = []
         first = done = 0
-        for index, rows in enumerate(sizes):
+        for index in filled:
             groups.append(index)
-            done += rows
-            if done - first >= shard_size or index == len(sizes) - 1:
+            done += parts[index].num_rows
+            if done - first >= shard_size or index == filled[-1]:
                 shard = shard_id(f"{name.stem}_{first:08d}", name.as_posix(), size, first, done)
                 self.parts[shard] = (file, groups, first)
                 groups, first = [], done

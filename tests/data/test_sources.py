@@ -279,6 +279,17 @@ def test_parquet_dictionary_captions(tmp_path):
     assert [row.caption for row in read(ParquetSource(path=str(tmp_path)))] == ["x", "y", "x"]
 
 
+def test_empty_row_groups_of_parquet_are_passed_over(tmp_path):
+    table = pa.table({"image": [picture(i) for i in range(5)], "text": [f"c{i}" for i in range(5)]})
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        for begin, rows in ((0, 0), (0, 2), (2, 0), (2, 3), (5, 0)):
+            writer.write_table(table.slice(begin, rows))
+    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 5
+    for size, shards in ((1, 2), (9, 1)):
+        source = ParquetSource(path=str(tmp_path), shard_size=size)
+        assert [row.caption for row in read(source)] == table["text"].to_pylist() and len(source.shards()) == shards
+
+
 def test_parquet_errors(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"image": ["a.png"], "text": ["x"], "n": [1]}), path)
