@@ -132,6 +132,7 @@ class Source(Protocol):
 
         Raises:
             FileNotFoundError: the shard's file does not exist any more.
+            OSError: of the disk or the network, which another start may not have (see `try_again`).
             ValueError: the id is unknown, or the file is not of the source's kind.
         """
 
@@ -175,6 +176,14 @@ def shard_id(name: str, *identity: object) -> str:
     readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:64] or "shard"
     digits = hashlib.sha256("\0".join(map(str, identity)).encode("utf-8", "surrogateescape")).hexdigest()[:8]
     return f"{readable}-{digits}"
+
+
+def try_again(error: BaseException) -> bool:
+    """Whether an error is of the disk, the network or the memory: the shard then stays undone for another start.
+
+    Libraries raise OSErrors without a number for damaged data.
+    """
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None)
 
 
 def text_of(value: bytes | str | None) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 from data.aliases import InputPath
 from data.mds_index import read_index
 from data.memory import MEMORY
-from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id
+from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id, try_again
 
 _FILES = ("bytes", "jpeg", "png")  # encodings that hold an image's file as it is
 _IMAGES = (*_FILES, "pil")
@@ -85,6 +85,8 @@ class MDSSource:
             except FileNotFoundError:
                 raise
             except Exception as error:  # each compression library has its own errors
+                if try_again(error):
+                    raise
                 yield Rejected(name, "broken_shard", f"does not decompress: {error}")
                 return
             reader, encodings = _reader(file, info)
@@ -108,6 +110,8 @@ class MDSSource:
                     row = reader[number]
                 # The offsets of a damaged shard point anywhere, so the library can raise anything.
                 except Exception as error:
+                    if try_again(error):
+                        raise
                     yield Rejected(key, "broken_shard", f"sample {number}: {type(error).__name__}: {error}")
                     continue
                 yield once(self._sample(key, row, encodings))

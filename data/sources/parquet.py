@@ -7,7 +7,7 @@ from typing import Any
 
 from data.aliases import InputPath
 from data.memory import MEMORY
-from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id
+from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id, try_again
 from data.sources.parquet_pages import check_pages
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
@@ -126,6 +126,8 @@ class ParquetSource:
                             yield once(self._sample(file, number, dict(zip(table, values, strict=True))))
                             number += 1
             except (pa.ArrowException, OSError, ValueError) as error:
+                if try_again(error):
+                    raise
                 yield Rejected(file.name, "broken_shard", f"{error} (from row {number} on)")
 
     def _columns(self, parquet: Any) -> list[str]:

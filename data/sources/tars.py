@@ -34,6 +34,7 @@ from data.sources.base import (
     Sample,
     assemble,
     shard_id,
+    try_again,
 )
 
 SCHEMES = ("file", "http", "https", "s3", "gs")
@@ -248,8 +249,8 @@ def _groups(file: BinaryIO, url: str) -> Iterator[tuple[str, dict[str, bytes | i
                     key, members = match[1], {}
                 members[suffix] = info.size if info.size > MAX_FILE_BYTES else archive.extractfile(info).read()
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, *HEADER_ERRORS) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk; gzip and bz2 raise an OSError without a number for damaged data
+        if try_again(error):
+            raise
         if members:
             yield key, members
         yield Rejected(Path(url).name, "broken_shard", f"{error} (after key {key or 'none'})")

@@ -1,12 +1,14 @@
 """data/sources: every layout gives the same samples; what is broken is named, never lost, never raised."""
 
 import csv
+import errno
 import functools
 import io
 import json
 import pickle
 import sys
 import tarfile
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -369,6 +371,26 @@ def test_mds_bombs_are_not_read_to_their_end(tmp_path, compression):
         raw["bytes"] = size
         (row,) = source.read(shard)
         assert row.reason == "broken_shard" and reason in row.detail
+
+
+# The disk
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), pa.ArrowMemoryError("malloc failed")])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("parquet", "data.sources.parquet.check_pages"),
+        ("mds", "streaming.base.format.mds.reader.MDSReader.get_sample_data"),
+        ("mds, zstd", "data.sources.mds._decompressed"),
+    ],
+)
+def test_errors_of_the_disk_are_no_damage(name, place, error, tmp_path, monkeypatch):
+    """A shard that is rejected is never read again, and one that raises is tried again."""
+    source = SOURCES[name](tmp_path)
+    monkeypatch.setattr(place, Mock(side_effect=error))
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        read(source)
 
 
 # What the callers write
