@@ -5,7 +5,9 @@ standard library's `tarfile`, for three reasons: a damaged tar is reported, wher
 samples that lack a file are named; nothing in a tar is unpickled, and no address becomes a command (`pipe:`).
 """
 
+import bz2
 import glob
+import gzip
 import http.client
 import itertools
 import json
@@ -21,6 +23,7 @@ import urllib.request
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +48,8 @@ TIMEOUT = 60.0  # seconds without a byte
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 MAX_NAME_BYTES = 1 << 20  # of headers with long names and other notes
 HEADER_ERRORS = (ValueError, OverflowError, IndexError, RecursionError, OSError)  # `tarfile` raises them for wild ones
+
+_COMPRESSIONS = ((rb"\x1f\x8b\x08", gzip.open), (rb"BZh.1AY&SY", bz2.open), (rb"\xfd7zXZ|\x5d\0\0\x80", lzma.open))
 
 _MEMBER = re.compile(r"^((?:.*/|)[^./][^./]*)[.]([^/]+)$")  # WebDataset's rule: a key ends at its name's first dot
 
@@ -149,7 +154,7 @@ def expand(url: str) -> Iterator[str]:
 
 
 @contextmanager
-def open_tar(url: str) -> Iterator[BinaryIO]:
+def open_tar(url: str) -> Iterator[BufferedReader]:
     """Opens a local tar, or a remote one after it was fetched into a temporary file.
 
     Remote tars are fetched as a whole, because a connection that breaks looks like a tar that ends early.
@@ -227,12 +232,18 @@ class _CheckedHeader(tarfile.TarInfo):
         return super()._proc_member(archive)
 
 
-def _groups(file: BinaryIO, url: str) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
+def _decompressed(file: BufferedReader) -> BinaryIO:
+    """A tar's bytes, which may be compressed in several parts (`cat a.tar.gz b.tar.gz`): `tarfile` reads the first."""
+    begin = file.peek(10)
+    return next((opened(file) for mark, opened in _COMPRESSIONS if re.match(mark, begin, re.DOTALL)), file)
+
+
+def _groups(file: BufferedReader, url: str) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
     """Groups neighbouring members of one key, as (key, suffix -> bytes or the size of a member that is too large)."""
     key, members = "", {}
     try:
-        # "r|*" reads forward only, compressed or not.
-        with tarfile.open(fileobj=file, mode="r|*", tarinfo=_CheckedHeader) as archive:
+        # "r|" reads forward only.
+        with tarfile.open(fileobj=_decompressed(file), mode="r|", tarinfo=_CheckedHeader) as archive:
             while (info := archive.next()) is not None:
                 archive.members.clear()  # tarfile would keep every header of the archive
                 name = info.name.removeprefix("./")
@@ -248,6 +259,10 @@ def _groups(file: BinaryIO, url: str) -> Iterator[tuple[str, dict[str, bytes | i
                         yield key, members
                     key, members = match[1], {}
                 members[suffix] = info.size if info.size > MAX_FILE_BYTES else archive.extractfile(info).read()
+            # `tarfile` ends at the first block of zeros. Joined tars and those with a hole go on behind it.
+            while block := archive.fileobj.read(1 << 20):
+                if block.strip(b"\0"):
+                    raise tarfile.ReadError(f"data after the end-of-archive mark at byte {archive.offset}")
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, *HEADER_ERRORS) as error:
         if try_again(error):
             raise

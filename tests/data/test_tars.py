@@ -162,6 +162,26 @@ def test_every_truncation_of_a_tar_is_seen(tmp_path):
     assert "cut.tar" in reasons(source)
 
 
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+def test_data_after_the_end_of_an_archive_is_reported(mode, tmp_path):
+    parts = [write_tar(tmp_path / str(len(rows)), layout(rows), mode).read_bytes() for rows in (ROWS[:2], ROWS[2:])]
+    (tmp_path / "x.tar").write_bytes(b"".join(parts))
+    *samples, broken = read(TarSource(urls=str(tmp_path / "x.tar")))
+    assert [row.key for row in samples] == ["p00", "p01"] and broken.reason == "broken_shard"
+    assert broken.detail.startswith("data after the end-of-archive mark at byte ")
+
+
+def test_a_hole_in_a_tar_is_reported(tmp_path):
+    path = write_tar(tmp_path / "x.tar", layout())
+    whole = path.read_bytes()
+    with tarfile.open(path) as archive:
+        hole = archive.getmember("p02.txt").offset
+    path.write_bytes(whole[:hole] + bytes(512) + whole[hole + 512 :])
+    assert reasons(TarSource(urls=str(path))) == {"p02": "missing_caption", "x.tar": "broken_shard"}
+    path.write_bytes(whole + bytes(3 << 20))  # only zeros follow
+    assert not reasons(TarSource(urls=str(path)))
+
+
 def test_tar_that_is_none(tmp_path):
     (tmp_path / "x.tar").write_bytes(b"<html>not found</html>" * 99)
     assert reasons(TarSource(urls=str(tmp_path / "x.tar"))) == {"x.tar": "broken_shard"}
