@@ -57,7 +57,7 @@ class ParquetSource:
             columns = self._columns(parquet)
             held = [_held(parquet.metadata, group, columns) for group in range(parquet.num_row_groups)]
             parts = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
-        size = file.stat().st_size  # a file that was rewritten under the same name holds other shards
+        size = file.stat().st_size  # a file that was rewritten in another size holds other shards
         for index, part in enumerate(parts):
             chunks = [part.column(column) for column in range(part.num_columns)]
             stored = sum(chunk.total_compressed_size for chunk in chunks)

@@ -72,7 +72,8 @@ class TarSource:
         self.caption = caption
         self.urls: dict[str, str] = {}
         for url in itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)):
-            # With the size, because a tar that was rewritten under the same name is another shard.
+            # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
+            # padded, so the size can stay. The time is left out: a copy would be another shard.
             size = None if "://" in url else Path(url).stat().st_size
             name = shard_id(Path(urllib.parse.urlparse(url).path).name.split(".")[0], url, size)
             if name in self.urls:
@@ -82,7 +83,7 @@ class TarSource:
             raise ValueError("source.urls is empty: name at least one tar")
 
     def shards(self) -> list[str]:
-        """One id per tar, in the given order."""
+        """One id per tar, in the given order; it changes when the address does, or the size of a local tar."""
         return list(self.urls)
 
     def read(self, shard: str) -> Iterator[Sample | Rejected]:

@@ -302,7 +302,7 @@ def test_gzip_is_read_without_its_suffix(tmp_path):
     assert len(read(TarSource(urls=str(tmp_path / "y.tar")))) == len(ROWS)
 
 
-def test_a_tar_written_anew_is_another_shard(tmp_path):
+def test_a_tar_of_another_size_is_another_shard(tmp_path):
     path = write_tar(tmp_path / "a.tar", layout())
     before = TarSource(urls=str(path)).shards()
     assert TarSource(urls=str(path)).shards() == before
