@@ -161,6 +161,9 @@ def to_rgb(image: Image.Image) -> Image.Image | None:
     if image.mode.startswith("I;16"):
         # Pillow's own conversion clips values at 255 instead of scaling them.
         values = np.asarray(image).astype(np.uint32)
+        clear = image.info.get("transparency")  # the one value of a PNG that is transparent
+        if isinstance(clear, int):
+            values[values == clear] = 65535
         return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         return None

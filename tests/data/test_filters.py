@@ -102,6 +102,13 @@ def test_transparency_is_on_white():
     assert left == RED and right == (255, 255, 255)
 
 
+def test_sixteen_bit_grey_with_a_transparent_value_is_on_white():
+    values = np.full((8, 8), 1000, np.uint16)
+    values[:, 4:] = 51 * 257
+    left, right = corners(decode(encode(Image.fromarray(values), transparency=1000)))
+    assert left == (255, 255, 255) and right == (51, 51, 51)
+
+
 def test_half_transparency_is_mixed():
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 128))
     assert near(corners(decode(encode(image)))[0], (127, 127, 127), 1)
