@@ -152,10 +152,9 @@ class DecodedBatches(IterableDataset):
             pixels = batch.pixels[resolution][row].numpy()
             for crop, box in enumerate(crops):
                 pixels[crop] = resize(sample.image, box, resolution, sample.original_size, area=wanted.crop in CROPS)
-        # JSON and file names can hold lone surrogates, which cannot be stored as UTF-8.
+        # JSON and file names can hold lone surrogates, which cannot be stored as UTF-8. The filter mends captions.
         key = sample.key.encode("utf-8", "backslashreplace").decode()
-        caption = sample.caption.encode("utf-8", "replace").decode()
-        batch.images.append(ImageFacts(position, key, caption, width, height, boxes))
+        batch.images.append(ImageFacts(position, key, sample.caption, width, height, boxes))
 
     def _generator(self, shard: InputShard, key: str, crop: int) -> np.random.Generator:
         """Random crops depend on seed, shard, key and number only, not on workers, ranks or restarts."""

@@ -67,7 +67,7 @@ class DecodedSample:
     Attributes:
         key: as in `Sample`.
         image: RGB, upright. May be smaller than `original_size` (see `Filter.decode`, `shrink_to`).
-        caption: without surrounding white space, never empty.
+        caption: without surrounding white space and lone surrogates, never empty.
         metadata: as in `Sample`.
         original_size: (width, height) in pixels, upright, before any shrinking.
     """

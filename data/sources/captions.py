@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import unicodedata
 from typing import Any
 
 LANGUAGES = "py3langid"  # BSD, 139 languages, its model included (no pickle); needs NumPy only
@@ -55,11 +56,12 @@ class CaptionRules:
         self.max_boilerplate = max_boilerplate
 
     def problem(self, caption: str) -> tuple[str, str] | None:
-        """Why a caption (without surrounding white space) is rejected: a reason from `base.REASONS` and a detail.
+        """Why a caption is rejected: a reason from `base.REASONS` and a detail. It has no surrounding white space and
+        no lone surrogates.
 
         Cheap checks come first. Returns None if the caption is accepted.
         """
-        if not caption:
+        if all(one.isspace() or unicodedata.category(one) == "Cf" for one in caption):  # zero-width marks and the like
             return "empty_caption", ""
         if len(caption) < self.min_chars:
             return "short_caption", f"{len(caption)} characters"
@@ -93,7 +95,7 @@ def _without(pattern: str, caption: str) -> str:
     import pyarrow.compute
 
     # (?is): ignore case, and let . match line ends.
-    texts = pyarrow.array([caption.encode("utf-8", "replace").decode()])
+    texts = pyarrow.array([caption])
     return pyarrow.compute.replace_substring_regex(texts, pattern=f"(?is){pattern}", replacement="")[0].as_py()
 
 

@@ -94,7 +94,8 @@ class Filter:
 
     def caption(self, sample: Sample) -> str | Rejected:
         """A sample's caption without surrounding white space, or why it is rejected. The image is not decoded."""
-        caption = sample.caption.strip()
+        # JSON can hold lone surrogates, which cannot be stored as UTF-8; each becomes a question mark.
+        caption = sample.caption.encode("utf-8", "replace").decode().strip()
         problem = self.captions.problem(caption)
         return caption if problem is None else Rejected(sample.key, *problem)
 

@@ -53,6 +53,12 @@ def test_share_of_ascii_letters(text):
     assert ascii_letters(text) == (len(few) / len(letters) if letters else 1.0)
 
 
+def test_what_cannot_be_stored_or_seen():
+    assert judge("cut emoji \ud83d here") == judge("cut emoji \ud83d here", boilerplate=DATES) == "cut emoji ? here"
+    assert judge("\u200b \ufeff\u00ad") == ("empty_caption", "")
+    assert judge("\u200bdog") == "\u200bdog"
+
+
 DATES = [r"photographed on .*", r"\(c\) \w+ \d{4}"]
 
 
