@@ -90,16 +90,17 @@ def check_out(path: Path) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError, and
-    those of disks that are full, read-only or the like (`data.disk_errors`)."""
+    """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError,
+    ConnectionError (a server that does not answer), and those of disks that are full, read-only or the like
+    (`data.disk_errors`)."""
     try:
         yield
     except FileNotFoundError as error:
         of_system = error.filename is not None
         fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
-    except ValueError as error:
-        # Python's own kinds of it, such as UnicodeDecodeError, are bugs.
-        own = type(error) is ValueError or type(error).__module__.startswith("recipes.")
+    except (ValueError, ConnectionError) as error:
+        # Python's own kinds of them, such as UnicodeDecodeError, are bugs.
+        own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith("recipes.")
         if not own or _from_a_library(error):
             raise
         fail([str(error)])
@@ -110,7 +111,7 @@ def user_errors() -> Iterator[None]:
         fail([disk_line(found)])
 
 
-def _from_a_library(error: ValueError) -> bool:
+def _from_a_library(error: Exception) -> bool:
     """Whether the error was raised by a library, in which case its traceback is needed."""
     traceback = error.__traceback__
     while traceback.tb_next is not None:

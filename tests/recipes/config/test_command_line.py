@@ -139,6 +139,13 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
         (tmp_path / "b").read_text()
     assert capsys.readouterr().err == f"error: no file a\nerror: {tmp_path}/b: there is no such file or folder\n"
 
+    with pytest.raises(SystemExit) as left, user_errors():
+        raise ConnectionError("cannot fetch http://a/0.tar: no answer; start again when the server answers")
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("error: cannot fetch http://a/0.tar: no answer; ")
+    with pytest.raises(BrokenPipeError), user_errors():
+        raise BrokenPipeError(32, "Broken pipe")
+
     with small_files(1), pytest.raises(SystemExit) as left, user_errors():
         write_text(tmp_path / "a.json", "long")
     assert left.value.code == 2 and not list(tmp_path.iterdir())
