@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from data.sources.base import Rejected, Sample
 from data.sources.folder import FolderSource
 from data.sources.parquet import ParquetSource
+from data.sources.parquet_footer import END
 from data.sources.tars import TarSource
+from data.sources.thrift import structure
 from tests.fuzzing import changed_bytes, few, reads_or_refuses
 
 # --- tars --------------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ def test_pages_of_parquet_that_claim_too_much_are_refused_before_they_are_read(t
     for name, data, text in (
         ("page", with_number(whole, page + 3, 1_000_000), "column image.bytes: a page .* 1,000,000 uncompressed"),
         ("dictionary", with_number(whole, entries, 8000), "column text: a dictionary at byte .* claims 8,000 entries"),
-        ("nothing", whole[:page] + b"\xff" * 20 + whole[page + 20 :], "column image.bytes: type 15"),
+        ("nothing", whole[:page] + b"\xff" * 20 + whole[page + 20 :], "column image.bytes: a value of type 15"),
     ):
         file.write_bytes(data)
         found = list(ParquetSource(path=str(file)).read(shard))
@@ -134,14 +136,23 @@ def test_parquet_files(parquet_bytes, tmp_path, data):
 
 @few
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_header_of_parquet_or_an_error(data):
-    from data.sources.parquet_pages import DEEPEST, _structure
-
+def test_any_bytes_are_a_structure_of_thrift_or_an_error(data):
     try:
-        fields, end = _structure(data, 0, DEEPEST)
+        fields, end = structure(data)
     except (ValueError, IndexError):
         return
     assert 0 < end <= len(data) and all(isinstance(number, int) for number in fields)
+
+
+def test_metadata_of_a_column_that_pyarrow_cannot_bear_ends_no_process(parquet_bytes, tmp_path):
+    """A column that must have values, but sizes of one that need not: pyarrow's `RowGroupMetaData.column` aborts."""
+    end = len(parquet_bytes) - END
+    begin = end - int.from_bytes(parquet_bytes[end : end + 4], "little")
+    optional, required = b"\x15\x0c\x25\x02", b"\x15\x0c\x25\x00"  # two fields of a column in the schema
+    place = parquet_bytes.index(optional, begin)
+    (tmp_path / "t.parquet").write_bytes(parquet_bytes[:place] + required + parquet_bytes[place + 4 :])
+    found = reads_or_refuses(lambda: read_all(ParquetSource(path=str(tmp_path / "t.parquet"))))
+    assert found and all(isinstance(sample, Sample | Rejected) for sample in found)
 
 
 def test_parquet_cells_larger_than_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 from data.aliases import InputPath
 from data.memory import MEMORY
 from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id, try_again
+from data.sources.parquet_footer import RowGroup, row_groups
 from data.sources.parquet_pages import check_pages
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
@@ -55,23 +56,22 @@ class ParquetSource:
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
             columns = self._columns(parquet)
-            held = [_held(parquet.metadata, group, columns) for group in range(parquet.num_row_groups)]
-            parts = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
+        parts = row_groups(file)
+        held = [_held(part, columns) for part in parts]
         size = file.stat().st_size  # a file that was rewritten in another size holds other shards
         for index, part in enumerate(parts):
-            chunks = [part.column(column) for column in range(part.num_columns)]
-            stored = sum(chunk.total_compressed_size for chunk in chunks)
-            if part.num_rows < 0 or not 0 <= stored <= size or not 0 <= held[index] <= MEMORY:
+            stored = sum(chunk.total_compressed_size for chunk in part.chunks)
+            if part.rows < 0 or not 0 <= stored <= size or not 0 <= held[index] <= MEMORY:
                 raise ValueError(
                     f"{file}: row group {index} claims {stored:,} of the file's {size:,} bytes, and {held[index]:,} of "
                     f"{MEMORY:,} bytes of memory for the columns that are read; write it with smaller row groups"
                 )
-        filled = [index for index, part in enumerate(parts) if part.num_rows]  # empty row groups have no pages
+        filled = [index for index, part in enumerate(parts) if part.rows]  # empty row groups have no pages
         groups: list[int] = []
         first = done = 0
         for index in filled:
             groups.append(index)
-            done += parts[index].num_rows
+            done += parts[index].rows
             if done - first >= shard_size or index == filled[-1]:
                 shard = shard_id(f"{name.stem}_{first:08d}", name.as_posix(), size, first, done)
                 self.parts[shard] = (file, groups, first)
@@ -111,7 +111,8 @@ class ParquetSource:
         once = ReadOnce()
         with _open(file) as parquet:
             columns = self._columns(parquet)
-            held, workers = max(_held(parquet.metadata, group, columns) for group in groups), _workers()
+            parts = row_groups(file)
+            held, workers = max(_held(parts[group], columns) for group in groups), _workers()
             if held * workers > MEMORY:
                 raise ValueError(
                     f"{file}: row groups of {held:,} bytes in each of {workers} workers, more than the {MEMORY:,} of "
@@ -119,7 +120,7 @@ class ParquetSource:
                 )
             try:
                 for group in groups:  # one by one, so that a damaged one takes none of those before it
-                    check_pages(file, _chunks(parquet.metadata, [group], columns))
+                    check_pages(file, parts[group].of(columns))
                     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
                         table = {name: _values(batch.column(name)) for name in columns}
                         for values in zip(*table.values(), strict=True):
@@ -168,16 +169,9 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}") from None
 
 
-def _chunks(metadata: Any, groups: list[int], columns: list[str]) -> list[Any]:
-    """The column chunks of some columns, with all fields of those that are structures."""
-    parts = [metadata.row_group(group) for group in groups]
-    chunks = [part.column(index) for part in parts for index in range(part.num_columns)]
-    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))]
-
-
-def _held(metadata: Any, group: int, columns: list[str]) -> int:
+def _held(group: RowGroup, columns: list[str]) -> int:
     """Bytes of memory of some columns of a row group; -1 if one claims a negative size."""
-    sizes = [chunk.total_uncompressed_size for chunk in _chunks(metadata, [group], columns)]
+    sizes = [chunk.total_uncompressed_size for chunk in group.of(columns)]
     return -1 if min(sizes, default=0) < 0 else sum(sizes)
 
 
