@@ -25,7 +25,7 @@ from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.clock import Clock
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import is_first_rank
+from recipes.training.ranks import by_first_rank, is_first_rank
 from recipes.training.run import Run
 
 
@@ -84,8 +84,7 @@ class Export(PeriodicCallback):
         self._write(run, complete=True)
 
     def _write(self, run: Run, complete: bool) -> None:
-        if not is_first_rank() and not is_sharded(self.task):
-            return
+        """Every rank must call it: the first one writes, and the others wait here, however long it takes."""
         record = {"run_name": self.run_name, "batches": run.clock.batch, "samples": run.clock.sample}
         ema, average = self.average, None
         if ema is not None and ema.running:
@@ -94,9 +93,7 @@ class Export(PeriodicCallback):
         task = self.task
         if is_sharded(self.task):
             task, average = self._gathered(average)
-            if not is_first_rank():
-                return
-        export(task, self.loading, self.folder, record, complete, average)
+        by_first_rank(lambda: export(task, self.loading, self.folder, record, complete, average))
         if complete:
             log.info(f"weights: {self.folder}")
 

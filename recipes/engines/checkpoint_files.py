@@ -22,7 +22,7 @@ from recipes.engines.kinds import Kind, batch_of
 from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import by_first_rank, is_first_rank, wait
+from recipes.training.ranks import by_first_rank, wait
 from recipes.training.run import Run
 
 PARTIAL = ".partial."  # before a name, whose suffix Composer looks at
@@ -33,32 +33,67 @@ OLD = f"{PARTIAL}old."  # before the name of a folder whose successor gets it ne
 def whole(path: Path) -> Iterator[Path]:
     """A temporary path for a checkpoint, a file or a folder, which gets its name when the block ends without an error.
 
-    Every rank must enter and leave it. The first rank renames when all ranks have written; the others wait for it.
+    Every rank must enter and leave it. The first rank renames when all ranks have written; the others wait for it, in
+    no collective, as a slow disk may take longer than a collective may. What the first rank alone writes inside, it
+    writes by `first_rank_writes`.
 
     Raises:
         ValueError: a rank cannot write there, for instance because the disk is full.
     """
     partial = path.with_name(PARTIAL + path.name)
-    try:
-        if is_first_rank():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove(partial)
-        wait()
+
+    def begin() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(partial)
+
+    def finish() -> None:
+        to_disk(partial)
+        _replace(path, partial)
+
+    first_rank_writes(path, begin)
+    with _says_what_to_do(path):
         yield partial
-        wait()
-        if is_first_rank():
-            to_disk(partial)
-            _replace(path, partial)
+    wait()  # all ranks have written
+    first_rank_writes(path, finish)
+
+
+def first_rank_writes(path: Path, write: Callable[[], object]) -> None:
+    """Call a function that writes a part of a checkpoint on the first rank, while the others wait, however long it
+    takes. Every rank must call it, inside of `whole`.
+
+    Args:
+        path: that `whole` was given.
+        write: called on the first rank only.
+
+    Raises:
+        ValueError: on all ranks: it cannot write there.
+    """
+
+    def act() -> None:
+        with _says_what_to_do(path):
+            write()
+
+    by_first_rank(act)
+
+
+@contextmanager
+def _says_what_to_do(path: Path) -> Iterator[None]:
+    """Inside, a part of a checkpoint is written. Where the disk refuses it, the part is removed.
+
+    Raises:
+        ValueError: the disk refuses it; what to do.
+    """
+    try:
+        yield
     except (Exception, CheckpointException) as error:
         found = disk_error(error)
         if found is None:
             raise
-        remove(partial)
+        remove(path.with_name(PARTIAL + path.name))
         raise ValueError(
             f"checkpoints: {path} could not be written ({found.strerror}); {ADVICE[found.errno]} and start again, it "
             "goes on from the checkpoint before"
         ) from error
-    wait()
 
 
 def _replace(path: Path, partial: Path) -> None:

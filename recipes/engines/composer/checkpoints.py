@@ -6,14 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from composer import Callback, Event, State
 from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
-from composer.utils import checkpoint, dist
+from composer.utils import checkpoint, dist, reproducibility
 
 from data.log import log
 from recipes.config.recipe import Recipe
-from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
+from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.kinds import KINDS
 from recipes.training.finite import is_worth_keeping
@@ -68,10 +69,18 @@ class WholeCheckpoints(CheckpointSaver):
         sharded = state.fsdp_sharded_state_dict_enabled
         path = self._files.folder / (f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}-rank0.pt")
         with whole(path) as partial:
-            # Every rank takes part in gathering. Then each writes its own part, or the first rank everything.
-            own = partial / f"__{dist.get_global_rank()}_0.distcp" if sharded else partial
-            checkpoint._save_checkpoint(state, str(own))
+            if sharded:  # each rank writes its own part
+                checkpoint._save_checkpoint(state, str(partial / f"__{dist.get_global_rank()}_0.distcp"))
+            else:
+                # What Composer does, but there the other ranks wait in a collective until the first one has written.
+                saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathers from all ranks
+                first_rank_writes(path, lambda: _write(saved, partial))
         self._files.newest_is(path, batch)
+
+
+def _write(saved: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(saved, file)
 
 
 class EndIfAsked(Callback):

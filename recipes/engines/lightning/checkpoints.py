@@ -24,7 +24,7 @@ from data.log import log
 from data.stores import STORES, scheme_of
 from recipes.config.recipe import Recipe
 from recipes.engines.bucket import fetched
-from recipes.engines.checkpoint_files import CheckpointFiles, whole
+from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes, whole
 from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
 from recipes.engines.kinds import KINDS
@@ -38,7 +38,7 @@ from recipes.engines.resuming import says_what_to_remove
 from recipes.training.callback import by_names_of_states
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import from_first_rank, is_first_rank
+from recipes.training.ranks import from_first_rank
 
 
 class Checkpoints:
@@ -179,8 +179,8 @@ class Checkpoints:
         with whole(path) as partial:
             if self._sharded:
                 dcp.save(tensors, checkpoint_id=partial)
-            if is_first_rank():
-                torch.save(rest if self._sharded else rest | tensors, partial / REST if self._sharded else partial)
+            written = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
+            first_rank_writes(path, lambda: torch.save(*written))
         self._files.newest_is(path, counts.batch)
 
     def _tensors(self, full: bool) -> dict[str, Any]:

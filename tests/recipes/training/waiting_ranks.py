@@ -1,19 +1,24 @@
 """Run on two ranks by `lever_ranks`: ranks that wait for each other, and what the watchdog says of those that do."""
 
+import errno
 import os
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from callbacks.export import Export
 from data.files import write_text
+from data.loading import Loading
 from recipes.engines import bucket, checkpoint_files, resuming
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.kinds import KINDS
 from recipes.engines.resuming import prepare_folder
+from recipes.models.task import Task
 from recipes.training import ranks
 from recipes.training.levers import Levers
 from recipes.training.watchdog import watched
@@ -115,4 +120,108 @@ def a_hang(folder):
     assert ("distributed_c10d.py" in line and " all_reduce" in line) == (rank == 0), line
 
 
-CHECKS = {"waiting: a slow bucket": a_slow_bucket, "waiting: a hang": a_hang}
+@contextmanager
+def outside_of_collectives(said):
+    """Inside, the second rank says in a file that it waits for the first one outside of collectives. Gives a function
+    that waits for that on the first rank, as slow work would."""
+
+    def says(seconds):
+        said.touch()
+        time.sleep(seconds)
+
+    def work(*arguments):
+        assert dist.get_rank() == 0
+        said.unlink(missing_ok=True)
+        until(said.is_file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "time", SimpleNamespace(sleep=says))
+        yield work
+    dist.barrier()
+
+
+@contextmanager
+def slow_disk(said, module):
+    """Inside, the first rank's disk takes longer than a collective may, when a module calls `torch.save`, and later."""
+    to_disk, slow = checkpoint_files.to_disk, SimpleNamespace(save=lambda *values: work() or torch.save(*values))
+    with outside_of_collectives(said) as work, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "torch", slow)
+        patch.setattr(checkpoint_files, "to_disk", lambda path: work() or to_disk(path))
+        yield
+
+
+def slow_checkpoints_of_lightning(folder):
+    """No collective waits for what the first rank alone writes, and synchronises with its disk."""
+    from recipes.config.recipe import FSDP
+    from recipes.engines.lightning import checkpoints as module
+    from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
+
+    for name, fsdp in (("full", None), ("sharded", FSDP(checkpoints="sharded"))):
+        checkpoints, run, _ = new_checkpoints(folder / name, fsdp=fsdp)
+        with slow_disk(folder / f"said-{name}", module):
+            save_at(checkpoints, run, 1)
+        assert (folder / name / "checkpoints" / "latest").exists()
+
+
+def a_slow_full_checkpoint_of_composer(folder):
+    """As above."""
+    from composer.core import Timestamp
+
+    from recipes.engines.composer import checkpoints as module
+
+    files = CheckpointFiles(folder / "checkpoints", KINDS["composer"], keep=1)
+    state = SimpleNamespace(
+        timestamp=Timestamp(batch=3),
+        fsdp_sharded_state_dict_enabled=False,
+        state_dict=lambda: {"rank": dist.get_rank()},
+    )
+    saver = module.WholeCheckpoints(files, lambda state, event: True, FakeRun().at(3))
+    with slow_disk(folder / "said", module):
+        saver.save(state, None)
+    saved = torch.load(folder / "checkpoints" / "ep0-ba3-rank0.pt", weights_only=False)
+    assert saved["state"] == {"rank": 0} and len(saved["rng"]) == 2
+
+
+def a_full_disk(folder):
+    """What the first rank cannot write, all ranks report in the same line."""
+    path = folder / "ep0-ba1.ckpt"
+
+    def write():
+        raise OSError(errno.ENOSPC, "No space left")
+
+    with (
+        pytest.raises(ValueError, match="^checkpoints: .*ep0-ba1.ckpt could not be written .No space left.; make room"),
+        checkpoint_files.whole(path),
+    ):
+        checkpoint_files.first_rank_writes(path, write)
+    assert not list(folder.iterdir())
+
+
+def a_slow_export(folder):
+    """No collective waits for it, at an interval and at the end. Where it fails, it fails on both ranks."""
+    task = Task()
+    callback = Export(task, "run", str(folder), Loading(loader=None), None, None, every="2ba")
+    run = FakeRun(task, duration="4ba")
+    with outside_of_collectives(folder / "said") as work:
+        task.export = work
+        callback.step_end(run.at(2))
+        assert (folder / "export" / "export.json").is_file()
+        callback.end(run.at(4))
+        assert callback.is_complete(run.clock)
+
+        def refuse(_):
+            raise ValueError("no such layer")
+
+        task.export = refuse
+        with pytest.raises(ValueError, match="^no such layer$"):
+            callback.end(run.at(4))
+
+
+CHECKS = {
+    "waiting: a slow bucket": a_slow_bucket,
+    "waiting: a hang": a_hang,
+    "waiting: slow checkpoints of Lightning": slow_checkpoints_of_lightning,
+    "waiting: a slow full checkpoint of Composer": a_slow_full_checkpoint_of_composer,
+    "waiting: a full disk": a_full_disk,
+    "waiting: a slow export": a_slow_export,
+}
