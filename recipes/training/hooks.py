@@ -87,4 +87,7 @@ class Hooks:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned. Called on every rank, after sharding and before `loaded`."""
+        """Restore what `state_dict` returned. Called on every rank, after sharding and before `loaded`.
+
+        A lever copies the tensors that it keeps beyond `begin`, as these may lie in the checkpoint's file.
+        """

@@ -224,7 +224,7 @@ class ResblockGradScaling(Lever):
             )
         moved = math.log2(self.samples / state.get("samples", self.samples))  # earlier checkpoints do not say it
         self.scales.exponents = (state["exponents"].cpu() + moved).clamp(self.scales.least, self.scales.most)
-        self.scales.since = state["since"].cpu()
+        self.scales.since = state["since"].to("cpu", copy=True)
         self.skipped = state["skipped"]
 
 

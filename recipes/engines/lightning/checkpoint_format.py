@@ -41,7 +41,7 @@ def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
 
     Args:
         path: of the file.
-        lazily: leave tensors on disk until they are used.
+        lazily: leave tensors on disk until they are used. The file must not change as long as there are any.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_map_only
 
 from data.log import log
 from data.stores import STORES, scheme_of
@@ -118,7 +119,9 @@ class Checkpoints:
         if self.path is None:
             return
         with self._says_what_to_remove():
-            state = upgraded(read_file(self._rest_of(self.path)))
+            # Lazily: otherwise each rank of a machine would hold all of it. What is kept must not stay in the file,
+            # which another machine may remove.
+            state = upgraded(read_file(self._rest_of(self.path), lazily=True))
             if self.path.is_dir():
                 state |= self._read_parts(self.path)
         self._load_weights(state)
@@ -128,11 +131,11 @@ class Checkpoints:
                     lever.load_state_dict(part)
         for name, callback in by_names_of_states(self._parts.callbacks).items():
             if name in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][name])
+                callback.load_state_dict(copied(state["callbacks"][name]))
         if self._run.scaler is not None and state["scaler"]:
             self._run.scaler.load_state_dict(state["scaler"])
-        self._batches.load_state_dict(state["data"])
-        self.generators = state["generators"]
+        self._batches.load_state_dict(copied(state["data"]))
+        self.generators = copied(state["generators"])
         log.info(f"checkpoints: goes on from {self.path} at batch {self._run.counts.batch}")
 
     def _load_weights(self, state: dict[str, Any]) -> None:
@@ -146,6 +149,8 @@ class Checkpoints:
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
+        for values in run.optimizer.state.values():  # PyTorch takes over those that are on the right device
+            values |= {name: copied(value) for name, value in values.items() if _on_host(value)}
         run.peak_rates_changed()
 
     def _read_parts(self, path: Path) -> dict[str, Any]:
@@ -206,3 +211,12 @@ class Checkpoints:
             "callbacks": {name: c.state_dict() for name, c in by_names_of_states(self._parts.callbacks).items()},
             "generators": generator_states() if self.generators is None else self.generators,
         }
+
+
+def copied(value: Any) -> Any:
+    """A value of a checkpoint whose tensors have memory of their own."""
+    return tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def _on_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"

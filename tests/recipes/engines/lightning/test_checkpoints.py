@@ -1,6 +1,8 @@
 """Files of checkpoints: what is kept, which one is the newest, and what is not one of this engine."""
 
+import gc
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,6 +110,42 @@ def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
     assert again.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"] == 0.05
     save_at(second, again, 3)  # and the checkpoint that it went on from is the older one
     assert not list((tmp_path / "checkpoints").glob("*ba2*"))
+
+
+class Keeper(Counter):
+    """Keeps a copy of its tensor, and finds out what files this process has in its memory while it loads."""
+
+    def state_dict(self):
+        return {"value": torch.arange(1000)}
+
+    def load_state_dict(self, state):
+        self.value, self.maps = state["value"].clone(), maps()
+
+
+class Taker(Counter):
+    """A callback, which may keep what it is given."""
+
+    def state_dict(self):
+        return {"value": torch.arange(2000)}
+
+
+def maps():
+    gc.collect()
+    return Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says what is in memory")
+def test_the_file_is_in_memory_only_while_it_is_loaded(tmp_path):
+    """Each rank of a machine would otherwise hold all of an average."""
+    first, run, _ = new_checkpoints(tmp_path, Keeper())
+    first._parts.callbacks = {"taker": Taker()}
+    save_at(first, run, 2)
+    lever, taker = Keeper(), Taker()
+    second, again, _ = new_checkpoints(tmp_path, lever)
+    second._parts.callbacks = {"taker": taker}
+    second.load()
+    assert "ep0-ba2.ckpt" in lever.maps and "ep0-ba2.ckpt" not in maps()
+    assert torch.equal(taker.value, torch.arange(2000)) and torch.equal(lever.value, torch.arange(1000))
 
 
 def test_without_autoresume_a_run_begins(tmp_path):
