@@ -30,7 +30,8 @@ from data.shared_batches import BatchBlocks, Specs, bytes_of
 from data.shared_names import lock_cache, own_names
 
 PREFETCH = 4  # batches that are ready or being read, per worker
-# Seconds that training waits for a batch: a store may be slow, but a worker may also be lost.
+# Seconds that training waits for a batch: a store may be slow, but a worker may also be lost. Where other ranks have
+# their batches, they end the run after 600 s, in a collective; where all wait for the same store, none does.
 LONGEST_WAIT = 1800
 
 
