@@ -25,7 +25,7 @@ from recipes.scoring.extractors import Features, build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import captions_of, decoded, read_reference
 from recipes.training.callback import PeriodicCallback
-from recipes.training.ranks import from_first_rank, is_first_rank
+from recipes.training.ranks import by_first_rank, from_first_rank
 from recipes.training.run import Run
 
 GRIDS = {LatentDiffusion: SampleGrid, Autoregressive: TokenGrid}  # what draws a model's images
@@ -37,8 +37,11 @@ class Fid(PeriodicCallback):
 
     FID of few images is too large, by an amount that depends on their number (Binkowski et al. 2018), so it compares
     with runs of the same reference, number and extractor only; KID has no such bias, but a spread.
-    `recipes/evaluate.py` computes both on many images. The first rank draws the images while the others wait, for at
-    most the 600 s after which a run takes a rank for lost. The weights are the averaged ones if the run has an average.
+    Its subsets have half of the images or of the pictures of the reference, whichever are fewer, and at most 1000:
+    those that hold all of them would all be the same, with no deviation. `recipes/evaluate.py` computes both on many
+    images. The first rank draws the images while the others wait, for at most the 600 s after which a run takes a rank
+    for lost. At the start it reads the reference and computes its features, however long that takes. The weights are
+    the averaged ones if the run has an average.
     """
 
     def __init__(
@@ -89,36 +92,43 @@ class Fid(PeriodicCallback):
             if name not in options or name in NOT_OF_A_SAMPLE:
                 known = ", ".join(sorted(options - {*NOT_OF_A_SAMPLE}))
                 raise ValueError(f"fid: sampling.{name}: no option of {type(task).__name__} models, which have {known}")
-        self.settings = Settings(metrics=list(metrics), kid_subset_size=images)
+        self.settings = Settings(metrics=list(metrics))
         self.extractor = extractor, path
         self.side = loading.resolution
         self.samples: list[Sample] = []
-        captions = None
-        if is_first_rank():
-            self.samples = read_reference(reference, reference_images, seed)
-            captions = captions_of(self.samples, images, seed)
-            size = min(images, len(self.samples), 1000)
-            self.settings = Settings(metrics=list(metrics), kid_subset_size=size)
-            check_counts(self.settings, images, len(self.samples))
-        captions = from_first_rank(captions)
+        self.captions: list[str] | None = None
+        by_first_rank(lambda: self._read(reference, reference_images, images, seed))
+        captions = from_first_rank(self.captions)
         self.grid: PromptGrid = grid(
             task, output, loading, encoders, average, prompts=captions, seed=seed, batch=batch, **(sampling or {})
         )
         self.features: Features | None = None
         self.reference: np.ndarray | None = None
 
+    def _read(self, source: Any, pictures: int | None, images: int, seed: int) -> None:
+        self.samples = read_reference(source, pictures, seed)
+        self.captions = captions_of(self.samples, images, seed)
+        self._check_counts(images, len(self.samples))
+
+    def _check_counts(self, images: int, pictures: int) -> None:
+        """Chooses the size of KID's subsets, and refuses fewer images or pictures than a metric needs."""
+        size = max(2, min(images // 2, pictures // 2, 1000))
+        self.settings = replace(self.settings, kid_subset_size=size)
+        check_counts(self.settings, images, pictures)
+
     def begin(self, run: Run) -> None:
         self.grid.begin(run)
-        if is_first_rank():
-            with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
-                self.features = build_extractor(*self.extractor, str(run.device))
-            pictures = decoded(self.samples, self.side)
-            size = max(1, min(self.settings.kid_subset_size, len(pictures)))  # some may not decode
-            self.settings = replace(self.settings, kid_subset_size=size)
-            check_counts(self.settings, len(self.grid.prompts), len(pictures))
-            self.reference = self.features(pictures)["features"]
-            self.samples = []
-            log.info(f"fid: {len(self.grid.prompts)} images against {len(pictures)} pictures, {self.features.name}")
+        by_first_rank(lambda: self._look(str(run.device)))
+
+    def _look(self, device: str) -> None:
+        """Computes the features of the reference."""
+        with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
+            self.features = build_extractor(*self.extractor, device)
+        pictures = decoded(self.samples, self.side)
+        self._check_counts(len(self.grid.prompts), len(pictures))  # some may not decode
+        self.reference = self.features(pictures)["features"]
+        self.samples = []
+        log.info(f"fid: {len(self.grid.prompts)} images against {len(pictures)} pictures, {self.features.name}")
 
     def act(self, run: Run) -> None:
         images = self.grid.images(run)

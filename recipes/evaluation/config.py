@@ -72,7 +72,8 @@ class Evaluation:
     kid_subsets: int = 100
     """Number of KID's subsets."""
     kid_subset_size: int = 1000
-    """Pictures per subset of KID."""
+    """Pictures per subset of KID, at most as many as there are. If it is above half of them, the subsets have much in
+    common, and `kid_std` is too small; if it is all of them, 0."""
     neighbours: int = 3
     """Neighbours that span a sphere of precision and recall."""
     splits: int = 10

@@ -20,7 +20,8 @@ class Settings:
     Attributes:
         metrics: any of fid, kid, inception_score, precision_recall and clip_score.
         kid_subsets: number of KID's subsets.
-        kid_subset_size: pictures per subset of KID.
+        kid_subset_size: pictures per subset of KID. Subsets of more than half of the pictures have much in common, and
+            those of all of them no deviation.
         neighbours: neighbours that span a sphere of precision and recall.
         splits: parts over which the Inception Score is averaged.
     """

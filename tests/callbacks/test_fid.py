@@ -61,12 +61,13 @@ def test_figures_are_those_of_the_images_and_the_reference(make):
     callback.begin(run)
     for batch in range(1, 6):
         callback.step_end(run.at(batch))
-    settings = Settings(metrics=["fid", "kid"], kid_subset_size=7)
+    settings = Settings(metrics=["fid", "kid"], kid_subset_size=3)  # half of the images
     for batch in (2, 4, 5):
         drawn = {"features": callback.grid.images(run.at(batch)).mean((1, 2), dtype=np.float32)}
         known = figures(settings, drawn, COLOURS.astype(np.float32))
         logged = [figures for at, figures in run.logged if at == batch]
         assert logged == [{f"images/{name}": value for name, value in known.items()}]
+        assert known["kid_std"] > 1e-3 * abs(known["kid"])  # subsets of all images have none
     assert len(run.logged) == 3
 
 
@@ -79,14 +80,23 @@ def test_a_model_that_has_diverged_does_not_end_the_run(make, capsys):
 
 
 def test_a_picture_that_does_not_decode_is_left_out(make, monkeypatch):
-    """Subsets of KID, whose size is no option here, are as large as the pictures allow."""
+    """Subsets of KID, whose size is no option here, have half of the pictures that are left."""
     cut = Sample("0", b"no picture", "0")
     monkeypatch.setattr(Pictures, "read", lambda self, shard, read=Pictures.read: [cut, *read(self, shard)[1:]])
     callback, run = make(images=12), FakeRun(Everything(), duration="5ba")
     callback.begin(run)
     callback.act(run.at(2))
-    assert callback.settings.kid_subset_size == len(callback.reference) == 11
+    assert callback.settings.kid_subset_size == 5 and len(callback.reference) == 11
     assert np.isfinite(list(run.logged[0][1].values())).all()
+
+
+@pytest.mark.parametrize(
+    ("images", "pictures", "size"), [(2, 9, 2), (3, 3, 2), (256, 40, 20), (9, 40, 4), (5000, 5000, 1000)]
+)
+def test_subsets_of_kid(make, images, pictures, size):
+    callback = make()
+    callback._check_counts(images, pictures)
+    assert callback.settings.kid_subset_size == size
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,23 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from callbacks import fid
 from callbacks.export import Export
 from data.files import write_text
 from data.loading import Loading
+from data.sources.base import Sample
 from recipes.engines import bucket, checkpoint_files, resuming
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.kinds import KINDS
 from recipes.engines.resuming import prepare_folder
 from recipes.models.task import Task
+from recipes.scoring.extractors import Features
 from recipes.training import ranks
 from recipes.training.levers import Levers
 from recipes.training.watchdog import watched
@@ -217,6 +221,32 @@ def a_slow_export(folder):
             callback.end(run.at(4))
 
 
+def a_slow_reference_of_fid(folder):
+    """No collective waits while the first rank reads the pictures, and while it computes their features. What it
+    refuses, both ranks do."""
+    samples = [Sample(str(number), b"", str(number)) for number in range(4)]
+
+    def grid(*arguments, prompts, **options):
+        return SimpleNamespace(prompts=prompts, begin=lambda run: None)
+
+    def looks(pictures):
+        work()
+        return {"features": np.zeros((len(pictures), 2), np.float32)}
+
+    with outside_of_collectives(folder / "said") as work, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fid, "GRIDS", {Task: grid})
+        patch.setattr(fid, "read_reference", lambda *_: work() or samples)
+        patch.setattr(fid, "decoded", lambda samples, side: np.zeros((len(samples), 8, 8, 3), np.uint8))
+        patch.setattr(fid, "build_extractor", lambda *_: Features("zeros", "none", "0", looks))
+        arguments = (Task(), str(folder), Loading(loader=None, resolution=8), None, None)
+        callback = fid.Fid(*arguments, reference=None, images=4)
+        assert callback.grid.prompts == ["0", "1", "2", "3"]
+        callback.begin(FakeRun())
+        assert (callback.reference is not None) == (dist.get_rank() == 0)
+        with pytest.raises(ValueError, match="^images: 5 wanted, and the reference has 4 captions$"):
+            fid.Fid(*arguments, reference=None, images=5)
+
+
 CHECKS = {
     "waiting: a slow bucket": a_slow_bucket,
     "waiting: a hang": a_hang,
@@ -224,4 +254,5 @@ CHECKS = {
     "waiting: a slow full checkpoint of Composer": a_slow_full_checkpoint_of_composer,
     "waiting: a full disk": a_full_disk,
     "waiting: a slow export": a_slow_export,
+    "waiting: a slow reference of fid": a_slow_reference_of_fid,
 }
