@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from composer import Callback, Event, State
 from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
-from composer.utils import checkpoint, dist, reproducibility
+from composer.utils import reproducibility
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from data.log import log
 from recipes.config.recipe import Recipe
@@ -18,6 +22,7 @@ from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, firs
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.kinds import KINDS
 from recipes.training.finite import is_worth_keeping
+from recipes.training.ranks import by_first_rank, is_first_rank
 
 
 def checkpoint_files(recipe: Recipe) -> CheckpointFiles:
@@ -68,19 +73,47 @@ class WholeCheckpoints(CheckpointSaver):
             return
         sharded = state.fsdp_sharded_state_dict_enabled
         path = self._files.folder / (f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}-rank0.pt")
-        with whole(path) as partial:
-            if sharded:  # each rank writes its own part
-                checkpoint._save_checkpoint(state, str(partial / f"__{dist.get_global_rank()}_0.distcp"))
-            else:
-                # What Composer does, but there the other ranks wait in a collective until the first one has written.
-                saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathers from all ranks
-                first_rank_writes(path, lambda: _write(saved, partial))
+        _write(state, path, sharded)
         self._files.newest_is(path, batch)
 
 
-def _write(saved: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(saved, file)
+def _write(state: State, path: Path, sharded: bool) -> None:
+    """What Composer's `_save_checkpoint` does, but there the other ranks wait for the first one in collectives."""
+    saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
+    if sharded and not is_first_rank():
+        del saved["rng"]
+
+    def write() -> None:
+        with partial.open("wb") as file:
+            torch.save(saved, file)
+
+    with whole(path) as partial:
+        if sharded:
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+            dcp.save(saved, storage_writer=WaitingWriter(partial), planner=planner)
+        else:
+            first_rank_writes(path, write)
+
+
+class WaitingWriter(dcp.FileSystemWriter):
+    """Writes this rank's part of a sharded checkpoint, and waits for the first rank's, however long that takes.
+
+    That part also holds the states of levers, and with averaged weights it is much larger than the others.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """See `FileSystemWriter`."""
+        written = []
+
+        def write() -> None:
+            written.append(super(WaitingWriter, self).write_data(plan, planner))
+
+        try:
+            if not is_first_rank():
+                write()
+        finally:
+            by_first_rank(write)  # also where this rank's disk refuses its part: the first one waits for all
+        return written[0]
 
 
 class EndIfAsked(Callback):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 
 from callbacks import fid
 from callbacks.export import Export
@@ -167,23 +169,72 @@ def slow_checkpoints_of_lightning(folder):
         assert (folder / name / "checkpoints" / "latest").exists()
 
 
-def a_slow_full_checkpoint_of_composer(folder):
-    """As above."""
+def saver_of_composer(folder, sharded):
+    """A saver of checkpoints, and a state as far as it reads it."""
     from composer.core import Timestamp
 
-    from recipes.engines.composer import checkpoints as module
+    from recipes.engines.composer.checkpoints import WholeCheckpoints
 
-    files = CheckpointFiles(folder / "checkpoints", KINDS["composer"], keep=1)
     state = SimpleNamespace(
         timestamp=Timestamp(batch=3),
-        fsdp_sharded_state_dict_enabled=False,
-        state_dict=lambda: {"rank": dist.get_rank()},
+        fsdp_sharded_state_dict_enabled=sharded,
+        fsdp_config=SimpleNamespace(save_planner=None),
+        device_mesh=None,
+        state_dict=lambda: {f"of {dist.get_rank()}": torch.ones(3)},
     )
-    saver = module.WholeCheckpoints(files, lambda state, event: True, FakeRun().at(3))
+    files = CheckpointFiles(folder / "checkpoints", KINDS["composer"], keep=1)
+    return WholeCheckpoints(files, lambda state, event: True, FakeRun().at(3)), state
+
+
+def a_slow_full_checkpoint_of_composer(folder):
+    """As above."""
+    from recipes.engines.composer import checkpoints as module
+
+    saver, state = saver_of_composer(folder, sharded=False)
     with slow_disk(folder / "said", module):
         saver.save(state, None)
     saved = torch.load(folder / "checkpoints" / "ep0-ba3-rank0.pt", weights_only=False)
-    assert saved["state"] == {"rank": 0} and len(saved["rng"]) == 2
+    assert list(saved["state"]) == ["of 0"] and len(saved["rng"]) == 2
+
+
+@contextmanager
+def parts_written_by(first, other):
+    """Inside, both ranks do something before they write their parts of a sharded checkpoint of Composer."""
+    write = FileSystemWriter.write_data
+
+    def slow(self, *arguments):
+        (other if dist.get_rank() else first)()
+        return write(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", slow)
+        yield
+
+
+def a_slow_sharded_checkpoint_of_composer(folder):
+    """No collective waits for the first rank's part, which holds all averages."""
+    saver, state = saver_of_composer(folder, sharded=True)
+    with outside_of_collectives(folder / "said") as work, parts_written_by(work, lambda: None):
+        saver.save(state, None)
+    saved = {"state": {"of 0": torch.zeros(3), "of 1": torch.zeros(3)}}
+    dcp.load(saved, checkpoint_id=folder / "checkpoints" / "ep0-ba3")
+    assert all(tensor.sum() == 3 for tensor in saved["state"].values())
+
+
+def a_full_disk_of_a_rank(folder):
+    """All ranks say it in a line, whichever rank's disk is full."""
+
+    def refuse():
+        raise OSError(errno.ENOSPC, "No space left")
+
+    saver, state = saver_of_composer(folder, sharded=True)
+    for disks in ((refuse, lambda: None), (lambda: None, refuse)):
+        saver.last_checkpoint_batch = None
+        with parts_written_by(*disks), pytest.raises(ValueError, match="ep0-ba3 could not be written .No space left.;"):
+            saver.save(state, None)
+        dist.barrier()
+        assert not list((folder / "checkpoints").iterdir())
+        dist.barrier()
 
 
 def a_full_disk(folder):
@@ -252,7 +303,9 @@ CHECKS = {
     "waiting: a hang": a_hang,
     "waiting: slow checkpoints of Lightning": slow_checkpoints_of_lightning,
     "waiting: a slow full checkpoint of Composer": a_slow_full_checkpoint_of_composer,
+    "waiting: a slow sharded checkpoint of Composer": a_slow_sharded_checkpoint_of_composer,
     "waiting: a full disk": a_full_disk,
+    "waiting: a full disk of a rank": a_full_disk_of_a_rank,
     "waiting: a slow export": a_slow_export,
     "waiting: a slow reference of fid": a_slow_reference_of_fid,
 }
