@@ -10,7 +10,26 @@ from recipes.engines.lightning.run import LightningRun
 from recipes.training.ranks import world_size
 
 
-class TaskDDP(DDPStrategy):
+class StaysOnDevice(Strategy):
+    """Leaves model and optimizer where they are when a run ends.
+
+    Lightning copies both to host memory, where nothing reads them: for Stable Diffusion 2's U-Net, 14 GB per rank.
+    """
+
+    def teardown(self) -> None:
+        """See `Strategy.teardown`."""
+        module = self.lightning_module
+        self.optimizers = []
+        if module is not None:
+            module.cpu = lambda: module
+        try:
+            super().teardown()
+        finally:
+            if module is not None:
+                del module.cpu
+
+
+class TaskDDP(StaysOnDevice, DDPStrategy):
     """DistributedDataParallel around the task alone.
 
     Lightning wraps the whole module and runs `training_step`, with all of its microbatches, as one forward pass of it.
@@ -29,7 +48,11 @@ class TaskDDP(DDPStrategy):
         self._run.ddp = data_parallel(self._run.task)
 
 
-class DividedByLevers(ModelParallelStrategy):
+class OneDevice(StaysOnDevice, SingleDeviceStrategy):
+    """One process, with all of the task."""
+
+
+class DividedByLevers(ModelParallelStrategy):  # which leaves them, too
     """Levers divide and shard the task, on meshes of their own, when the module is configured."""
 
     def __init__(self) -> None:
@@ -47,4 +70,4 @@ def strategy_of(run: LightningRun, divided: bool) -> Strategy:
         return DividedByLevers()
     if world_size() > 1:
         return TaskDDP(run)
-    return SingleDeviceStrategy(run.device)
+    return OneDevice(run.device)
