@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipes.models.latent_diffusion.objective import Predict
 
-# log(alpha / sigma) from which dpm++ starts in the cosine schedule, as its authors' code and diffusers' docs advise.
+# log(alpha / sigma) from which dpm++ starts in the cosine schedule, as in its authors' code.
 LEAST_LOG_SNR = -5.1
 
 
