@@ -18,6 +18,7 @@ from data.files import atomic_write, point_to
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
+from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import Sharded
@@ -53,7 +54,8 @@ def convert(path: Path, engine: str) -> Path:
     if not of_lightning:
         state = from_composer(read_composer(path))
     elif path.is_dir():
-        state = read_file(path / REST) | read_parts(path)
+        rest, parts = read_file(path / REST), read_parts(path)
+        state = rest | parts | {LEVERS: joined(rest[LEVERS], parts.get(LEVERS, {}))}
     else:
         state = read_file(path)
     state = upgraded(state)
@@ -100,6 +102,7 @@ def from_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
     state = checkpoint["state"]
     ((optimizer_name, optimizer),) = state["optimizers"].items()
     timestamp = state["timestamp"]["Timestamp"]
+    levers = {name: _without_repr(part) for name, part in state["algorithms"] if name != "RunLevers"}
     callbacks = {name: unpacked(part) for name, part in state["callbacks"].items() if name not in OF_COMPOSER}
     generators = state["callbacks"].get("Generators", {}).get("generators") or checkpoint["rng"]
     return {
@@ -110,7 +113,7 @@ def from_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "optimizer": _rename(optimizer, _without),
         "scaler": next(iter(state.get("scaler", {}).values()), {}),
         "data": state["dataset_state"]["train"],
-        "levers": {name: _without_repr(part) for name, part in state["algorithms"] if name != "RunLevers"},
+        LEVERS: joined(levers, checkpoint.get(LEVERS, {})),
         "callbacks": callbacks,
         "generators": [_numpy_to_tensor(part) for part in generators],
     }
@@ -142,7 +145,7 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "schedulers": {"LambdaLR": schedule},
         "algorithms": [
             ("RunLevers", {"repr": "RunLevers"}),
-            *((name, {"repr": name, **part}) for name, part in checkpoint["levers"].items()),
+            *((name, {"repr": name, **part}) for name, part in checkpoint[LEVERS].items()),
         ],
         "callbacks": {**callbacks, "Generators": {"generators": generators}},
         "timestamp": {"Timestamp": timestamp},

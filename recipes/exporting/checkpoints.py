@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recipes.engines.conversion import PREFIX
 from recipes.engines.earlier import upgraded
+from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import METADATA, Sharded
@@ -66,23 +67,28 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return _of_lightning(path, state)
     if isinstance(state, dict) and "timestamp" in state.get("state", {}):
         state = state["state"]
-        return _of_composer(path, state["model"], state["algorithms"], state["timestamp"]["Timestamp"])
+        return _of_composer(path, state["model"], dict(state["algorithms"]), state["timestamp"]["Timestamp"])
     raise ValueError(f"{path}: not a checkpoint of a run; give one of runs/<run_name>/checkpoints")
 
 
 def _sharded(path: Path) -> Checkpoint:
-    """Only the weights are read, not the optimizer's state."""
+    """Only the weights and their averages are read, not the optimizer's state."""
     sharded = Sharded.open(path)
+    of_average = f"{LEVERS}.{AVERAGE}.average."
+    average = _under(of_average, sharded.values(lambda name: name.startswith(of_average)))
+    shards = {AVERAGE: {"average": average}} if average else {}  # earlier versions have it in the lever's state
     if (path / REST).is_file():
         weights = _under("weights.", sharded.values(lambda name: name.startswith("weights.")))
-        return _of_lightning(path, {**read_file(path / REST), "weights": weights})
+        rest = read_file(path / REST)
+        return _of_lightning(path, {**rest, "weights": weights, LEVERS: joined(rest[LEVERS], shards)})
     times = "state.timestamp.Timestamp."
     of_state = ("state.model.", "state.algorithms", times)
     values = sharded.values(lambda name: name.startswith(of_state), ALLOWED)
     weights = _under("state.model.", values)
     if not weights or "state.algorithms" not in values:
         raise ValueError(f"{path}: not a checkpoint of a run; it holds no weights under state.model")
-    return _of_composer(path, weights, values["state.algorithms"], _under(times, values))
+    levers = joined(dict(values["state.algorithms"]), shards)
+    return _of_composer(path, weights, levers, _under(times, values))
 
 
 def _under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -91,11 +97,11 @@ def _under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def _of_lightning(path: Path, state: dict[str, Any]) -> Checkpoint:
     counts = state["counts"]
-    return _checkpoint(path, state["weights"], state["levers"], counts["batch"], counts["sample"])
+    return _checkpoint(path, state["weights"], state[LEVERS], counts["batch"], counts["sample"])
 
 
-def _of_composer(path: Path, weights: dict[str, Tensor], levers: list[Any], times: dict[str, Any]) -> Checkpoint:
-    return _checkpoint(path, weights, dict(levers), int(times["batch"]), int(times["sample"]))
+def _of_composer(path: Path, weights: dict[str, Tensor], levers: dict[str, Any], times: dict[str, Any]) -> Checkpoint:
+    return _checkpoint(path, weights, levers, int(times["batch"]), int(times["sample"]))
 
 
 def _checkpoint(path: Path, weights: dict[str, Tensor], levers: dict[str, Any], batch: int, sample: int) -> Checkpoint:

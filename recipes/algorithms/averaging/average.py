@@ -10,13 +10,12 @@ import re
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.algorithms.averaging.page_locked import PageLocked
+from recipes.algorithms.sharding.shards import as_shard, own, shard_of
 
 # What wrappers put into the names of parameters.
 WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
@@ -131,28 +130,22 @@ class Average:
     # --- checkpoints ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def whole(self) -> dict[str, Tensor]:
-        """Parameter name -> whole averaged tensor, for a checkpoint.
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameter name -> averaged tensor, for a checkpoint: a DTensor where the parameter is one.
 
-        Every rank must call it. Tensors of a sharded model are gathered one after another into the host memory of the
-        first rank; other ranks get an empty dict. Nothing else gathers the average.
+        Tensors share the memory of the average.
         """
         assert not self.inside
         self.settle()
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        if not any(isinstance(p, DTensor) for p in self.parameters):
-            return dict(zip(self.names, self.shadow, strict=True))
-        found = {}
-        for name, parameter, shadow in zip(self.names, self.parameters, self.shadow, strict=True):
-            if isinstance(parameter, DTensor):
-                shadow = _like(parameter, shadow).full_tensor()
-            if first:
-                found[name] = shadow.cpu()
-        return found
+        everything = zip(self.names, self.parameters, self.shadow, strict=True)
+        return {name: as_shard(parameter, shadow) for name, parameter, shadow in everything}
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `whole` returned, on any number of ranks. Every rank is given all tensors.
+        """Take over what `tensors` returned, on any number of ranks.
+
+        Args:
+            tensors: DTensors that are sharded as the parameters are, or whole tensors, the same ones on every rank.
 
         Raises:
             ValueError: names or shapes are not those of the model.
@@ -165,16 +158,13 @@ class Average:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise ValueError(f"scheduled_ema: the checkpoint's average is of other parameters: {wrong[0]}{more}")
         for name, parameter, shadow in zip(self.names, self.parameters, self.shadow, strict=True):
-            whole = tensors[name]
-            if whole.shape != parameter.shape:
+            saved = tensors[name]
+            if saved.shape != parameter.shape:
                 raise ValueError(
-                    f"scheduled_ema: the checkpoint's average of {name} has shape {tuple(whole.shape)}, "
+                    f"scheduled_ema: the checkpoint's average of {name} has shape {tuple(saved.shape)}, "
                     f"the model {tuple(parameter.shape)}"
                 )
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-            shadow.copy_(whole)
+            shadow.copy_(shard_of(parameter, saved))
 
 
 class HostAverage(Average):
@@ -265,11 +255,6 @@ def bytes_of_average(model: nn.Module) -> int:
     return sum(t.numel() * torch.promote_types(t.dtype, torch.float32).itemsize for t in owned)
 
 
-def own(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, sharing its memory. Must be called under `torch.no_grad`."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-
-
 def reshard(model: nn.Module) -> None:
     """Free parameters that FSDP has gathered, so that each rank's parameters are its own shards again.
 
@@ -279,14 +264,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _like(parameter: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

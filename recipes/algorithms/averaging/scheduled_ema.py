@@ -235,16 +235,12 @@ class ScheduledEMA(Lever):
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole tensors by name, so that a checkpoint loads on any number of ranks; empty before the average begins.
-
-        Engines write the first rank's state of a lever, also into sharded checkpoints, so shards are gathered into its
-        host memory.
-        """
+        """Tensors by the names of parameters, sharded as these are; empty before the average begins."""
         if self.average is None:
             return {}
         if self.users:
             raise RuntimeError("scheduled_ema: a checkpoint while the averaged weights are in the model")
-        return {"begun": self.begun, "average": self.average.whole()}
+        return {"begun": self.begun, "average": self.average.tensors()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "begun" not in state:

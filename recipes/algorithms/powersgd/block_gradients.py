@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from recipes.algorithms.averaging.average import own
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.powersgd.low_rank import from_matrix
+from recipes.algorithms.sharding.shards import as_shard, own, shard_of
 
 
 @dataclass(frozen=True)
@@ -36,37 +36,29 @@ class Matrix:
         """This rank's shard of the gradient."""
         return gradient_of(self.parameter)
 
-    def whole(self, matrix: Tensor) -> Tensor:
-        """Errors of this matrix in the parameter's shape, gathered over its shards.
-
-        Every rank of the machine must call it.
+    def in_shape(self, matrix: Tensor) -> Tensor:
+        """Errors of this rank's shard in its own shape; as a DTensor where the parameter is one.
 
         Args:
             matrix: (rows, columns), as `LowRank` keeps them.
         """
-        local = from_matrix(matrix, self.shape)
-        if not isinstance(self.parameter, DTensor):
-            return local
-        p = self.parameter
-        return DTensor.from_local(
-            local.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        ).full_tensor()
+        return as_shard(self.parameter, from_matrix(matrix, self.shape).contiguous())
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """The inverse of `whole`: this rank's shard of a tensor of the parameter's shape.
+    def part_of(self, saved: Tensor) -> Tensor:
+        """The inverse of `in_shape`: this rank's shard of a tensor of the parameter's shape.
+
+        Args:
+            saved: as `shard_of` takes it.
 
         Raises:
             ValueError: the tensor has another shape.
         """
-        if whole.shape != self.parameter.shape:
+        if saved.shape != self.parameter.shape:
             raise ValueError(
-                f"powersgd: the checkpoint's errors of {self.name} have shape {tuple(whole.shape)}, but the "
+                f"powersgd: the checkpoint's errors of {self.name} have shape {tuple(saved.shape)}, but the "
                 f"parameter has {tuple(self.parameter.shape)}"
             )
-        if isinstance(self.parameter, DTensor):
-            mesh, placements = self.parameter.device_mesh, self.parameter.placements
-            whole = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
-        return whole
+        return shard_of(self.parameter, saved)
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

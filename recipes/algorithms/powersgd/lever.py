@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -249,19 +249,19 @@ class PowerSGD(Lever):
         """The sum of all machines' errors per parameter, which loads on any number of machines and devices.
 
         Each machine then goes on with its share of the sum, as it would after loading it: so a run that is resumed on
-        as many machines has the same bits as the run that saved. Engines save the state of the first rank only, in
-        sharded checkpoints, too. Therefore shards are gathered on that rank, in host memory.
+        as many machines has the same bits as the run that saved. Sums lie in host memory, sharded as the parameters
+        are; those of parameters that are not, the first rank alone has, as it writes them.
         """
         if not self.states:
             return {}
+        first = dist.get_rank() == 0
         errors = {}
         for block, block_state in zip(self.blocks, self.states, strict=True):
             sums = self.compressor.summed_errors(block_state, self.group)
             self.compressor.load_errors(block_state, sums, self.machines)
             for matrix, own_sum in zip(block, sums, strict=True):
-                total = matrix.whole(own_sum)
-                if dist.get_rank() == 0:
-                    errors[matrix.name] = total.cpu()
+                if first or isinstance(matrix.parameter, DTensor):
+                    errors[matrix.name] = matrix.in_shape(own_sum.cpu())
         return {"errors": errors, "skipped": self.skipped, "rank": self.rank, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,10 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from recipes.engines.composer.callback_states import packed, unpacked
+from recipes.engines.composer.load_planner import LoadPlanner
 from recipes.engines.composer.run import ComposerRun
+from recipes.engines.lazy import copied
+from recipes.engines.lever_states import joined
 from recipes.training.callback import Callback
 from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
@@ -70,9 +73,10 @@ class RunLevers(Algorithm):
 
 
 class _LeverState(Algorithm):
-    """A lever's place in checkpoints; see `lever_state`."""
+    """A lever's place in checkpoints; see `_lever_state`."""
 
     lever: Lever
+    planner: LoadPlanner | None
 
     def match(self, event: Event, state: State) -> bool:
         return False
@@ -81,10 +85,12 @@ class _LeverState(Algorithm):
         """Nothing: `RunLevers` does."""
 
     def state_dict(self) -> dict[str, Any]:
+        """With DTensors, which only `WholeCheckpoints` can save."""
         return super().state_dict() | self.lever.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.lever.load_state_dict(state)
+        shards = {} if self.planner is None else self.planner.levers.pop(type(self).__name__, {})
+        self.lever.load_state_dict(joined(state, shards))
 
 
 class _RunCallback(ComposerCallback):
@@ -102,26 +108,32 @@ class _RunCallback(ComposerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self.callback.load_state_dict(unpacked(state))
+            self.callback.load_state_dict(copied(unpacked(state)))
 
 
-def as_algorithms(levers: Levers, run: ComposerRun) -> list[Algorithm]:
-    """Levers as Composer's algorithms: one that runs all of them, and for each one that has its state."""
-    return [RunLevers(levers, run), *(lever_state(lever) for lever in levers)]
+def as_algorithms(levers: Levers, run: ComposerRun, planner: LoadPlanner | None = None) -> list[Algorithm]:
+    """Levers as Composer's algorithms: one that runs all of them, and for each one that has its state.
+
+    Args:
+        levers: of the run.
+        run: that they act in.
+        planner: reads the tensors of their states where the checkpoint is sharded.
+    """
+    return [RunLevers(levers, run), *(_lever_state(lever, planner) for lever in levers)]
 
 
-def lever_state(lever: Lever) -> Algorithm:
+def _lever_state(lever: Lever, planner: LoadPlanner | None) -> Algorithm:
     """What makes Composer save and load a lever's state.
 
     Composer files states under the names of classes, so that each lever needs a class of its own name.
     """
     algorithm = _named(type(lever).__name__, lever, _LeverState)()
-    algorithm.lever = lever
+    algorithm.lever, algorithm.planner = lever, planner
     return algorithm
 
 
 def run_callback(callback: Callback, run: ComposerRun, name: str | None = None) -> ComposerCallback:
-    """A callback as Composer's, under a name, or that of its class; see `lever_state`."""
+    """A callback as Composer's, under a name, or that of its class; see `_lever_state`."""
     adapted = _named(name or type(callback).__name__, callback, _RunCallback)()
     adapted.callback, adapted.run = callback, run
     return adapted

@@ -12,17 +12,16 @@ from composer import Callback, Event, State
 from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
 from composer.utils import reproducibility
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.kinds import KINDS
+from recipes.engines.lever_states import LEVERS, gathered, separated
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import by_first_rank, is_first_rank
+from recipes.training.ranks import is_first_rank
 
 
 def checkpoint_files(recipe: Recipe) -> CheckpointFiles:
@@ -78,42 +77,24 @@ class WholeCheckpoints(CheckpointSaver):
 
 
 def _write(state: State, path: Path, sharded: bool) -> None:
-    """What Composer's `_save_checkpoint` does, but there the other ranks wait for the first one in collectives."""
+    """What Composer's `_save_checkpoint` does, with the tensors of levers as those of the model."""
     saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
-    if sharded and not is_first_rank():
-        del saved["rng"]
-
-    def write() -> None:
-        with partial.open("wb") as file:
-            torch.save(saved, file)
-
+    levers = dict(saved["state"]["algorithms"])
     with whole(path) as partial:
         if sharded:
-            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            dcp.save(saved, storage_writer=WaitingWriter(partial), planner=planner)
-        else:
-            first_rank_writes(path, write)
-
-
-class WaitingWriter(dcp.FileSystemWriter):
-    """Writes this rank's part of a sharded checkpoint, and waits for the first rank's, however long that takes.
-
-    That part also holds the states of levers, and with averaged weights it is much larger than the others.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """See `FileSystemWriter`."""
-        written = []
+            levers, saved[LEVERS] = separated(levers)
+            saved["state"]["algorithms"] = [*levers.items()]
+            if not is_first_rank():
+                del saved["rng"]
+            dcp.save(saved, checkpoint_id=partial, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+            return
+        saved["state"]["algorithms"] = [*gathered(levers).items()]
 
         def write() -> None:
-            written.append(super(WaitingWriter, self).write_data(plan, planner))
+            with partial.open("wb") as file:
+                torch.save(saved, file)
 
-        try:
-            if not is_first_rank():
-                write()
-        finally:
-            by_first_rank(write)  # also where this rank's disk refuses its part: the first one waits for all
-        return written[0]
+        first_rank_writes(path, write)
 
 
 class EndIfAsked(Callback):

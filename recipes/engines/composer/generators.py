@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from composer import Callback, Logger, State
 from composer.utils import reproducibility
-from torch.distributed.checkpoint import DefaultLoadPlanner
 
-SAVED = "state.callbacks.Generators."  # what the names of their states in a sharded checkpoint begin with
+from recipes.engines.lazy import copied
 
 
 class Generators(Callback):
@@ -29,30 +26,10 @@ class Generators(Callback):
         return {"generators": reproducibility.get_rng_state() if self.saved is None else self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Of ranks that a sharded checkpoint has no state of there is an empty form; see `of_fewer_ranks`.
-        self.saved = [saved for saved in state["generators"] if isinstance(saved["numpy"][1], np.ndarray)]
+        # Of ranks that a sharded checkpoint has no state of there is an empty form; see `LoadPlanner`.
+        self.saved = copied([saved for saved in state["generators"] if isinstance(saved["numpy"][1], np.ndarray)])
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if self.saved is not None:
             reproducibility.load_rng_state(self.saved)
             self.saved = None
-
-
-@contextmanager
-def of_fewer_ranks() -> Iterator[None]:
-    """Inside, a sharded checkpoint of fewer ranks can be loaded. Ranks that it has no generators of keep their own.
-
-    PyTorch's loader asks for the states of all present ranks, and refuses the checkpoint because some are missing.
-    """
-    theirs = DefaultLoadPlanner.set_up_planner
-
-    def set_up_planner(self: DefaultLoadPlanner, state_dict: Any, metadata: Any = None, *arguments: Any, **keys: Any):
-        theirs(self, state_dict, metadata, *arguments, **keys)
-        saved = metadata.state_dict_metadata
-        self.state_dict = {n: v for n, v in self.state_dict.items() if n in saved or not n.startswith(SAVED)}
-
-    DefaultLoadPlanner.set_up_planner = set_up_planner
-    try:
-        yield
-    finally:
-        DefaultLoadPlanner.set_up_planner = theirs

@@ -22,10 +22,10 @@ from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.bucket import fetched
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
-from recipes.engines.composer.callback_states import of_checkpoint
 from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints, checkpoint_files
-from recipes.engines.composer.generators import Generators, of_fewer_ranks
+from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
+from recipes.engines.composer.load_planner import LoadPlanner, Sharded
 from recipes.engines.composer.loggers import composer_logger
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
@@ -34,6 +34,7 @@ from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
 from recipes.engines.kinds import KINDS
+from recipes.engines.lazy import copy_moments
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
@@ -116,11 +117,15 @@ def own_data_parallel() -> Iterator[None]:
 
 @contextmanager
 def own_unpickling() -> Iterator[None]:
-    """Inside, Composer's Trainer loads no code from checkpoints; see `recipes.engines.plain_pickles`."""
+    """Inside, Composer's Trainer loads no code from checkpoints, and full ones lazily.
+
+    See `recipes.engines.plain_pickles` and `recipes.engines.lazy`.
+    """
     theirs = composer_checkpoint._torch_load_with_validation
 
     def load(path: str, map_location: str) -> Any:
-        return upgraded(load_plain(os.path.realpath(path)))  # Composer links to the file from a temporary folder
+        # Composer links to the file from a temporary folder.
+        return upgraded(load_plain(os.path.realpath(path), lazily=True))
 
     composer_checkpoint._torch_load_with_validation = load
     try:
@@ -148,8 +153,6 @@ def own_signal_files() -> Iterator[None]:
 @own_data_parallel()
 @own_unpickling()
 @own_signal_files()
-@of_fewer_ranks()
-@of_checkpoint(but=Generators.__name__)
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
     run = ComposerRun(parts.task, place.precision)
@@ -160,6 +163,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     trained = [p for p in parts.task.parameters() if p.requires_grad]
+    planner = LoadPlanner(parts.task)
     trainer = Trainer(
         model=ComposerTask(parts.task, run.autocast),
         train_dataloader=data_spec(parts.data, parts.copies),
@@ -175,8 +179,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         max_duration=recipe.training.duration,
         optimizers=parts.new_optimizer(trained),
         schedulers=composer_schedule(parts.schedule),
-        algorithms=as_algorithms(parts.levers, run),
-        parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start)} if parts.divided else None,
+        algorithms=as_algorithms(parts.levers, run, planner),
+        parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start, planner)} if parts.divided else None,
         callbacks=[
             *(run_callback(callback, run, name) for name, callback in by_names_of_states(parts.callbacks).items()),
             Generators(),
@@ -196,6 +200,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         seed=recipe.seed,
         dist_timeout=600.0,
     )
+    for optimizer in trainer.state.optimizers:
+        copy_moments(optimizer)
     if parts.divided and recipe.training.fsdp is not None:
         trainer.state.fsdp_config.state_dict_type = recipe.training.fsdp.checkpoints
     if trainer.state.timestamp.batch.value:
@@ -238,7 +244,7 @@ def composer_schedule(schedule: Schedule):
     return lambda state, ssr=1.0: schedule(clock_of(state))
 
 
-def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None) -> FSDP2Config:
+def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None, planner: LoadPlanner) -> FSDP2Config:
     """What Composer must know of a task that the levers of the `training` section divide.
 
     Composer loads checkpoints only in the form in which it saves them, so this form is at first that of `start`.
@@ -253,7 +259,7 @@ def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None) -> FS
     if fsdp is None:
         return FSDP2Config(state_dict_type="full")
     form = fsdp.checkpoints if start is None else "sharded" if start.is_dir() else "full"
-    return FSDP2Config(reshard_after_forward=fsdp.strategy == "FULL_SHARD", state_dict_type=form)
+    return Sharded(reshard_after_forward=fsdp.strategy == "FULL_SHARD", state_dict_type=form, planner=planner)
 
 
 def data_spec(loading: Loading, copies: int = 1) -> DataSpec:

@@ -13,8 +13,9 @@ A full checkpoint `ep<epoch>-ba<batch>.ckpt` holds, as `torch.save` writes it:
     callbacks       states by class, and by label where the run has several of a class
     generators      states of random number generators, by rank
 
-A sharded checkpoint is a folder `ep<epoch>-ba<batch>`: `weights` and `optimizer` as torch.distributed.checkpoint writes
-them, and a file `rest.pt` with everything else. `latest` is a link to the newest one.
+A sharded checkpoint is a folder `ep<epoch>-ba<batch>`: `weights`, `optimizer` and the sharded tensors in `levers`, as
+torch.distributed.checkpoint writes them, and a file `rest.pt` with everything else. `latest` is a link to the newest
+checkpoint.
 """
 
 from __future__ import annotations

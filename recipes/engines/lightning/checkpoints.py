@@ -1,7 +1,8 @@
 """Checkpoints of a Lightning run: when they are due, where they lie, and how a run goes on from one.
 
-A full checkpoint is one file. A sharded one is a folder, in which each rank writes its part of the weights and the
-optimizer's state, and the first rank everything else; see `recipes.engines.lightning.checkpoint_format`.
+A full checkpoint is one file. A sharded one is a folder, in which each rank writes its part of the weights, of the
+optimizer's state and of the levers' tensors, and the first rank everything else; see
+`recipes.engines.lightning.checkpoint_format`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils._pytree import tree_map_only
 
 from data.log import log
 from data.stores import STORES, scheme_of
@@ -29,6 +29,8 @@ from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes,
 from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
 from recipes.engines.kinds import KINDS
+from recipes.engines.lazy import copied, copy_moments
+from recipes.engines.lever_states import LEVERS, forms, gathered, joined, separated
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
@@ -119,13 +121,12 @@ class Checkpoints:
         if self.path is None:
             return
         with self._says_what_to_remove():
-            # Lazily: otherwise each rank of a machine would hold all of it. What is kept must not stay in the file,
-            # which another machine may remove.
             state = upgraded(read_file(self._rest_of(self.path), lazily=True))
             if self.path.is_dir():
-                state |= self._read_parts(self.path)
+                parts = self._read_parts(self.path)
+                state |= parts | {LEVERS: joined(state[LEVERS], parts[LEVERS])}
         self._load_weights(state)
-        for name, part in state["levers"].items():
+        for name, part in state[LEVERS].items():
             for lever in self._parts.levers:
                 if type(lever).__name__ == name:
                     lever.load_state_dict(part)
@@ -149,15 +150,15 @@ class Checkpoints:
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)
-        for values in run.optimizer.state.values():  # PyTorch takes over those that are on the right device
-            values |= {name: copied(value) for name, value in values.items() if _on_host(value)}
+        copy_moments(run.optimizer)
         run.peak_rates_changed()
 
     def _read_parts(self, path: Path) -> dict[str, Any]:
         """This rank's part of a sharded checkpoint, from any number of ranks."""
-        parts = self._tensors(full=False)
         with plain_pickles():
-            dcp.load(parts, checkpoint_id=path)
+            reader = dcp.FileSystemReader(path)
+            parts = self._tensors(full=False) | {LEVERS: forms(reader.read_metadata(), self._run.task)}
+            dcp.load(parts, storage_reader=reader)
         return parts
 
     # --- saving --------------------------------------------------------------------------------
@@ -181,6 +182,10 @@ class Checkpoints:
             return
         path = self._folder / name_of(counts.epoch, counts.batch, self._sharded)
         rest, tensors = self._state(), self._tensors(full=not self._sharded)
+        if self._sharded:
+            rest[LEVERS], tensors[LEVERS] = separated(rest[LEVERS])
+        else:
+            rest[LEVERS] = gathered(rest[LEVERS])
         with whole(path) as partial:
             if self._sharded:
                 dcp.save(tensors, checkpoint_id=partial)
@@ -207,16 +212,7 @@ class Checkpoints:
             "optimizer_name": type(run.optimizer).__name__,
             "scaler": {} if run.scaler is None else run.scaler.state_dict(),
             "data": self._batches.state_dict(),
-            "levers": {type(lever).__name__: lever.state_dict() for lever in self._parts.levers},
+            LEVERS: {type(lever).__name__: lever.state_dict() for lever in self._parts.levers},
             "callbacks": {name: c.state_dict() for name, c in by_names_of_states(self._parts.callbacks).items()},
             "generators": generator_states() if self.generators is None else self.generators,
         }
-
-
-def copied(value: Any) -> Any:
-    """A value of a checkpoint whose tensors have memory of their own."""
-    return tree_map_only(torch.Tensor, torch.clone, value)
-
-
-def _on_host(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu"

@@ -139,7 +139,7 @@ def check_all_levers(small_recipe, folder: Path, *changes: str) -> None:
         trainer.close()
         average = lever_of(trainer, ScheduledEMA).average
         trained[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
-        trained[name] |= {f"average of {n}": t for n, t in average.whole().items()}
+        trained[name] |= {f"average of {n}": t for n, t in average.tensors().items()}
     assert trained["whole"].keys() == trained["resumed"].keys()
     assert [n for n, t in trained["whole"].items() if not torch.equal(t, trained["resumed"][n])] == []
     export = folder / "whole" / "export"

@@ -28,8 +28,8 @@ import callbacks.export
 import recipes.engines.composer.trainer
 import recipes.engines.lightning.trainer  # noqa: F401
 from benchmarks.killing import fork, killed_jobs
-from recipes.algorithms.averaging.average import own
 from recipes.algorithms.resilience.guard import Guard
+from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.engines import checkpoint_files
 from recipes.train import main

@@ -55,7 +55,7 @@ class Recorder(Callback):
                     self.moments[f"{name}: {key}"] = whole(value).clone()
         for lever in self.levers:
             if isinstance(lever, ScheduledEMA):
-                self.average = {name: tensor.clone() for name, tensor in lever.average.whole().items()}
+                self.average = {name: whole(tensor).clone() for name, tensor in lever.average.tensors().items()}
 
 
 def whole(tensor):

@@ -29,7 +29,7 @@ def an_old_run(folder, engine, token_sets):
     """The folder of a sharded checkpoint of that version, and the task whose weights it holds."""
     changes = [*SMALL, f"output={folder}", *(path.format(token_sets) for path in PATHS["token_sets"])]
     recipe = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", changes, Recipe)
-    path, task = a_run(recipe, engine, sharded=True, change=stacked)
+    path, task = a_run(recipe, engine, sharded=True, earlier=stacked)
     names = Sharded.open(path).metadata.state_dict_metadata
     assert any(name.endswith("blocks.0.branch.qkv.weight") for name in names)
     assert not any(".branch.q." in name for name in names)

@@ -11,9 +11,9 @@ from recipes.engines.conversion import to_composer
 from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST
 
 
-def a_run(recipe, engine="lightning", sharded=False, average=True, change=lambda state: state):
+def a_run(recipe, engine="lightning", sharded=False, average=True, earlier=None):
     """A run's folder with a checkpoint of new weights, as an engine writes it, and without training. The averaged
-    weights are half of the others. `change` makes of the state what is written."""
+    weights are half of the others. `earlier` makes of the state what an earlier version would have written."""
     torch.manual_seed(3)
     task = build(recipe.model)
     weights = {name: tensor.clone() for name, tensor in task.state_dict().items()}
@@ -33,7 +33,11 @@ def a_run(recipe, engine="lightning", sharded=False, average=True, change=lambda
         "callbacks": {},
         "generators": [generators],
     }
-    state = change(state)
+    levers = {}
+    if earlier is not None:
+        state = earlier(state)
+    elif sharded:
+        levers = {"ScheduledEMA": {"average": averages.pop("average")}} if average else {}
     folder = Path(recipe.output, "checkpoints")
     folder.mkdir(parents=True)
     Path(recipe.output, "config.yaml").write_text(to_yaml(recipe))
@@ -43,9 +47,10 @@ def a_run(recipe, engine="lightning", sharded=False, average=True, change=lambda
     if not sharded:
         torch.save(state, path)
     elif engine == "composer":
-        dcp.save(state, checkpoint_id=path)
+        dcp.save(state | {"levers": levers}, checkpoint_id=path)
     else:
-        dcp.save({name: state.pop(name) for name in ("weights", "optimizer")}, checkpoint_id=path)
+        parts = {name: state.pop(name) for name in ("weights", "optimizer")}
+        dcp.save(parts | {"levers": levers}, checkpoint_id=path)
         torch.save(state, path / REST)
     (folder / ("latest-rank0.pt" if engine == "composer" else LATEST)).symlink_to(path.name)
     return path, task

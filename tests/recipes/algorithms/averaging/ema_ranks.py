@@ -10,9 +10,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from recipes.algorithms.averaging.average import Average, HostAverage, own
+from recipes.algorithms.averaging.average import Average, HostAverage
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import divide_by_ranks_on_cpu
+from recipes.algorithms.sharding.shards import own
+from recipes.algorithms.sharding.shards import whole as whole_of
+from recipes.engines.sharded_files import Sharded
 
 KEEP = 0.8
 # Batches after which Composer saves: before the average begins, at its beginning, later, and at the end.
@@ -69,18 +72,16 @@ def check_average(kind: type[Average], reshard_after_forward: bool, folder: Path
     dist.all_reduce(held)
     assert held == 4 * size
 
-    tensors = sharded_average.whole()
-    if dist.get_rank() == 0:
-        for name, want in zip(whole.names, whole.shadow, strict=True):
-            near(tensors[name], want)
-    else:
-        assert not tensors
-    lists = [tensors]
-    dist.broadcast_object_list(lists)
-    again = kind(shard(network()))
-    again.load(lists[0])
-    for a, b in zip(again.shadow, sharded_average.shadow, strict=True):
-        assert torch.equal(a, b)
+    tensors = sharded_average.tensors()
+    gathered = {name: whole_of(tensor) for name, tensor in tensors.items()}
+    for name, want in zip(whole.names, whole.shadow, strict=True):
+        assert tensors[name].to_local().data_ptr() == sharded_average.shadow[whole.names.index(name)].data_ptr()
+        near(gathered[name], want)
+    for form in (tensors, gathered):
+        again = kind(shard(network()))
+        again.load(form)
+        for a, b in zip(again.shadow, sharded_average.shadow, strict=True):
+            assert torch.equal(a, b)
     for parameter, first in zip(again.parameters, kind(shard(network())).shadow, strict=True):
         assert torch.equal(own(parameter), first)  # loading an average leaves the weights
 
@@ -106,12 +107,16 @@ def check_composer(folder: Path) -> None:
         arguments = {"decay": 0.7, "start": "5ba", "every": 2}
         ema = ScheduledEMA(**arguments)
         saved = str(folder / str(kind))
-        made = trainer(ema, checkpoints=kind, save_folder=saved, save_interval=due)
+        made = trainer(ema, checkpoints=kind, folder=saved, due=due)
         made.fit()
         assert any(isinstance(p, DTensor) for p in made.state.model.parameters()) == (kind is not None)
         for batch_number in SAVED[:3]:
             pattern = f"*-ba{batch_number}" if kind == "sharded" else f"*-ba{batch_number}-rank0.pt"
             path = str(next(Path(saved).glob(pattern)))
+            if kind == "sharded":
+                held = Sharded.open(Path(path)).metadata.state_dict_metadata
+                averages = {f"levers.ScheduledEMA.average.{name}" for name in ema.average.names}
+                assert averages & held.keys() == (averages if batch_number >= 5 else set())
             other = ScheduledEMA(**arguments)
             resumed = trainer(other, checkpoints=kind, load_path=path)
             resumed.fit()
@@ -122,9 +127,8 @@ def check_composer(folder: Path) -> None:
         if kind == "full":
             plain = ScheduledEMA(**arguments)
             trainer(plain, load_path=str(next(Path(saved).glob("*-ba12-rank0.pt"))))
-            whole, unsharded = ema.average.whole(), plain.average.whole()
-            if dist.get_rank() == 0:
-                assert all(torch.equal(whole[name], unsharded[name]) for name in unsharded)
+            unsharded = plain.average.tensors()
+            assert all(torch.equal(whole_of(t), unsharded[name]) for name, t in ema.average.tensors().items())
 
 
 CHECKS = {

@@ -14,7 +14,7 @@ from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
 from tests.recipes.algorithms.averaging.ema_ranks import CHECKS
-from tests.recipes.algorithms.composer_levers import algorithms_of, fsdp_options, sharding_of
+from tests.recipes.algorithms.composer_levers import algorithms_of, sharded_options, sharding_of
 from tests.recipes.training.fake_run import FakeRun
 
 DEVICES = ["same", "cpu"]
@@ -68,21 +68,24 @@ def loader():
     return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch["x"]))
 
 
-def trainer(ema, duration="12ba", checkpoints=None, **options):
-    """A Composer run with an average, or without if `ema` is None; sharded if the kind of checkpoints is given."""
+def trainer(ema, duration="12ba", checkpoints=None, folder=None, due=None, **options):
+    """A Composer run with an average, or without if `ema` is None; sharded if the kind of checkpoints is given, which
+    are saved in a folder where they are due."""
     task = Small()
     levers = [] if ema is None else [ema]
-    if checkpoints is not None:
-        levers.append(sharding_of(task))
-        options |= fsdp_options(task, checkpoints)
+    if checkpoints is None:
+        options["algorithms"] = algorithms_of(levers, task)
+        if folder is not None:
+            options |= {"save_folder": folder, "save_interval": due}
+    else:
+        options |= sharded_options([*levers, sharding_of(task)], task, checkpoints, folder=folder, due=due)
     recorder = Recorder()
     made = Trainer(
         model=ComposerTask(task),
         train_dataloader=loader(),
         max_duration=duration,
         optimizers=torch.optim.SGD([p for p in task.parameters() if p.requires_grad], lr=0.05, momentum=0.9),
-        algorithms=algorithms_of(levers, task),
-        callbacks=[recorder],
+        callbacks=[recorder, *options.pop("callbacks", [])],
         device="cpu",
         progress_bar=False,
         seed=3,
@@ -239,7 +242,7 @@ def test_resuming_before_at_and_after_the_start_changes_nothing(tmp_path, device
 
 def test_a_checkpoint_of_another_model_is_refused():
     average = Average(Small())
-    tensors = average.whole()
+    tensors = average.tensors()
     with pytest.raises(ValueError, match=r"other parameters: net.0.bias"):
         average.load({name: t for name, t in tensors.items() if name != "net.0.bias"})
     with pytest.raises(ValueError, match=r"net.0.bias has shape \(2,\), the model \(8,\)"):
@@ -312,7 +315,7 @@ def test_checkpoints_of_earlier_versions_load():
     before = weights(model)
     ema = ScheduledEMA(decay=0.9)
     ema.change_modules(FakeRun(model))
-    whole = Average(Small()).whole()
+    whole = Average(Small()).tensors()
     ema.load_state_dict({"begun": 3, "average": {f"task.{name}": tensor + 1 for name, tensor in whole.items()}})
     assert ema.begun == 3
     assert torch.equal(flat(ema.average), before + 1) and torch.equal(weights(model), before)

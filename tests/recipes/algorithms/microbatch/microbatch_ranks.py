@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from composer import Trainer
 
-from recipes.algorithms.averaging.average import own
 from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.optimizers import adamw
 from recipes.algorithms.sharding.fsdp import Sharding
+from recipes.algorithms.sharding.shards import own
 from recipes.engines.composer.model import ComposerTask
-from tests.recipes.algorithms.composer_levers import algorithms_of, fsdp_options
+from tests.recipes.algorithms.composer_levers import algorithms_of, sharded_options
 from tests.recipes.algorithms.microbatch.small import MB, FakeMemory, Line, data
 
 
@@ -43,11 +43,10 @@ def train(memory: FakeMemory | None, microbatch: int, sharded: bool) -> torch.Te
         train_dataloader=data(),
         max_duration="10ba",
         optimizers=adamw(task.parameters(), lr=0.05, fused=memory is not None),
-        algorithms=algorithms_of(levers, task),
         device="cpu",
         device_train_microbatch_size=microbatch,
         progress_bar=False,
-        **(fsdp_options(task) if sharded else {}),
+        **(sharded_options(levers, task) if sharded else {"algorithms": algorithms_of(levers, task)}),
     )
     if memory is not None:
         memory.state = made.state

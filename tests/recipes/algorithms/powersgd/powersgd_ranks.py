@@ -8,24 +8,22 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from composer import Callback, Trainer
-from composer.utils import FSDP2Config
 from composer.utils import dist as composer_dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from recipes.algorithms.averaging.average import own
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sharding.shard import divide_by_ranks_on_cpu
+from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sixteen_bit.block_scaling import scale_branch, unscale
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
-from recipes.engines.composer.adapters import as_algorithms
+from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.model import ComposerTask
-from recipes.engines.composer.run import ComposerRun
-from recipes.training.levers import Levers
 from tests.callbacks.exponent_ranks import check_exponents
+from tests.recipes.algorithms.composer_levers import algorithms_of, sharded_options
 from tests.recipes.algorithms.residual import Residual, network
 from tests.recipes.algorithms.sixteen_bit.adam16_ranks import check_shards
 
@@ -55,7 +53,7 @@ class Watch(Callback):
 
     def batch_start(self, state, logger):
         if self.errors is None and self.averaging is not None:
-            self.errors = self.averaging.state_dict()["errors"]
+            self.errors = {name: whole(errors) for name, errors in self.averaging.state_dict()["errors"].items()}
 
     def after_loss(self, state, logger):
         self.losses.append(state.loss["total"].item())
@@ -73,8 +71,9 @@ def whole(parameter):
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
-def run(*levers, powersgd=None, scaled=False, fsdp=None, batches=BATCHES, bad_batch=None, **options):
-    """Train on batches of 16 samples, in two microbatches per process; `fsdp` holds arguments of Sharding.
+def run(*levers, powersgd=None, scaled=False, fsdp=None, batches=BATCHES, bad_batch=None, folder=None, **options):
+    """Train on batches of 16 samples, in two microbatches per process; `fsdp` holds arguments of Sharding. Checkpoints
+    are saved in `folder` every `HALF` batches.
 
     Returns the trainer, whose `levers` begin with gradient scales and PowerSGD if there are any, and the `Watch`.
     """
@@ -88,9 +87,12 @@ def run(*levers, powersgd=None, scaled=False, fsdp=None, batches=BATCHES, bad_ba
         fsdp = {"full_shard": False, "by_block": True, "parameters": "fp32", "sync": "microbatch"} | fsdp
         checkpoints = fsdp.pop("checkpoints", "sharded")
         levers.append(Sharding(task, averaging=averaging, scaling=scaling, **fsdp))
-        task._fsdp_wrap = False
-        config = FSDP2Config(reshard_after_forward=fsdp["full_shard"], state_dict_type=checkpoints)
-        options["parallelism_config"] = {"fsdp": config}
+        saves = {"folder": folder, "due": at_intervals(f"{HALF}ba", CHECKPOINT)}
+        options |= sharded_options(levers, task, checkpoints, fsdp["full_shard"], **saves)
+    else:
+        options["algorithms"] = algorithms_of(levers, task)
+        if folder is not None:
+            options |= {"save_folder": str(folder), "save_interval": f"{HALF}ba"}
     words = torch.randint(11, (64, 6), generator=torch.Generator().manual_seed(5))
     data = [{"words": row} for row in words]
     watch = Watch(bad_batch, averaging)
@@ -99,8 +101,7 @@ def run(*levers, powersgd=None, scaled=False, fsdp=None, batches=BATCHES, bad_ba
         train_dataloader=DataLoader(data, batch_size=each, sampler=composer_dist.get_sampler(data)),
         max_duration=f"{batches}ba",
         optimizers=torch.optim.SGD(task.parameters(), lr=0.3, momentum=0.5),
-        algorithms=as_algorithms(Levers(levers), ComposerRun(task)),
-        callbacks=[watch],
+        callbacks=[watch, *options.pop("callbacks", [])],
         device="cpu",
         device_train_microbatch_size=each // 2,
         progress_bar=False,
@@ -154,7 +155,7 @@ def check_runs(folder: Path) -> None:
 
     # The sum of errors is shared equally when it is saved, and when it is loaded: bit-equal, also in 1-6-9.
     low_rank = {**EXACT, "rank": 2}
-    _, whole = run(powersgd=low_rank, save_folder=str(folder), save_interval=f"{HALF}ba")
+    _, whole = run(powersgd=low_rank, folder=folder)
     saved = str(next(folder.glob(f"*-ba{HALF}-rank0.pt")))
     _, resumed = run(powersgd=low_rank, load_path=saved)
     assert len(resumed.weights) == HALF
@@ -165,7 +166,7 @@ def check_runs(folder: Path) -> None:
     assert (forgot.weights[-1] - whole.weights[-1]).abs().max() > 1e-2 * moved
     # Four ranks go on from these checkpoints in powersgd_shards_ranks.py.
     rounded = folder / "rounded"
-    trainer, low = run(powersgd={"rank": 2}, save_folder=str(rounded), save_interval=f"{HALF}ba")
+    trainer, low = run(powersgd={"rank": 2}, folder=rounded)
     half = str(next(rounded.glob(f"*-ba{HALF}-rank0.pt")))
     _, resumed = run(powersgd={"rank": 2}, load_path=half)
     resumed.weights[:0] = low.weights[:HALF]

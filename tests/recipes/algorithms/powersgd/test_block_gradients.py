@@ -75,4 +75,4 @@ def test_a_gradient_is_the_parameters_own():
     matrix.gradient()[1].fill_(5.0)
     assert task.layer.weight.grad.tolist() == [[0.0] * 3, [5.0] * 3] + [[0.0] * 3] * 4
     whole = torch.arange(18.0).view(6, 3)
-    assert torch.equal(matrix.whole(matrix.part_of(whole).T), whole)  # the lesser side first
+    assert torch.equal(matrix.in_shape(matrix.part_of(whole).T), whole)  # the lesser side first

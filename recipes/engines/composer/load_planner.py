@@ -1,0 +1,80 @@
+"""What Composer reads of a sharded checkpoint.
+
+PyTorch's loader reads what the present state has, and refuses a checkpoint that lacks a part of it. States of callbacks
+and levers that have not begun have nothing yet, and the checkpoint may be of fewer ranks. Therefore this planner asks
+for what the checkpoint has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from composer.utils import FSDP2Config
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from recipes.engines.composer.generators import Generators
+from recipes.engines.lever_states import LEVERS, State, forms
+
+CALLBACKS = ("state", "callbacks")
+GENERATORS = ".".join((*CALLBACKS, Generators.__name__, ""))  # what the names of their states begin with
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Asks for the states of callbacks and the tensors of levers that the checkpoint has.
+
+    Attributes:
+        levers: tensors by the names of levers, once they are read.
+    """
+
+    def __init__(self, task: nn.Module) -> None:
+        """
+        Args:
+            task: to be sharded, before anything is loaded.
+        """
+        super().__init__()
+        self._task = task
+        self.levers: State = {}
+
+    def set_up_planner(
+        self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See `DefaultLoadPlanner`. Composer also calls it for other parts of the checkpoint than the state."""
+        if "state" in state_dict:
+            callbacks = state_dict["state"].get("callbacks", {})
+            for name in callbacks:
+                if name != Generators.__name__:
+                    callbacks[name] = _form(name, metadata)
+            self.levers = forms(metadata, self._task)
+            state_dict[LEVERS] = self.levers
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        # Ranks that the checkpoint has no generators of keep their own.
+        saved = metadata.state_dict_metadata
+        self.state_dict = {n: v for n, v in self.state_dict.items() if n in saved or not n.startswith(GENERATORS)}
+
+
+@dataclass
+class Sharded(FSDP2Config):
+    """Composer's settings of a sharded task, with a planner, which it had for FSDP1 alone."""
+
+    planner: LoadPlanner | None = field(default=None, kw_only=True)
+
+    @property
+    def load_planner(self) -> LoadPlanner | None:
+        """Read by Composer when it loads a sharded checkpoint."""
+        return self.planner
+
+
+def _form(name: str, metadata: Metadata) -> State:
+    """What the saved state of a callback is read into; empty if there is none, or one in more parts than its keys."""
+    saved = {key: path for key, path in metadata.planner_data.items() if path[:3] == (*CALLBACKS, name)}
+    if any(len(path) != len(CALLBACKS) + 2 for path in saved.values()):  # of an earlier version
+        return {}
+    return {path[-1]: _empty(metadata.state_dict_metadata[key]) for key, path in saved.items()}
+
+
+def _empty(value: Any) -> Any:
+    return torch.empty(value.size, dtype=value.properties.dtype) if isinstance(value, TensorStorageMetadata) else None
