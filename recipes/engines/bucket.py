@@ -20,9 +20,8 @@ from data.fetching import one_line
 from data.files import atomic_folder, atomic_write, point_to, write_text
 from data.log import log
 from data.stores import open_store
-from recipes.engines.kinds import batch_of
 from recipes.engines.record import RECORD, keep_texts
-from recipes.training.newest import newest_checkpoint
+from recipes.training.kinds import batch_of, newest_of_all
 from recipes.training.ranks import by_first_rank
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
@@ -105,7 +104,7 @@ class Bucket:
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
                     self._store.delete(name)
-        self._store.abort_uploads(names, lambda name: batch_of(name) is not None)
+            self._store.abort_uploads(names, lambda name: batch_of(name) is not None)
 
     # --- into the run's folder -----------------------------------------------------------------
 
@@ -128,11 +127,11 @@ class Bucket:
             return
         texts = self._record(latest)
         check(texts)
-        name, newest = Path(latest["checkpoint"]).name, newest_checkpoint(output)
+        folder, name = output / "checkpoints", Path(latest["checkpoint"]).name
+        newest = newest_of_all(folder)
         if newest is not None and batch_of(newest.name) >= batch_of(name):
             return
         log.info(f"checkpoints: fetches {name} from {self.address}")
-        folder = output / "checkpoints"
         keep_texts(output, folder / name, texts)
         self.fetch(name, folder / name)
         for record in set(texts) - {file.name for file in output.iterdir()}:

@@ -26,7 +26,7 @@ from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
 from recipes.engines.conversion import from_composer, read_composer
-from recipes.training.newest import newest_checkpoint
+from recipes.training.kinds import newest_of_all
 from tests.ranks import ROOT, launch
 from tests.recipes import stores_here
 from tests.recipes.engines.lightning.test_checkpoints import same
@@ -217,12 +217,12 @@ def test_a_run_that_is_killed_within_a_file_leaves_the_checkpoint_before(store, 
     killed("ep0-ba4.ckpt", 2, tmp_path / "push.py")
     assert names_in(copies.address) == {"latest.json", "ep0-ba2.ckpt"}
     copies.pull(tmp_path / "again")
-    assert newest_checkpoint(tmp_path / "again").read_bytes() == bytes([2]) * 100
+    assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([2]) * 100
 
     copies.push(checkpoints / "ep0-ba4.ckpt", "latest", keep=1)
     assert names_in(copies.address) == {"latest.json", "ep0-ba4.ckpt"}
     copies.pull(tmp_path / "again")
-    assert newest_checkpoint(tmp_path / "again").read_bytes() == bytes([4]) * BIG
+    assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([4]) * BIG
     folder = checkpoints / "ep0-ba6"
     folder.mkdir()
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
@@ -230,7 +230,7 @@ def test_a_run_that_is_killed_within_a_file_leaves_the_checkpoint_before(store, 
     copies.push(folder, "latest", keep=1)
     assert names_in(copies.address) == {"latest.json", *(f"ep0-ba6/{path.name}" for path in folder.iterdir())}
     copies.pull(tmp_path / "again")
-    newest = newest_checkpoint(tmp_path / "again")
+    newest = newest_of_all(tmp_path / "again" / "checkpoints")
     assert newest.name == "ep0-ba6" and (newest / "__1_0.distcp").read_text() == "__1_0.distcp of 6"
 
 

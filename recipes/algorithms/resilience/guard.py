@@ -18,8 +18,8 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.sixteen_bit.stored import factor_of
 from recipes.training import stop
 from recipes.training.finite import largest_magnitude
+from recipes.training.kinds import last_written
 from recipes.training.lever import Lever
-from recipes.training.newest import newest_checkpoint
 from recipes.training.ranks import all_reduce, is_first_rank, wait, world_size
 from recipes.training.run import Run
 from recipes.training.transfer import HostCopy
@@ -133,7 +133,7 @@ class Guard(Lever):
     def _stop(self, run: Run) -> str:
         """Write the report; returns the message."""
         blocks = self._blocks or block_norms(run.task)
-        newest = newest_checkpoint(self.output)
+        newest = last_written(self.output / "checkpoints")
         seeds = run.batch["seed"].tolist() if "seed" in run.batch else []
         keys = self.keys(seeds) if is_first_rank() and seeds else {}
         report = {

@@ -33,7 +33,6 @@ from recipes.engines.composer.workers import EndWorkers
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
-from recipes.engines.kinds import KINDS
 from recipes.engines.lazy import copy_moments
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
@@ -41,8 +40,8 @@ from recipes.engines.record import keep_record
 from recipes.engines.resuming import says_what_to_remove
 from recipes.planning.opening import opening
 from recipes.training.callback import by_names_of_states, is_complete
+from recipes.training.kinds import KINDS, has_checkpoints
 from recipes.training.microbatches import samples_of, split
-from recipes.training.newest import has_checkpoints
 from recipes.training.ranks import from_first_rank
 from recipes.training.schedules import Schedule
 

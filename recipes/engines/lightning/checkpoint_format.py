@@ -28,13 +28,6 @@ import torch
 from recipes.engines.damaged import DamagedCheckpoint
 
 FORMAT = 1
-LATEST = "latest"
-REST = "rest.pt"
-
-
-def name_of(epoch: int, batch: int, sharded: bool) -> str:
-    """The name of a checkpoint's file or folder."""
-    return f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}.ckpt"
 
 
 def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
