@@ -39,9 +39,9 @@ class Fid(PeriodicCallback):
     with runs of the same reference, number and extractor only; KID has no such bias, but a spread.
     Its subsets have half of the images or of the pictures of the reference, whichever are fewer, and at most 1000:
     those that hold all of them would all be the same, with no deviation. `recipes/evaluate.py` computes both on many
-    images. The first rank draws the images while the others wait, for at most the 600 s after which a run takes a rank
-    for lost. At the start it reads the reference and computes its features, however long that takes. The weights are
-    the averaged ones if the run has an average.
+    images. All ranks draw images; the first one decodes them and computes their features while the others wait, for at
+    most the 600 s after which a run takes a rank for lost. At the start it reads the reference and computes its
+    features, however long that takes. The weights are the averaged ones if the run has an average.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Fid(PeriodicCallback):
         loading: Loading,
         encoders: Callable[[], tuple[Any, Any]],
         average: ScheduledEMA | None,
+        copies: int,
         *,
         reference: Annotated[Any, "source"],
         every: Duration | None = None,
@@ -76,7 +77,7 @@ class Fid(PeriodicCallback):
                 MODEL/TAG.
             sampling: options of sample_grid, or of token_grid for a model of tokens, such as guidance or steps.
             seed: of the draws from the reference; image i is drawn from seed + i.
-            batch: number of images drawn at once.
+            batch: number of images that a rank draws at once.
 
         Raises:
             ValueError: a model that draws no images, an unknown option of sampling, fewer pictures than a metric needs.
@@ -98,7 +99,16 @@ class Fid(PeriodicCallback):
         self.samples: list[Sample] = []
         captions = by_first_rank(lambda: self._read(reference, reference_images, images, seed))
         self.grid: PromptGrid = grid(
-            task, output, loading, encoders, average, prompts=captions, seed=seed, batch=batch, **(sampling or {})
+            task,
+            output,
+            loading,
+            encoders,
+            average,
+            copies,
+            prompts=captions,
+            seed=seed,
+            batch=batch,
+            **(sampling or {}),
         )
         self.features: Features | None = None
         self.reference: np.ndarray | None = None

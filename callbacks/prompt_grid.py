@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,18 @@ from data.image_grid import picture_grid, save_png, to_uint8
 from data.log import log
 from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
-from recipes.algorithms.sharding.shard import is_sharded
 from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.modes import evaluation_mode
-from recipes.training.ranks import from_first_rank, is_first_rank
+from recipes.training.ranks import all_gather, by_first_rank, is_first_rank, rank, world_size
 from recipes.training.run import Run
 
 
 class PromptGrid(PeriodicCallback, ABC):
     """Writes a grid of captioned images to <output>/samples and to the loggers, at intervals and at the end.
 
-    The weights are the averaged ones if the run has an average.
+    The weights are the averaged ones if the run has an average. The ranks share the images: each draws as many as the
+    others, since a sharded model needs all ranks for each pass, and the first one decodes all.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class PromptGrid(PeriodicCallback, ABC):
         task: Task,
         output: str,
         average: ScheduledEMA | None,
+        copies: int,
         prompts: list[str],
         every: str | None,
         columns: int | None,
@@ -44,10 +46,11 @@ class PromptGrid(PeriodicCallback, ABC):
             task: the model.
             output: folder of the run.
             average: the run's average of the weights; None: it has none.
+            copies: number of neighbouring ranks that must draw the same images, `training.tensor_parallel`.
             prompts: captions, one per image.
             every: interval; None: only the end of the run.
             columns: images per row; None: as many as make the grid nearest to a square.
-            batch: number of images drawn at once.
+            batch: number of images that a rank draws at once.
 
         Raises:
             ValueError: no prompts, or numbers out of range.
@@ -59,6 +62,7 @@ class PromptGrid(PeriodicCallback, ABC):
         self.task = task
         self.folder = Path(output, "samples")
         self.average = average
+        self.copies = copies
         self.prompts = prompts
         self.columns = columns
         self.batch = batch
@@ -76,18 +80,17 @@ class PromptGrid(PeriodicCallback, ABC):
         """The image encoder, which decodes what `draw` returns, and the prompts as the model takes them."""
 
     @abstractmethod
-    def draw(self, part: slice) -> torch.Tensor:
-        """What the image encoder decodes to the images of some of the prompts.
-
-        The first rank calls it; if the model is sharded, every rank does.
-        """
+    def draw(self, numbers: list[int]) -> torch.Tensor:
+        """What the image encoder decodes to the images of the prompts with these numbers. It must not depend on other
+        images, but for rounding."""
 
     def begin(self, run: Run) -> None:
-        if is_first_rank():
-            with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
-                self.image_encoder, self.text = self.prepare()
-        if is_sharded(self.task):  # every rank takes part, because parameters are gathered from all ranks
-            self.text = from_first_rank(self.text)
+        self.text = by_first_rank(self._prepare)
+
+    def _prepare(self) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
+            self.image_encoder, text = self.prepare()
+        return text
 
     def act(self, run: Run) -> None:
         images = self.images(run)
@@ -100,14 +103,22 @@ class PromptGrid(PeriodicCallback, ABC):
 
     def images(self, run: Run) -> np.ndarray | None:
         """The prompts' images, (N, H, W, 3) uint8; None on all ranks but the first. Every rank must call it."""
-        if not is_first_rank() and not is_sharded(self.task):
-            return None  # and wait at the next collective
+        numbers = numbers_of(len(self.prompts), rank() // self.copies, world_size() // self.copies)
         with averaged(self.average), evaluation_mode(self.task), run.autocast():
-            drawn = [self.draw(slice(i, i + self.batch)) for i in range(0, len(self.prompts), self.batch)]
-        return to_uint8(self._decoded(drawn)) if is_first_rank() else None
+            drawn = [self.draw(numbers[i : i + self.batch]) for i in range(0, len(numbers), self.batch)]
+        parts = all_gather(torch.cat(drawn))[:: self.copies]
+        if not is_first_rank():
+            return None
+        return to_uint8(self._decoded(torch.cat(parts)[: len(self.prompts)].split(self.batch)))
 
-    def _decoded(self, drawn: list[torch.Tensor]) -> torch.Tensor:
+    def _decoded(self, drawn: Sequence[torch.Tensor]) -> torch.Tensor:
         self.image_encoder.to(drawn[0].device)
         images = torch.cat([self.image_encoder.decode(part).cpu() for part in drawn])
         self.image_encoder.to("cpu")  # its memory belongs to training
         return images
+
+
+def numbers_of(count: int, rank: int, ranks: int) -> list[int]:
+    """Numbers of the images that a rank draws, as many on each rank; the last ranks draw the last image again."""
+    each = -(-count // ranks)
+    return [min(number, count - 1) for number in range(rank * each, (rank + 1) * each)]

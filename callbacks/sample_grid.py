@@ -29,6 +29,7 @@ class SampleGrid(PromptGrid):
         loading: Loading,
         encoders: Callable[[], tuple[Any, Any]],
         average: ScheduledEMA | None,
+        copies: int,
         *,
         prompts: list[str],
         every: Duration | None = None,
@@ -49,9 +50,9 @@ class SampleGrid(PromptGrid):
             guidance: scale of classifier-free guidance; 1 for none.
             sampler: one of the objective's samplers, such as dpm++ or ddim; null: its default.
             columns: images per row; null: as many as make the grid nearest to a square.
-            batch: number of images sampled at once.
+            batch: number of images that a rank samples at once.
         """
-        super().__init__(task, output, average, prompts, every, columns, batch)
+        super().__init__(task, output, average, copies, prompts, every, columns, batch)
         check_least("sample_grid", 1, steps=steps)
         self.loading = loading
         self.encoders = encoders
@@ -65,15 +66,15 @@ class SampleGrid(PromptGrid):
         image_encoder, text_encoder = self.encoders()
         return image_encoder, text_encoder.encode(self.prompts)
 
-    def draw(self, part: slice) -> torch.Tensor:
+    def draw(self, numbers: list[int]) -> torch.Tensor:
         """Latents (B, C, H, W); see `PromptGrid.draw`."""
         device = next(self.task.parameters()).device
         shape = self.loading.manifest.latent_shape(self.loading.resolution)
-        seeds = [self.seed + i for i in range(len(self.prompts))[part]]
+        seeds = [self.seed + number for number in numbers]
         return self.task.objective.sample(
             self.task.denoise,
             seeded_noise(seeds, shape).to(device),
-            self.text[part].to(device, torch.float32),
+            self.text[numbers].to(device, torch.float32),
             self.loading.null_text.to(device, torch.float32),
             self.steps,
             self.guidance,

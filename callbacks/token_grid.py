@@ -29,6 +29,7 @@ class TokenGrid(PromptGrid):
         loading: Loading,
         encoders: Callable[[], tuple[Any, Any]],
         average: ScheduledEMA | None,
+        copies: int,
         *,
         prompts: list[str],
         every: Duration | None = None,
@@ -51,9 +52,9 @@ class TokenGrid(PromptGrid):
             top_p: sample from the fewest most likely codes whose probabilities sum to this; null: from all.
             guidance: scale of classifier-free guidance, for data with caption_dropout; 1 for none.
             columns: images per row; null: as many as make the grid nearest to a square.
-            batch: number of images sampled at once.
+            batch: number of images that a rank samples at once.
         """
-        super().__init__(task, output, average, prompts, every, columns, batch)
+        super().__init__(task, output, average, copies, prompts, every, columns, batch)
         self.choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, guidance=guidance)
         self.loading = loading
         self.encoders = encoders
@@ -67,11 +68,11 @@ class TokenGrid(PromptGrid):
         image_encoder.need_decoder()
         return image_encoder, pad_captions(encoded, self.task.network.layout.text)
 
-    def draw(self, part: slice) -> torch.Tensor:
+    def draw(self, numbers: list[int]) -> torch.Tensor:
         """Grids of tokens (B, R, R); see `PromptGrid.draw`."""
         layout = self.task.network.layout
         device = next(self.task.parameters()).device
-        seeds = [self.seed + i for i in range(len(self.prompts))[part]]
+        seeds = [self.seed + number for number in numbers]
         uniform = uniforms(seeds, layout.image)[:, None]  # (B, 1, tokens)
-        tokens = self.task.sample(self.text[part].to(device), uniform.to(device), self.choice)
+        tokens = self.task.sample(self.text[numbers].to(device), uniform.to(device), self.choice)
         return tokens[:, 0].unflatten(1, (layout.side, layout.side))

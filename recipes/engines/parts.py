@@ -168,6 +168,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         "output": recipe.output,
         "tracked": partial(tracked_run, recipe),
         "loading": data,
+        "copies": copies,
         "encoders": lambda: encoders_of(data.manifest),
         "blank": lambda: build_on_meta(recipe.model),
     }

@@ -65,6 +65,7 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
         "tracked": partial(tracked_run, recipe),
         "blank": lambda: build_on_meta(recipe.model),
         "loading": None,
+        "copies": training.tensor_parallel,
         "encoders": None,
     }
     # One value stands for all parameters, which have no memory.

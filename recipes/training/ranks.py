@@ -47,6 +47,16 @@ def smallest(value: int, device: torch.device) -> int:
     return int(tensor.item())
 
 
+def all_gather(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, in the order of ranks. Every rank must call it, with the same shape and dtype."""
+    if world_size() == 1:
+        return [tensor]
+    tensor = tensor.contiguous()
+    found = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
 def from_first_rank(value: Any) -> Any:
     """Broadcast the value of the first rank, any picklable object. Every rank must call it."""
     if world_size() == 1:

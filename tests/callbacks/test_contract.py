@@ -171,6 +171,7 @@ def test_a_whole_run(name, averages, drawing, places, tmp_path, monkeypatch, cap
             "run_name": "name",
             "output": str(output),
             "loading": loading,
+            "copies": 1,
             "encoders": lambda: encoders_of(loading.manifest),
             "blank": lambda: Everything().to("meta"),
             "average": average,

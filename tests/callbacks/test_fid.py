@@ -31,7 +31,7 @@ class Pictures:
 class Grid:
     """Draws noise that grows with the batch."""
 
-    def __init__(self, task, output, loading, encoders, average, *, prompts, seed, batch, steps=3):
+    def __init__(self, task, output, loading, encoders, average, copies, *, prompts, seed, batch, steps=3):
         self.prompts, self.seed, self.steps = prompts, seed, steps
 
     def begin(self, run):
@@ -50,7 +50,7 @@ def make(monkeypatch):
 
     def build(task=None, **changes):
         values = {"reference": Pictures(), "every": "2ba", "images": 7, "sampling": {"steps": 5}, "seed": 3} | changes
-        return Fid(task or Everything(), "out", Loading(loader=None, resolution=8), None, None, **values)
+        return Fid(task or Everything(), "out", Loading(loader=None, resolution=8), None, None, 1, **values)
 
     return build
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recipes.training import ranks
+from tests.callbacks import grid_ranks
 from tests.recipes.training import waiting_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,6 +76,6 @@ def test_two_processes(tmp_path):
         assert process.returncode == 0, errors[-3000:]
 
 
-@pytest.mark.parametrize("check", waiting_ranks.CHECKS)
-def test_ranks_that_wait(two_ranks, check):
+@pytest.mark.parametrize("check", [*waiting_ranks.CHECKS, *grid_ranks.CHECKS])
+def test_ranks_that_wait_or_share(two_ranks, check):
     two_ranks(check)
