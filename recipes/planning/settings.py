@@ -11,6 +11,7 @@ from functools import cached_property
 from torch import Tensor
 
 from data.cost import FLOAT, Plan
+from recipes.algorithms.modules.compile import GRAPH_MODES
 from recipes.config.build import build
 from recipes.config.recipe import FSDP, Recipe
 from recipes.models.task import Task
@@ -21,7 +22,7 @@ from recipes.planning.footprint import gathered_sizes, gradient_traffic
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.pass_memory import Passes
 from recipes.planning.sharding import check_sharding
-from recipes.planning.step_time import LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
+from recipes.planning.step_time import GRAPHED, LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.tensor_parallel import (
     check_tensor_parallel,
     divided_share,
@@ -339,9 +340,15 @@ class Run:
         update /= place.shares.memory * place.device.bandwidth
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
-        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes
+        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes * (GRAPHED if self.graphs else 1)
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
         return StepTime(*parts, exposed=self.exposed(passes, recompute))
+
+    @property
+    def graphs(self) -> bool:
+        """Whether CUDA graphs launch the blocks. A run with FSDP refuses them."""
+        levers = (lever for lever in self.recipe.algorithms.values() if lever.name == "compile")
+        return self.recipe.training.fsdp is None and any(lever.args.get("mode") in GRAPH_MODES for lever in levers)
 
     def exposed(self, passes: float, recompute: bool) -> float:
         """Seconds of the messages for which the devices that divide matrices wait."""

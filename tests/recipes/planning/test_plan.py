@@ -18,7 +18,7 @@ from recipes.planning.devices import Devices
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import BLOCKS, WORKSPACE, Place, best_of
-from recipes.planning.step_time import UPDATE_BYTES, message_seconds, pass_times
+from recipes.planning.step_time import GRAPHED, LAUNCH, UPDATE_BYTES, message_seconds, pass_times
 from recipes.planning.trace import PASSES, Operation, Trace, trace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -313,6 +313,20 @@ def test_memory_beside_the_model(planner):
     memory = found[64]
     rest = memory.state + memory.working + memory.buckets + memory.algorithms + memory.activations
     assert memory.others == pytest.approx(WORKSPACE + batch + BLOCKS * (rest + WORKSPACE + batch))
+
+
+def test_the_host_launches_less_with_cuda_graphs_which_fsdp_does_not_allow(planner):
+    def launches(mode):
+        lever = f"algorithms.compile={{name: compile, mode: {mode}}}"
+        changes = [*SMALL, "data.resolution=64", lever]
+        found = Planner(load_config(ROOT / "yamls" / "sd2_base.yaml", changes, Recipe, []))
+        return {run.division: run.time(128, False).host for run in found.runs(place_of(8))}
+
+    eager = 2 * LAUNCH * len(list(planner.traces.at(128).executed(False)))  # two microbatches
+    assert launches("reduce-overhead") == {
+        "DDP": pytest.approx(GRAPHED * eager), "SHARD_GRAD_OP": pytest.approx(eager), "FULL_SHARD": pytest.approx(eager)
+    }  # fmt: skip
+    assert launches("max-autotune-no-cudagraphs")["DDP"] == pytest.approx(eager)
 
 
 def test_where_nothing_fits_the_report_says_what_does(planner):
