@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.random_latents import register
+from benchmarks.gpu_run.subjects import register_data
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.plan import main
@@ -265,7 +265,7 @@ def test_the_report(capsys, monkeypatch):
 
 def test_a_recipe_whose_data_has_no_streams(capsys, monkeypatch):
     """Its shapes are Stable Diffusion's, and no set is looked for."""
-    register()
+    register_data()
     monkeypatch.chdir(ROOT)
     changes = ["data={name: random_latents, resolution: 64}", "evals.val=null"]
     text = report(capsys, *changes, "--gpu", "h100", "--gpus", "1")
