@@ -3,7 +3,7 @@
     python benchmarks/published.py
 
 Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table and on three figures of
-Megatron-LM, and predicts the others, those of FAIR's vision transformers, and sizes of DALL-E.
+Megatron-LM, and predicts the others and sizes of DALL-E.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import re
 from collections.abc import Iterable, Iterator
 
 from benchmarks.published_scaling import REST, fitted_v100, megatron_rows
-from benchmarks.published_vits import vit_rows
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.costs import cost_of
@@ -111,7 +110,6 @@ def main() -> None:
     print()
     print(table("Stable Diffusion 2, images/s", diffusion_rows(planners)), end="\n\n")
     print(table("Megatron-LM on V100s", megatron_rows(V100_SHARES)), end="\n\n")
-    print(table("FAIR's ViTs on A100s", vit_rows()), end="\n\n")
     print(table("DALL-E", dalle_rows()))
 
 
