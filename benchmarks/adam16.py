@@ -92,7 +92,7 @@ def measured(
     optimizer = make(made)
     seconds = times({"": optimizer.step}, options.rounds, gpu)[""]
     count = sum(p.numel() for p in made)
-    held = optimizer.memory()["bytes_per_parameter"] if isinstance(optimizer, Adam16) else 8.0
+    held = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()) / count
     return {
         "parameters": count,
         "bytes of moments per parameter": round(held, 3),

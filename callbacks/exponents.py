@@ -14,13 +14,13 @@ import torch
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from callbacks.charts import DPI, write_chart
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO, Histograms, count_exponents
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
 from data.files import write_json
 from recipes.algorithms.gradients.blocks import block_matrices
+from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
 from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9
 from recipes.models.task import Task
@@ -98,7 +98,7 @@ class Exponents(PeriodicCallback):
     @torch.no_grad()
     def _count(self, parameter: Tensor, block: int) -> None:
         if self.counting:
-            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradient = own(parameter.grad)
             self.counts[block] += count_exponents(gradient.float() / self.scales[block])
 
     def gradients_ready(self, run: Run) -> None:

@@ -25,7 +25,7 @@ from recipes.scoring.extractors import Features, build_extractor
 from recipes.scoring.figures import Settings, check_counts, figures
 from recipes.scoring.reference import captions_of, decoded, read_reference
 from recipes.training.callback import PeriodicCallback
-from recipes.training.ranks import by_first_rank, from_first_rank
+from recipes.training.ranks import by_first_rank
 from recipes.training.run import Run
 
 GRIDS = {LatentDiffusion: SampleGrid, Autoregressive: TokenGrid}  # what draws a model's images
@@ -96,19 +96,18 @@ class Fid(PeriodicCallback):
         self.extractor = extractor, path
         self.side = loading.resolution
         self.samples: list[Sample] = []
-        self.captions: list[str] | None = None
-        by_first_rank(lambda: self._read(reference, reference_images, images, seed))
-        captions = from_first_rank(self.captions)
+        captions = by_first_rank(lambda: self._read(reference, reference_images, images, seed))
         self.grid: PromptGrid = grid(
             task, output, loading, encoders, average, prompts=captions, seed=seed, batch=batch, **(sampling or {})
         )
         self.features: Features | None = None
         self.reference: np.ndarray | None = None
 
-    def _read(self, source: Any, pictures: int | None, images: int, seed: int) -> None:
+    def _read(self, source: Any, pictures: int | None, images: int, seed: int) -> list[str]:
         self.samples = read_reference(source, pictures, seed)
-        self.captions = captions_of(self.samples, images, seed)
+        captions = captions_of(self.samples, images, seed)
         self._check_counts(images, len(self.samples))
+        return captions
 
     def _check_counts(self, images: int, pictures: int) -> None:
         """Chooses the size of KID's subsets, and refuses fewer images or pictures than a metric needs."""

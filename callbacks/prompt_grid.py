@@ -76,8 +76,8 @@ class PromptGrid(PeriodicCallback, ABC):
         """The image encoder, which decodes what `draw` returns, and the prompts as the model takes them."""
 
     @abstractmethod
-    def draw(self) -> list[torch.Tensor]:
-        """What the image encoder decodes to the prompts' images, in batches.
+    def draw(self, part: slice) -> torch.Tensor:
+        """What the image encoder decodes to the images of some of the prompts.
 
         The first rank calls it; if the model is sharded, every rank does.
         """
@@ -103,7 +103,7 @@ class PromptGrid(PeriodicCallback, ABC):
         if not is_first_rank() and not is_sharded(self.task):
             return None  # and wait at the next collective
         with averaged(self.average), evaluation_mode(self.task), run.autocast():
-            drawn = self.draw()
+            drawn = [self.draw(slice(i, i + self.batch)) for i in range(0, len(self.prompts), self.batch)]
         return to_uint8(self._decoded(drawn)) if is_first_rank() else None
 
     def _decoded(self, drawn: list[torch.Tensor]) -> torch.Tensor:

@@ -65,24 +65,17 @@ class SampleGrid(PromptGrid):
         image_encoder, text_encoder = self.encoders()
         return image_encoder, text_encoder.encode(self.prompts)
 
-    def draw(self) -> list[torch.Tensor]:
+    def draw(self, part: slice) -> torch.Tensor:
         """Latents (B, C, H, W); see `PromptGrid.draw`."""
         device = next(self.task.parameters()).device
         shape = self.loading.manifest.latent_shape(self.loading.resolution)
-        noise = seeded_noise([self.seed + i for i in range(len(self.prompts))], shape)
-        null_text = self.loading.null_text.to(device, torch.float32)
-        latents = []
-        for start in range(0, len(self.prompts), self.batch):
-            part = slice(start, start + self.batch)
-            latents.append(
-                self.task.objective.sample(
-                    self.task.denoise,
-                    noise[part].to(device),
-                    self.text[part].to(device, torch.float32),
-                    null_text,
-                    self.steps,
-                    self.guidance,
-                    sampler=self.sampler,
-                )
-            )
-        return latents
+        seeds = [self.seed + i for i in range(len(self.prompts))[part]]
+        return self.task.objective.sample(
+            self.task.denoise,
+            seeded_noise(seeds, shape).to(device),
+            self.text[part].to(device, torch.float32),
+            self.loading.null_text.to(device, torch.float32),
+            self.steps,
+            self.guidance,
+            sampler=self.sampler,
+        )

@@ -67,14 +67,11 @@ class TokenGrid(PromptGrid):
         image_encoder.need_decoder()
         return image_encoder, pad_captions(encoded, self.task.network.layout.text)
 
-    def draw(self) -> list[torch.Tensor]:
+    def draw(self, part: slice) -> torch.Tensor:
         """Grids of tokens (B, R, R); see `PromptGrid.draw`."""
         layout = self.task.network.layout
         device = next(self.task.parameters()).device
-        uniform = uniforms([self.seed + i for i in range(len(self.prompts))], layout.image)[:, None]  # (N, 1, tokens)
-        grids = []
-        for start in range(0, len(self.prompts), self.batch):
-            part = slice(start, start + self.batch)
-            tokens = self.task.sample(self.text[part].to(device), uniform[part].to(device), self.choice)
-            grids.append(tokens[:, 0].unflatten(1, (layout.side, layout.side)))
-        return grids
+        seeds = [self.seed + i for i in range(len(self.prompts))[part]]
+        uniform = uniforms(seeds, layout.image)[:, None]  # (B, 1, tokens)
+        tokens = self.task.sample(self.text[part].to(device), uniform.to(device), self.choice)
+        return tokens[:, 0].unflatten(1, (layout.side, layout.side))

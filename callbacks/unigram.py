@@ -45,7 +45,10 @@ class Unigram(Callback):
             self.seen = self.seen.to(run.device)
 
     def before_forward(self, run: Run) -> None:
-        self.seen = self._add(self.seen, run)
+        tokens = run.batch[self.column]
+        if self.seen is None:
+            self.seen = tokens.new_zeros(self.codes)
+        add_counts(self.seen, tokens)
 
     def eval_start(self, run: Run) -> None:
         self.validated = None
@@ -79,11 +82,6 @@ class Unigram(Callback):
         """Go on with the counts of a checkpoint, on the first rank."""
         if "seen" in state:
             self.seen = state["seen"].clone() if ranks.is_first_rank() else torch.zeros_like(state["seen"])
-
-    def _add(self, counts: Tensor | None, run: Run) -> Tensor:
-        """The counts with those of the present microbatch; None: from 0 on."""
-        tokens = run.batch[self.column]
-        return add_counts(tokens.new_zeros(self.codes) if counts is None else counts.to(tokens.device), tokens)
 
 
 def unigram_loss(seen: Tensor, validated: Tensor) -> float:

@@ -2,7 +2,8 @@
 
 Checkpoints are written to the run's folder, and then copied by the first rank. Only when all of a checkpoint is in the
 bucket, the object `latest.json` names it. An object appears whole or not at all, so what a killed process leaves is
-never taken for a checkpoint. The run's record lies beside it, since a run that goes on must be the one that it was.
+never taken for a checkpoint. `latest.json` also holds the run's record, since a run that goes on must be the one that
+it was.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from data.fetching import one_line
 from data.files import atomic_folder, atomic_write, point_to, write_text
 from data.log import log
 from data.stores import open_store
-from recipes.engines.kinds import batch_of
 from recipes.engines.record import RECORD, keep_texts
-from recipes.training.newest import newest_checkpoint
+from recipes.training.kinds import batch_of, newest_of_all
 from recipes.training.ranks import by_first_rank
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
@@ -90,22 +90,22 @@ class Bucket:
             ValueError: the store refuses it, or does not answer. The checkpoint on the disk stays.
         """
         files = sorted(path.iterdir()) if path.is_dir() else [path]
-        records = [file for name in RECORD if (file := path.parent.parent / name).is_file()]
-        names = {f"{path.name}/{file.name}" if file.parent == path else file.name: file for file in (*files, *records)}
+        names = {f"{path.name}/{file.name}" if path.is_dir() else file.name: file for file in files}
+        record = [file for name in RECORD if (file := path.parent.parent / name).is_file()]
+        texts = {file.name: file.read_text(encoding="utf-8") for file in record}
         with self._answers(f"{path.name}: cannot be written"):
             before = self._latest() or {"kept": []}
             for name, file in names.items():
                 self._store.upload(file, name)
             kept = [name for name in before["kept"] if name != path.name] + [path.name]
             kept = kept if keep == -1 else kept[-keep:]
-            texts = {file.name: file.read_text(encoding="utf-8") for file in records}
             latest = {"checkpoint": path.name, "link": link, "kept": kept, "record": texts}
             self._store.write(LATEST, json.dumps(latest, indent=1).encode())
             for name in self._store.names("ep"):
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
                     self._store.delete(name)
-        self._store.abort_uploads(names, lambda name: batch_of(name) is not None)
+            self._store.abort_uploads(names, lambda name: batch_of(name) is not None)
 
     # --- into the run's folder -----------------------------------------------------------------
 
@@ -126,25 +126,18 @@ class Bucket:
             latest = self._latest()
         if latest is None:
             return
-        texts = self._record(latest)
+        texts = {name: text for name, text in latest.get("record", {}).items() if name in RECORD}
         check(texts)
-        name, newest = Path(latest["checkpoint"]).name, newest_checkpoint(output)
+        folder, name = output / "checkpoints", Path(latest["checkpoint"]).name
+        newest = newest_of_all(folder)
         if newest is not None and batch_of(newest.name) >= batch_of(name):
             return
         log.info(f"checkpoints: fetches {name} from {self.address}")
-        folder = output / "checkpoints"
         keep_texts(output, folder / name, texts)
         self.fetch(name, folder / name)
         for record in set(texts) - {file.name for file in output.iterdir()}:
             write_text(output / record, texts[record])
         point_to(folder / Path(latest["link"]).name, folder / name)
-
-    def _record(self, latest: dict[str, Any]) -> dict[str, str]:
-        """The record with which the newest checkpoint was written: texts by names of files."""
-        if "record" in latest:
-            return {name: latest["record"][name] for name in RECORD if name in latest["record"]}
-        with self._answers("the record of the run: cannot be read"):  # an earlier version wrote it to files only
-            return {name: self._store.read(name).decode() for name in set(RECORD) & set(self._store.names())}
 
     def fetch(self, name: str, path: Path) -> None:
         """Fetch an object as a file, or all objects below a name as a folder. The path appears whole or not at all.

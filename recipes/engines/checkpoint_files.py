@@ -18,10 +18,10 @@ from data.disk_errors import ADVICE, disk_error
 from data.files import point_to, to_disk
 from data.log import log
 from recipes.engines.bucket import Bucket
-from recipes.engines.kinds import Kind, batch_of
 from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
 from recipes.training.finite import is_worth_keeping
+from recipes.training.kinds import Kind, batch_of
 from recipes.training.ranks import by_first_rank, wait
 from recipes.training.run import Run
 
@@ -126,11 +126,6 @@ class CheckpointFiles:
         self.link = folder / kind.link
         self.keep = keep
         self.bucket = None if bucket is None else Bucket(bucket)
-
-    def mend(self) -> None:
-        """If the link is lost, it points to the newest checkpoint again. Only the first rank calls this."""
-        if not self.link.exists() and (found := self.kind.all(self.folder)):
-            point_to(self.link, found[-1])
 
     def newest_is(self, path: Path, batch: int) -> None:
         """The link points to a new checkpoint, and all before it but the newest `keep` are removed.

@@ -19,9 +19,10 @@ from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
 from recipes.engines.lever_states import LEVERS, joined
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
+from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import Sharded
+from recipes.training.kinds import KINDS, REST, resolved
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
@@ -47,9 +48,7 @@ def convert(path: Path, engine: str) -> Path:
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such checkpoint")
-    path = path.resolve()
-    if path.name.endswith(".distcp"):  # Composer's `latest-rank0.pt` points to the first rank's part
-        path = path.parent
+    path = resolved(path)
     of_lightning = (path / REST).is_file() if path.is_dir() else engine == "composer"
     if not of_lightning:
         state = from_composer(read_composer(path))
@@ -60,14 +59,11 @@ def convert(path: Path, engine: str) -> Path:
         state = read_file(path)
     state = upgraded(state)
     epoch, batch = state["counts"]["epoch"], state["counts"]["batch"]
-    if engine == "lightning":
-        converted, name, latest = state, name_of(epoch, batch, sharded=False), LATEST
-    else:
-        converted, name, latest = to_composer(state), f"ep{epoch}-ba{batch}-rank0.pt", "latest-rank0.pt"
-    new = path.parent / name
+    kind = KINDS[engine]
+    new = path.parent / kind.name_of(epoch, batch, sharded=False)
     with atomic_write(new) as partial:
-        torch.save(converted, partial)
-    point_to(path.parent / latest, new)
+        torch.save(state if engine == "lightning" else to_composer(state), partial)
+    point_to(path.parent / kind.link, new)
     return new
 
 

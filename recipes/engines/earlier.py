@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from recipes.engines.lightning.checkpoint_format import REST
 from recipes.models.earlier import part_of, separate_names
+from recipes.training.kinds import REST
 
 
 def upgraded(value: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from data.files import atomic_write
 from data.ranges import check_least
 from recipes.engines.tracking import mlflow_run
-from recipes.training.ranks import by_first_rank, from_first_rank
+from recipes.training.ranks import by_first_rank
 
 OF_SQLITE = {"disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}  # its words for errors of the disk
 
@@ -119,18 +119,17 @@ def mlflow(
         folder.mkdir(parents=True, exist_ok=True)
         tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
         artifacts = (folder / "mlartifacts").as_uri()  # MLflow would write images to mlruns/ in the current folder
-    identifier, found = tracked(), []
+    identifier = tracked()
 
-    def find() -> None:
+    def find() -> str:
         if artifacts is not None:
             make_database(folder / "mlflow.db")
             images_are_here(folder / "mlflow.db", artifacts)
-        found.append(
-            mlflow_run(identifier, uri=tracking_uri, experiment=experiment, run_name=run_name, artifacts=artifacts)
+        return mlflow_run(
+            identifier, uri=tracking_uri, experiment=experiment, run_name=run_name, artifacts=artifacts
         )
 
-    by_first_rank(find)
-    return MLflow(run_name, experiment, tracking_uri, from_first_rank(found)[0])
+    return MLflow(run_name, experiment, tracking_uri, by_first_rank(find))
 
 
 def make_database(path: Path) -> None:

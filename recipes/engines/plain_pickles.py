@@ -23,7 +23,6 @@ from torch.distributed.checkpoint import metadata as metadata_format
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
-from recipes.engines.damaged import DamagedCheckpoint
 from recipes.engines.earlier import check_names
 
 ALLOWED = [
@@ -47,6 +46,18 @@ IN_METADATA = {
 VALUES_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
+class DamagedCheckpoint(ValueError):
+    """The bytes of a checkpoint are not what was written, or not what this repository writes.
+
+    `recipes.engines.resuming` says what to do.
+    """
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in one line of at most 200 characters."""
+    return (str(error) or type(error).__name__).split("\n")[0][:200]
+
+
 def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: bool = False) -> Any:
     """The contents of a file of torch.save, on the CPU.
 
@@ -65,8 +76,8 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
     except FileNotFoundError:
         raise
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
-        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
-        raise DamagedCheckpoint(f"{where or file}: not a checkpoint that this repository wrote: {reason}") from error
+        what = f"{where or file}: not a checkpoint that this repository wrote"
+        raise DamagedCheckpoint(f"{what}: {reason_of(error)}") from error
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -92,8 +103,8 @@ def check_metadata(path: Path) -> None:
     except FileNotFoundError:
         raise
     except Exception as error:  # unpickling damaged bytes raises nearly anything
-        reason = str(error).split("\n")[0][:200]
-        raise DamagedCheckpoint(f"{path}: not of a checkpoint that this repository wrote: {reason}") from error
+        what = f"{path}: not of a checkpoint that this repository wrote"
+        raise DamagedCheckpoint(f"{what}: {reason_of(error)}") from error
 
 
 @contextmanager
@@ -130,7 +141,7 @@ def plain_pickles() -> Iterator[None]:
         for cause in refused or [cause for cause, *_ in error.failures.values()]:
             if isinstance(cause, ValueError | FileNotFoundError) and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
-            reason = (str(cause) or type(cause).__name__).split("\n")[0][:200]
+            reason = reason_of(cause)
             if "Missing key" in reason:
                 raise ValueError(f"a sharded checkpoint: not of this model ({reason})") from error
             if error.args[0] in ("read", "plan") and isinstance(cause, Exception):  # damaged bytes raise anything

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from recipes.config.recipe import Checkpoints, Recipe
 from recipes.engines.bucket import Bucket
-from recipes.engines.checkpoint_files import OLD, PARTIAL, CheckpointFiles, remove
-from recipes.engines.damaged import DamagedCheckpoint
-from recipes.engines.kinds import KINDS, Kind, check_engine
+from recipes.engines.checkpoint_files import OLD, PARTIAL, remove
+from recipes.engines.plain_pickles import DamagedCheckpoint
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
-from recipes.training.ranks import by_first_rank, from_first_rank
+from recipes.training.kinds import KINDS, Kind, check_engine
+from recipes.training.ranks import by_first_rank
 
 # What `data.files` writes before it renames: the name, often the machine, and the process.
 HALF = re.compile(r"\..+\.\d+")
@@ -38,9 +38,7 @@ def prepare_folder(recipe: Recipe, engine: str) -> list[str]:
         ValueError: the run must not go on, or the bucket does not answer.
     """
     # The other ranks may see an older state of a shared folder, or one that the first rank is changing.
-    changed: list[str] = []
-    by_first_rank(lambda: changed.extend(_prepare(recipe, engine)))
-    return from_first_rank(changed)
+    return by_first_rank(lambda: _prepare(recipe, engine))
 
 
 def _prepare(recipe: Recipe, engine: str) -> list[str]:
@@ -52,7 +50,7 @@ def _prepare(recipe: Recipe, engine: str) -> list[str]:
     if checkpoints.bucket is not None:
         Bucket(checkpoints.bucket).pull(output, lambda texts: check_copy(recipe, texts))
     kind, folder = KINDS[engine], output / "checkpoints"
-    CheckpointFiles(folder, kind, checkpoints.keep).mend()
+    kind.mend(folder)
     check_engine(folder, engine)
     newest = kind.newest(folder)
     if newest is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.engines.plain_pickles import MetadataUnpickler
+from recipes.engines.plain_pickles import MetadataUnpickler, reason_of
 
 METADATA = ".metadata"
 
@@ -126,8 +126,7 @@ def _damaged(what: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(what.split(":")[0]):
             raise  # it says where, already
-        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
-        raise ValueError(f"{what}: {reason}") from error
+        raise ValueError(f"{what}: {reason_of(error)}") from error
 
 
 def _step(at: Any, key: Any, value: Any) -> Any:

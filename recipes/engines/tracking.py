@@ -15,8 +15,8 @@ from data.files import write_text
 from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.record import TRACKED, record_of
-from recipes.training.newest import has_checkpoints
-from recipes.training.ranks import by_first_rank, from_first_rank
+from recipes.training.kinds import has_checkpoints
+from recipes.training.ranks import by_first_rank
 
 if TYPE_CHECKING:  # the import takes seconds, and few runs need it
     from mlflow import MlflowClient
@@ -35,9 +35,7 @@ def tracked_run(recipe: Recipe) -> str:
 
     It is kept in the run's folder and with each checkpoint. Every rank must call this, after `prepare_folder`.
     """
-    found: list[str] = []
-    by_first_rank(lambda: found.append(_kept_or_new(recipe)))
-    return from_first_rank(found)[0]
+    return by_first_rank(lambda: _kept_or_new(recipe))
 
 
 def _kept_or_new(recipe: Recipe) -> str:

@@ -11,9 +11,10 @@ from torch import Tensor
 from recipes.engines.conversion import PREFIX
 from recipes.engines.earlier import upgraded
 from recipes.engines.lever_states import LEVERS, joined
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, read_file
+from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import METADATA, Sharded
+from recipes.training.kinds import REST, last_written, resolved
 
 AVERAGE = "ScheduledEMA"
 
@@ -42,13 +43,9 @@ def find_checkpoint(path: Path) -> Path | None:
     Args:
         path: a file, a folder of a sharded checkpoint, a link to one of them, or a run's folder.
     """
-    newest = [path / "checkpoints" / name for name in (LATEST, "latest-rank0.pt")]
-    found = [path] if path.is_file() or (path / METADATA).is_file() else [link for link in newest if link.exists()]
-    if not found:
-        return None
-    # A run that went on under the other engine has one of each.
-    checkpoint = max((link.resolve() for link in found), key=lambda file: file.stat().st_mtime)
-    return checkpoint.parent if checkpoint.suffix == ".distcp" else checkpoint
+    if path.is_file() or (path / METADATA).is_file():
+        return resolved(path)
+    return last_written(path / "checkpoints")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -80,7 +80,7 @@ def says_that_another_ended() -> Iterator[None]:
         sys.exit(1)
 
 
-def by_first_rank(act: Callable[[], object]) -> None:
+def by_first_rank(act: Callable[[], Any]) -> Any:
     """Call a function on the first rank, while the other ranks wait for it. Every rank must call it.
 
     Use it for what may take longer than the time limit of a collective, such as a copy to an object store. The other
@@ -90,17 +90,19 @@ def by_first_rank(act: Callable[[], object]) -> None:
     Args:
         act: called on the first rank only.
 
+    Returns:
+        What the function returned, on all ranks; any picklable object.
+
     Raises:
         ValueError: the function failed on the first rank, which raises its own error. The message is the same.
     """
     if world_size() == 1:
-        act()
-        return
+        return act()
     store, key = dist.distributed_c10d._get_default_store(), f"by_first_rank/{next(_calls)}"
-    error: Exception | None = None
+    found, error = None, None
     if is_first_rank():
         try:
-            act()
+            found = act()
         except Exception as caught:
             error = caught
         store.set(key, "" if error is None else f"error: {error}")
@@ -114,3 +116,4 @@ def by_first_rank(act: Callable[[], object]) -> None:
     wait()  # all know the answer before the first rank may end, and the store with it
     if error is not None:
         raise error
+    return from_first_rank(found)

@@ -26,7 +26,7 @@ from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
 from recipes.engines.resuming import prepare_folder
 from recipes.training.callback import Callback
-from recipes.training.newest import newest_checkpoint
+from recipes.training.kinds import newest_of_all
 from tests.data.bucket import serve
 from tests.recipes.engines.recording import assert_bit_equal, record
 
@@ -158,7 +158,6 @@ def test_checkpoints_in_a_bucket(bucket, encoded, whole, quick_recipe, tmp_path,
         return quick_recipe(tmp_path / name, *RUN, data, checkpoints, *changes)
 
     suffix = "-rank0.pt" if engine == "composer" else ".ckpt"
-    record_of_run = {"config.yaml", "encoded.json", "latest.json"}
 
     def refuse(parts):
         parts.callbacks["refuse"] = Refuse(bucket)
@@ -174,13 +173,13 @@ def test_checkpoints_in_a_bucket(bucket, encoded, whole, quick_recipe, tmp_path,
         bucket.refused = None
     assert "\n" not in str(error.value)
     # All of the second checkpoint is there, but nothing names it.
-    assert set(bucket.names(f"{engine}/run")) == record_of_run | {f"ep0-ba3{suffix}", f"ep1-ba6{suffix}"}
+    assert set(bucket.names(f"{engine}/run")) == {"latest.json", f"ep0-ba3{suffix}", f"ep1-ba6{suffix}"}
     with pytest.raises(ValueError, match="optimizer.lr was 0.002, is 0.1"):
         trainers.build_trainer(recipe("changed", "optimizer.lr=0.1"))
     resumed = record(engine, recipe("again"))
     assert len(resumed.losses) == 5
     assert_bit_equal(whole[1], resumed)
-    assert set(bucket.names(f"{engine}/run")) == record_of_run | {f"ep1-ba6{suffix}", f"ep1-ba8{suffix}"}
+    assert set(bucket.names(f"{engine}/run")) == {"latest.json", f"ep1-ba6{suffix}", f"ep1-ba8{suffix}"}
     if engine == "lightning":
         trainer = trainers.build_trainer(
             recipe("loaded", f"checkpoints.load_path=s3://sets/{engine}/run/ep1-ba6{suffix}", "checkpoints.bucket=null")
@@ -216,13 +215,13 @@ def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
             bucket.client.put_object(Bucket="sets", Key="folders/ep0-ba9/__0_0.distcp", Body=b"half")
         copies.push(path, "latest-rank0.pt", keep=1)
     names = {f"ep0-ba10/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")}
-    assert set(bucket.names("folders")) == names | {"config.yaml", "latest.json"}
+    assert set(bucket.names("folders")) == names | {"latest.json"}
     shutil.rmtree(checkpoints / "ep0-ba10")
     for folder in ("new", "run"):
         (tmp_path / folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         point_to(tmp_path / folder / "checkpoints" / "latest-rank0.pt", checkpoints / "ep0-ba4")
         copies.pull(tmp_path / folder)
-        newest = newest_checkpoint(tmp_path / folder)
+        newest = newest_of_all(tmp_path / folder / "checkpoints")
         assert newest.name == "ep0-ba10" and (newest / "__1_0.distcp").read_text() == "__1_0.distcp of 10"
         assert (tmp_path / folder / "config.yaml").read_text() == "a: 1"
     (newest / ".metadata").write_text("newer")
@@ -230,9 +229,26 @@ def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
     assert (newest / ".metadata").read_text() == "newer"
 
 
+@pytest.mark.parametrize("link", ["lost", "broken"])
+def test_a_newer_checkpoint_whose_link_is_lost_is_not_replaced_by_an_older_copy(bucket, quick_recipe, tmp_path, link):
+    """The run went back to the copy without a word."""
+    address = f"s3://sets/unlinked/{link}"
+    recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true", f"checkpoints.bucket={address}")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "ep0-ba5.ckpt").write_text("the copy")
+    Bucket(address).push(checkpoints / "ep0-ba5.ckpt", "latest", keep=1)
+    (checkpoints / "ep0-ba5.ckpt").rename(checkpoints / "ep0-ba10.ckpt")
+    if link == "broken":
+        point_to(checkpoints / "latest", checkpoints / "ep0-ba12.ckpt")
+    prepare_folder(recipe, "lightning")
+    assert (checkpoints / "latest").resolve().name == "ep0-ba10.ckpt"
+    assert {path.name for path in checkpoints.iterdir()} == {"latest", "ep0-ba10.ckpt"}
+
+
 def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fetched(bucket, quick_recipe, tmp_path):
     """Whether this run has newer ones or none, and its own record stays; an allowed change goes on from there."""
-    address = "s3://sets/shared/run"
+    address = "s3://sets/autoresume/run"
     common = ["checkpoints.autoresume=true", f"checkpoints.bucket={address}"]
     one = quick_recipe(tmp_path / "one", *common)
     checkpoint = tmp_path / "one" / "checkpoints" / "ep0-ba6.ckpt"
@@ -240,8 +256,6 @@ def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fe
     checkpoint.write_text("of one")
     (tmp_path / "one" / "config.yaml").write_text(to_yaml(one))
     Bucket(address).push(checkpoint, "latest", keep=2)
-    # The record of the first checkpoint that another start would write, which was killed before it named it.
-    bucket.client.put_object(Bucket="sets", Key="shared/run/config.yaml", Body=b"seed: 5")
     for name, batch in (("empty", None), ("older", 4), ("newer", 8)):
         other = quick_recipe(tmp_path / name, *common, "optimizer.lr=0.1")
         (tmp_path / name).mkdir()
@@ -259,7 +273,7 @@ def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fe
     allowed = quick_recipe(tmp_path / "empty", *common, "optimizer.lr=0.1", "checkpoints.allow_changes=[optimizer]")
     for _ in range(2):  # and it stays a change until a checkpoint is written with it
         assert prepare_folder(allowed, "lightning") == ["optimizer.lr"]
-    assert newest_checkpoint(tmp_path / "empty").read_text() == "of one"
+    assert newest_of_all(tmp_path / "empty" / "checkpoints").read_text() == "of one"
     assert "0.1" in (tmp_path / "empty" / "config.yaml").read_text()
 
 
@@ -286,13 +300,16 @@ def test_a_fetch_that_is_killed_leaves_nothing_for_ever(bucket, quick_recipe, tm
 
 def test_a_copy_leaves_the_generator_of_random_numbers_as_it_is(bucket, tmp_path, monkeypatch):
     """Google's client draws from it in each upload, and all do when they wait before they ask again."""
-    upload = S3Store.upload
 
-    def drawing(store, path, name):
-        random.random()
-        upload(store, path, name)
+    def drawing(act):
+        def draw(*arguments):
+            random.random()
+            act(*arguments)
 
-    monkeypatch.setattr(S3Store, "upload", drawing)
+        return draw
+
+    for name in ("upload", "abort_uploads"):
+        monkeypatch.setattr(S3Store, name, drawing(getattr(S3Store, name)))
     (tmp_path / "ep0-ba2.ckpt").write_text("a checkpoint")
     before = random.getstate()
     Bucket("s3://sets/drawing").push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1)
@@ -327,7 +344,7 @@ def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, m
         bucket.lost = None
     assert bucket.unfinished("killed") == ["killed/ep0-ba4.ckpt"] and "ep0-ba4.ckpt" not in bucket.names("killed")
     Bucket("s3://sets/killed").pull(tmp_path / "again")
-    assert newest_checkpoint(tmp_path / "again").read_bytes() == bytes([2]) * 100
+    assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([2]) * 100
     # Of the run's own uploads only those stay that a living process may be at, and all of others.
     others = ["killed/deeper/ep0-ba4.ckpt", "killed/notes.txt", "killed2/ep0-ba4.ckpt"]
     for name in ("killed/ep0-ba3/__0_0.distcp", *others):

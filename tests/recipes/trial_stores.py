@@ -26,7 +26,7 @@ from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
 from recipes.engines.conversion import from_composer, read_composer
-from recipes.training.newest import newest_checkpoint
+from recipes.training.kinds import newest_of_all
 from tests.ranks import ROOT, launch
 from tests.recipes import stores_here
 from tests.recipes.engines.lightning.test_checkpoints import same
@@ -35,7 +35,6 @@ SHARDS = 9  # of the set; the cache has room for fewer
 BIG = 70 << 20  # bytes of a file that is uploaded in several requests to either store
 EMA = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 2ba}"
 RUN = ["data.resolution=16", "training.duration=8ba", "evals.val=null", EMA]
-RECORD = {"config.yaml", "encoded.json", "latest.json"}
 STORING = Path(__file__).with_name("storing.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -153,7 +152,7 @@ def resumed(store, encoded, quick_recipe, tmp_path_factory):
 
     done = launch(1, STORING, "latest.json", 2, *words("first"))
     assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-4000:]
-    assert names_in(f"{store}/run") == RECORD | {"ep0-ba3-rank0.pt", "ep1-ba6-rank0.pt"}
+    assert names_in(f"{store}/run") == {"latest.json", "ep0-ba3-rank0.pt", "ep1-ba6-rank0.pt"}
     assert json.loads(open_store(f"{store}/run").read("latest.json"))["checkpoint"] == "ep0-ba3-rank0.pt"
 
     done = launch(1, STORING, "none", 0, *words("second"))
@@ -168,7 +167,7 @@ def resumed(store, encoded, quick_recipe, tmp_path_factory):
 def test_a_killed_run_goes_on_elsewhere_with_the_same_bits(resumed, whole):
     address, folder = resumed
     assert not differing(final(folder), whole)
-    assert names_in(address) == RECORD | {"ep1-ba6-rank0.pt", "ep1-ba8-rank0.pt"}
+    assert names_in(address) == {"latest.json", "ep1-ba6-rank0.pt", "ep1-ba8-rank0.pt"}
 
 
 def test_a_checkpoint_is_loaded_from_its_address(resumed, encoded, whole, quick_recipe, tmp_path):
@@ -194,7 +193,7 @@ def test_lightning_goes_on_from_the_bucket(store, encoded, quick_recipe, tmp_pat
 
     copies = f"checkpoints={{every: 3ba, keep: 2, autoresume: true, bucket: '{store}/lightning'}}"
     build_trainer(recipe("first", copies, "training.duration=6ba")).fit()
-    assert names_in(f"{store}/lightning") == RECORD | {"ep0-ba3.ckpt", "ep1-ba6.ckpt"}
+    assert names_in(f"{store}/lightning") == {"latest.json", "ep0-ba3.ckpt", "ep1-ba6.ckpt"}
     assert build_trainer(recipe("second", copies)).run.counts.batch == 6
     loaded = build_trainer(recipe("third", f"checkpoints.load_path={store}/lightning/ep0-ba3.ckpt"))
     assert loaded.run.counts.batch == 3
@@ -217,12 +216,12 @@ def test_a_run_that_is_killed_within_a_file_leaves_the_checkpoint_before(store, 
     killed("ep0-ba4.ckpt", 2, tmp_path / "push.py")
     assert names_in(copies.address) == {"latest.json", "ep0-ba2.ckpt"}
     copies.pull(tmp_path / "again")
-    assert newest_checkpoint(tmp_path / "again").read_bytes() == bytes([2]) * 100
+    assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([2]) * 100
 
     copies.push(checkpoints / "ep0-ba4.ckpt", "latest", keep=1)
     assert names_in(copies.address) == {"latest.json", "ep0-ba4.ckpt"}
     copies.pull(tmp_path / "again")
-    assert newest_checkpoint(tmp_path / "again").read_bytes() == bytes([4]) * BIG
+    assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([4]) * BIG
     folder = checkpoints / "ep0-ba6"
     folder.mkdir()
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
@@ -230,7 +229,7 @@ def test_a_run_that_is_killed_within_a_file_leaves_the_checkpoint_before(store, 
     copies.push(folder, "latest", keep=1)
     assert names_in(copies.address) == {"latest.json", *(f"ep0-ba6/{path.name}" for path in folder.iterdir())}
     copies.pull(tmp_path / "again")
-    newest = newest_checkpoint(tmp_path / "again")
+    newest = newest_of_all(tmp_path / "again" / "checkpoints")
     assert newest.name == "ep0-ba6" and (newest / "__1_0.distcp").read_text() == "__1_0.distcp of 6"
 
 

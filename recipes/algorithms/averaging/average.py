@@ -6,19 +6,14 @@ running averages already.
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from recipes.algorithms.averaging.page_locked import PageLocked
 from recipes.algorithms.sharding.shards import as_shard, own, shard_of
-
-# What wrappers put into the names of parameters.
-WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 class Average:
@@ -37,14 +32,14 @@ class Average:
     def __init__(self, model: nn.Module) -> None:
         """
         Args:
-            model: plain, or in DistributedDataParallel, or sharded by FSDP2.
+            model: plain, or sharded by FSDP2.
 
         Raises:
             ValueError: it has no trained parameters.
         """
-        self.model = model.module if isinstance(model, DistributedDataParallel) else model
-        reshard(self.model)
-        trained = {WRAPPERS.sub("", name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.model = model
+        reshard(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("scheduled_ema: the model has no trained parameters to average")
         self.names = list(trained)

@@ -171,7 +171,7 @@ class Compile(Lever):
                 f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses, and "
                 "FSDP gathers them at new ones; use default or max-autotune-no-cudagraphs"
             )
-        parts = self._parts()
+        parts = self.task.networks() if self.whole else list(self.task.blocks())
         inside = [unit for part in parts for unit in part.modules() if unit is not part and is_unit(unit)]
         if self.fullgraph and inside:
             raise ValueError(
@@ -202,9 +202,6 @@ class Compile(Lever):
     def before_step(self, run: Run) -> None:
         if self.to_check and not any(forward.paused for forward in self.forwards):
             self.check()
-
-    def _parts(self) -> list[nn.Module]:
-        return self.task.networks() if self.whole else list(self.task.blocks())
 
     def check(self) -> None:
         """After the backward passes of the first batch, check that every compiled forward has run.

@@ -8,7 +8,7 @@ from data.cost import FLOAT, Cost, Plan, all_reduce_bytes, size_text
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.powersgd.block_gradients import first_device_shapes
 from recipes.algorithms.powersgd.low_rank import LowRank
-from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
+from recipes.algorithms.powersgd.wire import FORMATS
 
 
 def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
@@ -16,10 +16,9 @@ def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
 
     For published numbers, see tables 1 and 2 of Ramesh et al. 2021.
     """
-    formats = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
     values = sum(p.numel() for matrices in block_matrices(plan.task, "powersgd") for p in matrices)
     memory = {
-        "device_bytes": formats[args["buffer"]].bits / 8 * values / plan.shards,
+        "device_bytes": FORMATS[args["buffer"]].bits / 8 * values / plan.shards,
         "note": f"for what is not sent yet, in {args['buffer']}",
         "checkpoint_bytes": FLOAT * values,
     }
@@ -28,7 +27,7 @@ def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
         return Cost(**memory, lines=(refused,))
     dimensions = plan.task.tensor_plan().dimensions() if plan.tensor > 1 else None
     shapes, others = first_device_shapes(plan.task, plan.shards // plan.tensor, plan.tensor, dimensions)
-    compressor = LowRank(args["rank"] // plan.shards, wire=formats[args["wire"]])
+    compressor = LowRank(args["rank"] // plan.shards, wire=FORMATS[args["wire"]])
     sent = sum(compressor.bytes_sent(block, plan.replicas) for block in shapes)
     full = all_reduce_bytes(FLOAT * sum(shape.numel() for block in shapes for shape in block), plan.replicas)
     rest = all_reduce_bytes(FLOAT * others, plan.replicas)

@@ -18,14 +18,12 @@ from recipes.algorithms.powersgd.block_gradients import Matrix, blocks_of, copie
 from recipes.algorithms.powersgd.cost import powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
-from recipes.algorithms.powersgd.wire import bytes_sent
+from recipes.algorithms.powersgd.wire import FORMATS, bytes_sent
 from recipes.algorithms.sharding.shard import is_sharded
-from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
+from recipes.algorithms.sixteen_bit.formats import FLOAT_32
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training.lever import Lever
 from recipes.training.run import Precision, Run
-
-FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}
 
 
 class PowerSGD(Lever):
@@ -112,10 +110,6 @@ class PowerSGD(Lever):
         self.once = once
         return placements(self.task, mesh.size(1))
 
-    def begin(self, run: Run) -> None:
-        if not self.states:  # the same trainer may fit a second time
-            self._begin(run)
-
     def before_passes(self, run: Run) -> None:
         if self.overlapped is not None:
             self.overlapped.begin(1 if self.once else run.passes)
@@ -125,7 +119,9 @@ class PowerSGD(Lever):
 
     # --- the beginning -------------------------------------------------------------------------
 
-    def _begin(self, run: Run) -> None:
+    def begin(self, run: Run) -> None:
+        if self.states:  # the same trainer may fit a second time
+            return
         self._check_processes(run)
         if self.mesh is None:
             self.group, devices = dist.group.WORLD, 1

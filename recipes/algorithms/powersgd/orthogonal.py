@@ -36,7 +36,7 @@ def cholesky_qr(matrices: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         return second.to(stack.dtype)
 
     found = _by_shape(matrices, twice)
-    good = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=_device(matrices))
+    good = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=matrices[0].device)
     return found, good
 
 
@@ -80,7 +80,3 @@ def _by_shape(matrices: list[Tensor], decompose: Callable[[Tensor], Tensor]) -> 
         for i, basis in zip(numbers, decompose(torch.stack([matrices[i] for i in numbers])), strict=True):
             found[i] = basis
     return found
-
-
-def _device(matrices: list[Tensor]) -> torch.device | None:
-    return matrices[0].device if matrices else None

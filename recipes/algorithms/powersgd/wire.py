@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from recipes.algorithms.sixteen_bit.formats import Float32, Format
+from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, Float32, Format
+
+FORMATS = {"1-6-9": MEAN_1_6_9, "32-bit": FLOAT_32}  # by their names in recipes
 
 
 def all_reduce_sum(values: Tensor, group: ProcessGroup, wire: Format, scale: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,9 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.sixteen_bit.stored import factor_of
 from recipes.training import stop
 from recipes.training.finite import largest_magnitude
+from recipes.training.kinds import last_written
 from recipes.training.lever import Lever
-from recipes.training.newest import newest_checkpoint
-from recipes.training.ranks import all_reduce, is_first_rank, wait, world_size
+from recipes.training.ranks import all_reduce, is_first_rank, wait
 from recipes.training.run import Run
 from recipes.training.transfer import HostCopy
 
@@ -133,7 +133,7 @@ class Guard(Lever):
     def _stop(self, run: Run) -> str:
         """Write the report; returns the message."""
         blocks = self._blocks or block_norms(run.task)
-        newest = newest_checkpoint(self.output)
+        newest = last_written(self.output / "checkpoints")
         seeds = run.batch["seed"].tolist() if "seed" in run.batch else []
         keys = self.keys(seeds) if is_first_rank() and seeds else {}
         report = {
@@ -187,24 +187,12 @@ def block_norms(task: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _share(tensor: Tensor) -> float:
-    """What this rank's part counts in a sum over all ranks, some of which may hold the same part."""
-    if not isinstance(tensor, DTensor):
-        return 1.0
-    placed = enumerate(tensor.placements)
-    divided = (tensor.device_mesh.size(i) for i, placement in placed if not placement.is_replicate())
-    return math.prod(divided) / world_size()
-
-
 def _norm(tensors: list[Tensor], factors: Sequence[Tensor | None] = ()) -> float | str:
-    own = [t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors]
-    if not own:
+    if not tensors:
         return 0.0
-    shares = [_share(t) for t in tensors]
-    squares = [t.float().square().sum() * n for t, n in zip(own, shares, strict=True)]
-    pairs = zip(squares, factors or [None] * len(squares), strict=True)
-    squared = torch.stack([s if factor is None else s / factor.square() for s, factor in pairs]).sum()
-    if any(isinstance(t, DTensor) for t in tensors):
-        all_reduce(squared)
-    norm = squared.sqrt().item()
+    # In 32 bits: the norm of a 16-bit tensor may be above all 16-bit numbers.
+    norms = [torch.linalg.vector_norm(t.detach(), dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    pairs = zip(norms, factors or [None] * len(norms), strict=True)
+    total = torch.nn.utils.get_total_norm([norm if factor is None else norm / factor for norm, factor in pairs])
+    norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
     return norm if math.isfinite(norm) else str(norm)

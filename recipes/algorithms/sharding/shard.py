@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from recipes.algorithms.sharding.shards import own
+
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _BatchNorm)
 
 
@@ -151,7 +153,7 @@ def divide_by_ranks_on_cpu() -> None:
     In that version gloo's reduce-scatter silently returns the sum if asked for the mean, which Adam mostly hides. This
     makes FSDP2 divide by itself and ask for the sum. Later versions are correct and stay unchanged.
     """
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8):
+    if torch.__version__ >= (2, 8):
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # private, so only where it is needed
 
@@ -193,6 +195,6 @@ def whole_weights(module: nn.Module) -> dict[str, Tensor]:
 def _on_this_cpu(module: nn.Module) -> Iterator[Tensor]:
     """This rank's parts of parameters and buffers, as far as they are in host memory."""
     for tensor in (*module.parameters(), *module.buffers()):
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if own.device.type == "cpu" and own.numel():
-            yield own.detach()
+        part = own(tensor).detach()
+        if part.device.type == "cpu" and part.numel():
+            yield part

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10, Format, Format16
 from recipes.algorithms.sixteen_bit.stored import factor_of
 from recipes.training.transfer import sent
@@ -96,7 +97,7 @@ class Adam16(torch.optim.Optimizer):
                 state["step"] += 1
                 if parameter.dtype == torch.float16:
                     self._update_stored(group, parameter, state)
-                elif _local(parameter).numel():  # the shard of a small tensor may be empty
+                elif own(parameter).numel():  # the shard of a small tensor may be empty
                     key = (state["step"].item(), parameter.device)
                     together.setdefault(key, []).append(_parts(parameter, state))
             for (step, device), parts in together.items():
@@ -150,24 +151,6 @@ class Adam16(torch.optim.Optimizer):
             if number in state_dict["state"]:
                 self.state[parameter] = _loaded(parameter, bits, state_dict["state"][number])
 
-    def memory(self) -> dict[str, float]:
-        """Memory of the moments on this rank. It is known before the first step.
-
-        Returns:
-            `parameters`: number of parameters; `parameters_16_bit`: number of those with 16-bit moments; `bytes`: size
-            of all moments; `bytes_per_parameter`.
-        """
-        sizes = {bits: 0 for bits in FORMATS}
-        for group in self.param_groups:
-            sizes[group["moment_bits"]] += sum(_local(p).numel() for p in group["params"])
-        count = sum(sizes.values())
-        used = sum(size * 2 * bits // 8 for bits, size in sizes.items())
-        return {
-            "parameters": count,
-            "parameters_16_bit": sizes[16],
-            "bytes": used,
-            "bytes_per_parameter": used / max(count, 1),
-        }
 
 
 def adamw_update(
@@ -220,10 +203,10 @@ def _compiled_update() -> Callable[..., None]:
 
 def _parts(parameter: Tensor, state: dict[str, Tensor]) -> Parts:
     """This rank's values, gradient and codes of both moments, each (N,) in the same memory order."""
-    values, gradient = _local(parameter), _local(parameter.grad)
+    values, gradient = own(parameter), own(parameter.grad)
     if gradient.stride() != values.stride() or gradient.dtype != values.dtype:
         gradient = torch.empty_like(values).copy_(gradient)
-    mean, variance = (_codes(_local(state[name])) for name in MOMENTS)
+    mean, variance = (_codes(own(state[name])) for name in MOMENTS)
     return _flat(values), _flat(gradient), _flat(mean), _flat(variance)
 
 
@@ -257,14 +240,14 @@ def _loaded(parameter: Tensor, bits: int, saved: dict[str, Tensor]) -> dict[str,
                 f"checkpoint, not {tuple(fresh[name].shape)}; the run that wrote it had other parameters with 16-bit "
                 "moments, or another optimizer"
             )
-        _local(fresh[name]).copy_(_local(saved[name]))
+        own(fresh[name]).copy_(own(saved[name]))
     fresh["step"].copy_(torch.as_tensor(saved["step"]))
     return fresh
 
 
 def _zero_bytes(parameter: Tensor) -> Tensor:
     """Zeros of shape (*shape, 2) and dtype uint8, in the memory order and placement of the parameter."""
-    local = _local(parameter)
+    local = own(parameter)
     order = torch.empty_like(local, device="meta").stride()  # dense, even if the parameter is a view
     strides = (*(2 * stride for stride in order), 1)
     found = torch.empty_strided((*local.shape, 2), strides, dtype=torch.uint8, device=local.device).zero_()
@@ -289,10 +272,6 @@ def _codes(moment: Tensor) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """A view of shape (N,) of a dense tensor, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -322,6 +301,6 @@ def _check(group: dict[str, Any]) -> None:
                 f"adam16: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; keep parameters in "
                 "32-bit, and set the precision of computation by training.precision"
             )
-        order = torch.empty_like(_local(parameter), device="meta").stride()
-        if _local(parameter).stride() != order:
+        order = torch.empty_like(own(parameter), device="meta").stride()
+        if own(parameter).stride() != order:
             raise ValueError(f"adam16: a parameter of shape {tuple(parameter.shape)} is not dense in memory")

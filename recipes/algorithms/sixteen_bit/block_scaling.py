@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,8 +138,6 @@ class Scales:
     Attributes:
         exponents: (blocks,) float64, binary logarithms of the scales.
         since: (blocks,) int64, updates since each scale was last divided, at most `window`.
-        growth: added to the exponent after an update without overflow in the block.
-        cut: subtracted from the exponent after an overflow.
         window: number of updates after a division in which a scale is not divided again.
         least: lower bound of the exponents.
         most: upper bound of the exponents.
@@ -147,8 +145,6 @@ class Scales:
 
     exponents: Tensor
     since: Tensor
-    growth: float = 1 / 1000
-    cut: float = 0.5
     window: int = 125
     least: float = 7.0
     most: float = 24.0
@@ -176,13 +172,6 @@ class Scales:
             finite: (blocks,) bool, whether the gradients of each block were finite.
         """
         divided = ~finite & (self.since >= self.window)
-        exponents = self.exponents + self.growth * finite.double() - self.cut * divided.double()
-        return Scales(
-            exponents.clamp(self.least, self.most),
-            torch.where(divided, 1, (self.since + 1).clamp(max=self.window)),
-            self.growth,
-            self.cut,
-            self.window,
-            self.least,
-            self.most,
-        )
+        exponents = self.exponents + finite.double() / 1000 - 0.5 * divided.double()
+        since = torch.where(divided, 1, (self.since + 1).clamp(max=self.window))
+        return replace(self, exponents=exponents.clamp(self.least, self.most), since=since)

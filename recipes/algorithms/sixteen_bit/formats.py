@@ -66,11 +66,6 @@ class Format16:
         return (2.0 - 2.0**-self.significand) * 2.0 ** ((self.largest_code >> self.significand) - self.bias)
 
     @property
-    def least_normal(self) -> float:
-        """The smallest normal value."""
-        return 2.0 ** (1 - self.bias)
-
-    @property
     def least(self) -> float:
         """The smallest value above zero, which is the spacing of subnormals."""
         return 2.0 ** (1 - self.bias - self.significand)

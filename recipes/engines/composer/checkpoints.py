@@ -15,19 +15,12 @@ from composer.utils import reproducibility
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from data.log import log
-from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
-from recipes.engines.kinds import KINDS
 from recipes.engines.lever_states import LEVERS, gathered, separated
 from recipes.training.finite import is_worth_keeping
+from recipes.training.kinds import KINDS
 from recipes.training.ranks import is_first_rank
-
-
-def checkpoint_files(recipe: Recipe) -> CheckpointFiles:
-    """The checkpoints of a run with Composer."""
-    config = recipe.checkpoints
-    return CheckpointFiles(Path(recipe.output, "checkpoints"), KINDS["composer"], config.keep, config.bucket)
 
 
 class WholeCheckpoints(CheckpointSaver):
@@ -71,7 +64,7 @@ class WholeCheckpoints(CheckpointSaver):
             log.warning(f"checkpoints: batch {batch} is not finite; the checkpoints before it stay")
             return
         sharded = state.fsdp_sharded_state_dict_enabled
-        path = self._files.folder / (f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}-rank0.pt")
+        path = self._files.folder / (KINDS["composer"].name_of(epoch, batch, sharded))
         _write(state, path, sharded)
         self._files.newest_is(path, batch)
 

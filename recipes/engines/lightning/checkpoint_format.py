@@ -25,16 +25,9 @@ from typing import Any
 
 import torch
 
-from recipes.engines.damaged import DamagedCheckpoint
+from recipes.engines.plain_pickles import DamagedCheckpoint, reason_of
 
 FORMAT = 1
-LATEST = "latest"
-REST = "rest.pt"
-
-
-def name_of(epoch: int, batch: int, sharded: bool) -> str:
-    """The name of a checkpoint's file or folder."""
-    return f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}.ckpt"
 
 
 def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
@@ -55,8 +48,7 @@ def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
-        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
-        raise DamagedCheckpoint(f"{wrong}, or damaged ({reason}){convert}") from error
+        raise DamagedCheckpoint(f"{wrong}, or damaged ({reason_of(error)}){convert}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(wrong + convert)
     return state

@@ -28,10 +28,9 @@ from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes, whole
 from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
-from recipes.engines.kinds import KINDS
 from recipes.engines.lazy import copied, copy_moments
 from recipes.engines.lever_states import LEVERS, forms, gathered, joined, separated
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST, name_of, read_file
+from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import LightningRun
@@ -41,6 +40,7 @@ from recipes.engines.resuming import says_what_to_remove
 from recipes.training.callback import by_names_of_states
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
+from recipes.training.kinds import KINDS, REST
 from recipes.training.ranks import from_first_rank
 
 
@@ -86,9 +86,9 @@ class Checkpoints:
     def _find(self) -> Path | str | None:
         """The checkpoint to go on from, or its address in a bucket; None: there is none."""
         if self._config.resumes:
-            latest = self._folder / LATEST
-            if latest.exists():
-                return latest.resolve()
+            newest = self._files.kind.newest(self._folder)
+            if newest is not None:
+                return newest
         if self._config.load_path is None:
             return None
         if "://" in self._config.load_path:
@@ -180,7 +180,7 @@ class Checkpoints:
         if not is_worth_keeping(self._run):
             log.warning(f"checkpoints: batch {counts.batch} is not finite; the checkpoints before it stay")
             return
-        path = self._folder / name_of(counts.epoch, counts.batch, self._sharded)
+        path = self._folder / self._files.kind.name_of(counts.epoch, counts.batch, self._sharded)
         rest, tensors = self._state(), self._tensors(full=not self._sharded)
         if self._sharded:
             rest[LEVERS], tensors[LEVERS] = separated(rest[LEVERS])

@@ -13,7 +13,7 @@ from recipes.models.autocast import for_products
 
 CHUNK = 4096  # rows whose logits are in memory at once: 400 MB for 24,576 tokens, and as much for their softmax
 # cuBLAS can multiply 16-bit matrices into float32 results; torch offers it since 2.8.
-WIDE_PRODUCT = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 8)
+WIDE_PRODUCT = torch.__version__ >= (2, 8)
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:

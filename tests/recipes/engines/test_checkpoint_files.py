@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from recipes.config.recipe import FSDP
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
-from recipes.engines.kinds import KINDS
 from recipes.training.clock import Clock
+from recipes.training.kinds import KINDS
 from recipes.training.stop import StartAgain
 from tests.disks import fill, read_only, small_disk, small_files
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
@@ -101,7 +101,7 @@ def test_a_lost_link_is_mended(tmp_path):
     files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=2)
     for batch in (2, 10, 9):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
-    files.mend()
+    KINDS["lightning"].mend(tmp_path)
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba2.ckpt", "ep0-ba9.ckpt", "latest"]
     assert (tmp_path / "latest").resolve().name == "ep0-ba10.ckpt"
     files.newest_is(tmp_path / "ep0-ba9.ckpt", 9)  # a run that goes on from 2; the later one is not its own
@@ -122,11 +122,10 @@ def test_of_two_checkpoints_of_a_batch_that_of_the_later_epoch_is_the_newest(tmp
 
 
 def test_a_link_that_is_there_stays(tmp_path):
-    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=-1)
     for batch in (4, 6):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
     (tmp_path / "latest").symlink_to("ep0-ba4.ckpt")
-    files.mend()
+    KINDS["lightning"].mend(tmp_path)
     assert (tmp_path / "latest").resolve().name == "ep0-ba4.ckpt"
 
 

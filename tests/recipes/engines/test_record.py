@@ -9,9 +9,9 @@ import yaml
 from recipes.config.recipe import to_yaml
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
-from recipes.engines.kinds import KINDS
 from recipes.engines.record import ENCODED, check_record, keep_record, keep_with
 from recipes.engines.resuming import prepare_folder
+from recipes.training.kinds import KINDS
 
 BEGUN = ("checkpoints.autoresume=true", "training.duration=7ba")
 

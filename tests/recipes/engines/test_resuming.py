@@ -1,12 +1,13 @@
 """What a start finds in the folder of its run: halves, checkpoints of the other engine, and damaged ones."""
 
 import importlib
+import os
 
 import pytest
 
 from recipes.config.recipe import FSDP
-from recipes.engines.kinds import KINDS, check_engine
 from recipes.engines.resuming import prepare_folder, remove_halves
+from recipes.training.kinds import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 
 LINKS = {"composer": "latest-rank0.pt", "lightning": "latest"}
@@ -135,3 +136,14 @@ def test_a_damaged_part_of_a_sharded_checkpoint(tmp_path, file, damage):
 def test_halves_are_looked_for_where_there_may_be_no_folder(tmp_path):
     remove_halves(tmp_path / "none")
     assert KINDS["composer"].newest(tmp_path / "none") is None
+
+
+def test_the_newest_of_both_engines(tmp_path):
+    """Of a folder that another run began anew under the other engine, resumption takes the last batch, an export what
+    was written last; both know names where links are lost."""
+    files = ["ep1-ba10-rank0.pt", "ep0-ba2.ckpt"]
+    for links in ({"composer": files[0], "lightning": files[1]}, {"composer": files[0]}, {}):
+        folder = folder_with(tmp_path / str(len(links)), files, links)
+        os.utime(folder / files[0], (1, 1))
+        assert (newest_of_all(folder).name, last_written(folder).name) == tuple(files)
+    assert newest_of_all(tmp_path / "none") is last_written(tmp_path / "none") is None

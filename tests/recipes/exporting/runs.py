@@ -8,7 +8,8 @@ import torch.distributed.checkpoint as dcp
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.engines.conversion import to_composer
-from recipes.engines.lightning.checkpoint_format import FORMAT, LATEST, REST
+from recipes.engines.lightning.checkpoint_format import FORMAT
+from recipes.training.kinds import KINDS, REST
 
 
 def a_run(recipe, engine="lightning", sharded=False, average=True, earlier=None):
@@ -52,5 +53,5 @@ def a_run(recipe, engine="lightning", sharded=False, average=True, earlier=None)
         parts = {name: state.pop(name) for name in ("weights", "optimizer")}
         dcp.save(parts | {"levers": levers}, checkpoint_id=path)
         torch.save(state, path / REST)
-    (folder / ("latest-rank0.pt" if engine == "composer" else LATEST)).symlink_to(path.name)
+    (folder / KINDS[engine].link).symlink_to(path.name)
     return path, task

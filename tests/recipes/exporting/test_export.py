@@ -16,7 +16,6 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from recipes.engines.lightning.checkpoint_format import LATEST
 from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.exporting import write
@@ -152,7 +151,9 @@ def test_checkpoints_of_both_engines(small_recipe, tmp_path, engine, sharded):
     recipe = small_recipe(tmp_path / "run", EMA)
     path, task = a_run(recipe, engine, sharded)
     assert find_checkpoint(tmp_path / "run") == find_checkpoint(path) == path
-    assert find_checkpoint(path.parent / ("latest-rank0.pt" if engine == "composer" else LATEST)) == path
+    assert find_checkpoint(path.parent / ("latest-rank0.pt" if engine == "composer" else "latest")) == path
+    (path.parent / ("latest-rank0.pt" if engine == "composer" else "latest")).unlink()
+    assert find_checkpoint(tmp_path / "run") == path
     found = read_checkpoint(path)
     known = task.state_dict()
     assert (found.batches, found.samples) == (5, 40)

@@ -20,11 +20,11 @@ from data.sources.base import Sample
 from recipes.engines import bucket, checkpoint_files, resuming
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
-from recipes.engines.kinds import KINDS
 from recipes.engines.resuming import prepare_folder
 from recipes.models.task import Task
 from recipes.scoring.extractors import Features
 from recipes.training import ranks
+from recipes.training.kinds import KINDS
 from recipes.training.levers import Levers
 from recipes.training.watchdog import watched
 from tests.recipes.training.fake_run import FakeRun

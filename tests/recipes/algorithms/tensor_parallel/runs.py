@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.conversion import convert, from_composer, read_composer
-from recipes.engines.lightning.checkpoint_format import REST
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.latent_diffusion.dit import DiT
+from recipes.training.kinds import REST
 from tests.recipes.engines.recording import Recorder, record
 from tests.recipes.engines.stacked import stacked
 

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.engines.lightning.checkpoint_format import LATEST, REST
+from data.files import point_to
 
+REST = "rest.pt"  # of a sharded checkpoint of Lightning
 NAME = re.compile(r"ep(?P<epoch>\d+)-ba(?P<batch>\d+)")  # how the names of all checkpoints begin
 
 
@@ -35,9 +36,17 @@ class Kind:
         """The one to which the link points or, where the link is lost, the one of the last batch."""
         link = folder / self.link
         if link.exists():
-            path = link.resolve()
-            return path.parent if path.suffix == ".distcp" else path  # of Composer's own, a part of it
+            return resolved(link)
         return next(reversed(self.all(folder)), None)
+
+    def mend(self, folder: Path) -> None:
+        """If the link is lost, it points to the newest checkpoint again. Only the first rank calls this."""
+        if not (folder / self.link).exists() and (newest := self.newest(folder)) is not None:
+            point_to(folder / self.link, newest)
+
+    def name_of(self, epoch: int, batch: int, sharded: bool) -> str:
+        """The name of a checkpoint's file or folder."""
+        return f"ep{epoch}-ba{batch}" if sharded else f"ep{epoch}-ba{batch}{self.suffix}"
 
     def _has(self, path: Path) -> bool:
         if path.is_dir():
@@ -47,8 +56,15 @@ class Kind:
 
 
 KINDS = {
-    kind.engine: kind for kind in (Kind("composer", "latest-rank0.pt", "-rank0.pt"), Kind("lightning", LATEST, ".ckpt"))
+    kind.engine: kind
+    for kind in (Kind("composer", "latest-rank0.pt", "-rank0.pt"), Kind("lightning", "latest", ".ckpt"))
 }
+
+
+def resolved(path: Path) -> Path:
+    """The file or folder of a checkpoint that a path or a link names: Composer's own link names a part of a folder."""
+    path = path.resolve()
+    return path.parent if path.suffix == ".distcp" else path
 
 
 def batch_of(checkpoint: str) -> int | None:
@@ -57,10 +73,26 @@ def batch_of(checkpoint: str) -> int | None:
     return None if match is None else int(match["batch"])
 
 
+def has_checkpoints(output: Path) -> bool:
+    """Whether a run's folder holds a checkpoint, also where the link to the newest one is lost."""
+    return next((output / "checkpoints").glob("ep*-ba*"), None) is not None
+
+
+def newest_of_each(folder: Path) -> list[Path]:
+    """The newest checkpoint of each engine that wrote any."""
+    return [newest for kind in KINDS.values() if (newest := kind.newest(folder)) is not None]
+
+
 def newest_of_all(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder, whichever engine wrote it; None: there is none."""
-    found = [newest for kind in KINDS.values() if (newest := kind.newest(folder)) is not None]
-    return max(found, key=lambda path: batch_of(path.name) or 0, default=None)
+    """The one of the last batch among the newest checkpoints of the engines, as resumption counts; None: there is
+    none."""
+    return max(newest_of_each(folder), key=lambda path: batch_of(path.name) or 0, default=None)
+
+
+def last_written(folder: Path) -> Path | None:
+    """The one that was written last among the newest checkpoints of the engines; None: there is none. In a folder
+    that another run began anew under the other engine, it is that run's."""
+    return max(newest_of_each(folder), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def check_engine(folder: Path, engine: str) -> None:
