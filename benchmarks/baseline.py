@@ -5,30 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
-from torch import Tensor, nn
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
 from data.latents import latents
 from data.loading import Batch, Loading, Placement
-from recipes.algorithms.modules.low_precision_norms import lower_norms
 from recipes.config import components
 from recipes.encoders.base import ImageEncoder, TextEncoder
-from recipes.models.task import Task
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
 COMPONENTS = {
     "data": {"encoded_in_loop": "benchmarks.baseline:encoded_in_loop"},
-    "algorithm": {
-        "composer_ema": "benchmarks.baseline:ComposerEMA",
-        "cpu_autocast": "benchmarks.baseline:CPUAutocast",
-    },
+    "algorithm": {"composer_ema": "benchmarks.baseline:ComposerEMA"},
 }
 
 
@@ -130,43 +124,6 @@ class ComposerEMA(Lever):
 
     def step_end(self, run: Run) -> None:
         compute_ema(run.module, self.average, self.decay)
-
-
-class GroupNorm32(nn.GroupNorm):
-    """A GroupNorm in 32 bits. Autocast computes it so on a GPU, but does not change it on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())
-
-
-class LayerNorm32(nn.LayerNorm):
-    """See `GroupNorm32`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())
-
-
-class CPUAutocast(Lever):
-    """bfloat16 autocast around a task's losses on a CPU, where Composer has none."""
-
-    def __init__(self, task: Task, *, norms: Literal["fp32", "low"] = "fp32") -> None:
-        """
-        Args:
-            norms: fp32: in 32 bits, as under a GPU's autocast; low: as with the low_precision_norms lever.
-        """
-        self.task = task
-        self.norms = norms
-
-    def change_modules(self, run: Run) -> None:
-        if self.norms == "low":
-            lower_norms(self.task)
-        else:
-            for module in self.task.modules():
-                module.__class__ = {nn.GroupNorm: GroupNorm32, nn.LayerNorm: LayerNorm32}.get(
-                    type(module), type(module)
-                )
-        for name in ("forward", "evaluate"):
-            setattr(self.task, name, torch.autocast("cpu", torch.bfloat16)(getattr(self.task, name)))
 
 
 class LossRecord(Callback):

@@ -1,17 +1,10 @@
-"""DALL-E's transformer: training, sparse attention compared with dense, sampling with and without a cache.
+"""DALL-E's transformer: sparse attention compared with dense, sampling with and without a cache.
 
-    python benchmarks/decoder.py                          # all parts: a small model on a CPU, 1.3 billion on a GPU
-    python benchmarks/decoder.py --parts training --size 1b --batch 32 --compile
-    python benchmarks/decoder.py --parts attention sampling
+    python benchmarks/decoder.py                          # both parts: a small model on a CPU, 1.3 billion on a GPU
+    python benchmarks/decoder.py --parts attention
 
-Goals on one H200 in bf16: 65,000 tokens/s at 1.3 billion parameters, sparse layers at least 1.5 times as fast as dense
-causal ones at 1,280 positions, cached sampling at least 20 times as fast as uncached at 1,024 image tokens.
-
-Which FLOPs are counted: per token, 6 for each weight of a matrix (2 forward, 4 backward), including the unembedding and
-excluding embedding tables; per pair of a query and a key, 12 times the head width and the number of heads. "Sparse"
-counts the visible pairs of each mask, which the model needs; "dense" counts all S * S pairs, as published MFU figures
-often do. Recomputation in the backward pass is not counted. MFU is relative to the manufacturer's peak for dense bf16
-products (989 TFLOP/s for an H100 or H200); it is not given for a CPU.
+Goals on one H200 in bf16: sparse layers at least 1.5 times as fast as dense causal ones at 1,280 positions, cached
+sampling at least 20 times as fast as uncached at 1,024 image tokens. Training is measured by `benchmarks/gpu.py`.
 """
 
 import argparse
@@ -29,7 +22,6 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.flex_blocks import NARROW, block_share, narrow_attend
 from benchmarks.reporting import keep_results, write_results
@@ -39,16 +31,13 @@ from recipes.models.autoregressive.masks import Kind, TokenLayout, visible_pairs
 from recipes.models.autoregressive.sampler import Choice, sample_tokens, uniforms
 from recipes.models.autoregressive.sparse_attention import make_attend
 from recipes.models.autoregressive.task import Autoregressive
-from recipes.models.autoregressive.transformer import forward_flops
 
 GRID = {"text_positions": 256, "side": 32, "kernel": 11}
 SIZES = {
     "tiny": {"layers": 1, "width": 32, "heads": 1, "text_vocabulary": 280, "codes": 32},  # to see whether it runs
     "small": {"layers": 4, "width": 256, "heads": 4, "text_vocabulary": 2048, "codes": 1024},
     "1b": {"layers": 24, "width": 2048, "heads": 32, "text_vocabulary": 16384, "codes": 8192},  # yamls/dalle_1b.yaml
-    "2b": {"layers": 64, "width": 1920, "heads": 30, "text_vocabulary": 16384, "codes": 8192},
 }
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # FLOP/s of dense bf16 products, SXM boards
 KINDS: tuple[Kind, ...] = ("row", "column", "convolution")
 DENSE = ("dense causal", "sdpa")  # mask and implementation that the others are compared with
 FEWER_KEYS = f"flex, {NARROW[0]} x {NARROW[1]}"
@@ -81,63 +70,6 @@ class TimedDevice:
     def _wait(self) -> None:
         if self.gpu:
             torch.cuda.synchronize()
-
-    def peak(self) -> float | None:
-        """Peak FLOP/s for MFU; None for a CPU and for GPUs that are not in `PEAKS`."""
-        name = torch.cuda.get_device_name() if self.gpu else ""
-        return next((peak for part, peak in PEAKS.items() if part in name), None)
-
-
-def training(device: TimedDevice, options: argparse.Namespace) -> None:
-    """Whole steps: forward, backward, clipping, fused AdamW."""
-    with device.device:
-        task = Autoregressive(**SIZES[options.size], **GRID, attention=options.attention)
-    network, layout = task.network, task.network.layout
-    if options.recompute:
-        for block in task.blocks():
-            block.forward = recomputed(block.forward)
-    if options.compile:
-        for block in task.blocks():
-            block.compile(dynamic=False)
-    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-4, betas=(0.9, 0.96), weight_decay=4.5e-2, fused=True)
-    batch = {
-        "text": torch.randint(network.text_vocabulary, (options.batch, layout.text), device=device.device),
-        "image": torch.randint(network.codes, (options.batch, layout.image), device=device.device),
-    }
-
-    def step() -> None:
-        with device.autocast():
-            loss = task(batch)["total"]
-        loss.backward()
-        nn.utils.clip_grad_norm_(task.parameters(), 4.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    taken = device.seconds(step, options.rounds, warm=3)
-    seconds, peak = statistics.median(taken), device.peak()
-    rates = {
-        name: 3 * options.batch * forward_flops(network, name == "sparse") / seconds for name in ("sparse", "dense")
-    }
-    memory = torch.cuda.max_memory_allocated() / 1e9 if device.gpu else float("nan")
-    row = {
-        "parameters": f"{sum(p.numel() for p in task.parameters()):,}",
-        "batch": options.batch,
-        "attention": options.attention,
-        "compiled": "yes" if options.compile else "no",
-        "ms per step": round(1e3 * seconds, 1),
-        "range": f"{1e3 * min(taken):.1f} to {1e3 * max(taken):.1f}",
-        "tokens/s": round(options.batch * layout.length / seconds),
-        **{f"TFLOP/s, {name}": round(rate / 1e12, 3) for name, rate in rates.items()},
-        **{f"MFU, {name}": round(rate / peak, 3) if peak else "" for name, rate in rates.items()},
-        "peak GB": round(memory, 1) if device.gpu else "",
-    }
-    counted = __doc__[__doc__.index("Which FLOPs") :].strip()
-    write_results("decoder_training", options.size, [row], counted)
-
-
-def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a block with activation checkpointing."""
-    return lambda *arguments: checkpoint(forward, *arguments, use_reentrant=False)
 
 
 def attention(device: TimedDevice, options: argparse.Namespace) -> None:
@@ -262,7 +194,7 @@ def sampling(device: TimedDevice, options: argparse.Namespace) -> None:
     write_results("decoder_sampling", options.size, rows, note)
 
 
-PARTS = {"training": training, "attention": attention, "sampling": sampling}
+PARTS = {"attention": attention, "sampling": sampling}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -273,8 +205,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=16 if device.gpu else 2, help="batch size")
     parser.add_argument("--rounds", type=int, default=20 if device.gpu else 5, help="measured steps")
     parser.add_argument("--attention", choices=["auto", "flex", "local", "masked"], default="auto")
-    parser.add_argument("--compile", action="store_true", help="torch.compile each block")
-    parser.add_argument("--recompute", action="store_true", help="activation checkpointing of each block")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     for part in options.parts:

@@ -21,6 +21,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
 
+from benchmarks.norms import SD2
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
 from recipes.algorithms.averaging.average import Average, HostAverage
@@ -29,12 +30,7 @@ from recipes.models.latent_diffusion.unet import unet
 KEEP = 0.9999
 SIZES = {
     "small": {"channels": [96, 192, 384], "attention": [True, True, False], "heads": [2, 3, 6], "text_width": 256},
-    "sd2": {
-        "channels": [320, 640, 1280, 1280],
-        "attention": [True, True, True, False],
-        "heads": [5, 10, 20, 20],
-        "text_width": 1024,
-    },
+    "sd2": SD2,
 }
 
 

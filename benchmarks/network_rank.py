@@ -27,7 +27,7 @@ from composer import Logger, State
 from composer.utils import dist
 from torch import nn
 
-from benchmarks import random_tokens
+from benchmarks.gpu_run.subjects import register_data
 from benchmarks.namespaces import exchange, limiting, sent_bytes
 from benchmarks.network_settings import MeasuredRun, Settings, Variant
 from benchmarks.steady import free_memory, run_until
@@ -138,7 +138,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Specifying `eval_interval")
     warnings.filterwarnings("ignore", message="The _fsdp_wrap attribute")  # set by Composer itself
     dist.initialize_dist("cpu", timeout=120.0)
-    random_tokens.register()
+    register_data()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log.txt"), "w", encoding="utf-8") as output:
         found = measure(settings, Path(folder), output)
         task = build_on_meta(recipe_of(settings, settings.variants[0], Path(folder)).model)

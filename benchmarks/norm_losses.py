@@ -1,12 +1,11 @@
-"""Whether low-precision norms change what a run learns: OpenMoji's diffusion recipe with them and with 32-bit norms.
+"""Whether low-precision norms change what a run learns: `openmoji_unet` with them and with 32-bit norms.
 
     python benchmarks/norm_losses.py                                    # after make quickstart, which makes the latents
     python benchmarks/norm_losses.py --batches 2000 --seeds 5
 
 Each seed trains twice from the same weights on the same batches and noise, under bfloat16 autocast; the validation loss
 uses fixed noise. The table says "within noise" if the mean difference between the two is smaller than the standard
-deviation between seeds. On a CPU, where Composer has no autocast, the benchmark puts autocast around the task, and
-32-bit norms are computed as under a GPU's autocast.
+deviation between seeds. 32-bit norms are those of a GPU's autocast, also on a CPU.
 """
 
 import argparse
@@ -28,7 +27,8 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks import baseline
+from benchmarks import wide_norms
+from benchmarks.baseline import LossRecord
 from benchmarks.reporting import write_results
 from benchmarks.steady import watch
 from data.log import log
@@ -36,17 +36,11 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
 FULL, LOW = "32-bit norms", "low-precision norms"
+CHANGES = {
+    FULL: "algorithms.wide_norms={name: wide_norms}",
+    LOW: "algorithms.low_precision_norms={name: low_precision_norms}",
+}
 OPENMOJI = ROOT / "runs" / "openmoji" / "latents"
-
-
-def changes_of(gpu: bool) -> dict[str, str]:
-    """The override for each of the two."""
-    if gpu:
-        return {FULL: "training.precision=amp_bf16", LOW: "algorithms.low_precision_norms={name: low_precision_norms}"}
-    return {
-        FULL: "algorithms.cpu_autocast={name: cpu_autocast, norms: fp32}",
-        LOW: "algorithms.cpu_autocast={name: cpu_autocast, norms: low}",
-    }
 
 
 def losses(recipe: Recipe) -> tuple[float, float]:
@@ -54,7 +48,7 @@ def losses(recipe: Recipe) -> tuple[float, float]:
     recipe.callbacks, recipe.loggers = {}, {}
     trainer = build_trainer(recipe)
     training: list[float] = []
-    watch(trainer, baseline.LossRecord(training))
+    watch(trainer, LossRecord(training))
     trainer.fit()
     trainer.close()
     return float(trainer.state.eval_metric_values["loss"]), statistics.mean(training[len(training) // 2 :])
@@ -72,11 +66,11 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         parser.error("--seeds: give 2 or more, or the variation between seeds is not known")
     if not options.latents.is_dir():
         parser.error(f"--latents: no folder {options.latents}; run make quickstart, or name another")
-    baseline.register()
+    wide_norms.register()
     rows = []
     for seed in range(options.seeds):
         row: dict[str, Any] = {"seed": seed}
-        for name, change in changes_of(gpu).items():
+        for name, change in CHANGES.items():
             with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log.txt", "w", encoding="utf-8") as output:
                 recipe = load_config(
                     ROOT / "yamls" / "openmoji_unet.yaml",
@@ -87,7 +81,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                         f"seed={seed}",
                         f"training.duration={options.batches}ba",
                         "training.eval_every=null",
-                        "training.precision=" + ("amp_bf16" if gpu else "auto"),
+                        "training.precision=amp_bf16",
                         "checkpoints.save=false",
                         "schedule.warmup=10ba",
                         "algorithms.scheduled_ema=null",

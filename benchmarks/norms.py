@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.reporting import write_results
 from benchmarks.timing import milliseconds, training_device
+from benchmarks.wide_norms import GroupNorm32
 from data.log import log
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm
@@ -38,8 +39,9 @@ from recipes.models.kernels.fused_norm import FusedGroupNorm, fuse
 from recipes.models.kernels.group_norm_kernels import make_plan
 from recipes.models.latent_diffusion.unet import unet
 
-SD2 = {"channels": [320, 640, 1280, 1280], "heads": [5, 10, 20, 20], "text_width": 1024}
-SMALL = {"channels": [32, 64, 64, 64], "heads": [1, 2, 2, 2], "text_width": 16, "norm_groups": 8, "blocks": 1}
+LEVELS = {"attention": [True, True, True, False]}
+SD2 = LEVELS | {"channels": [320, 640, 1280, 1280], "heads": [5, 10, 20, 20], "text_width": 1024}
+SMALL = LEVELS | {"channels": [32, 64, 64, 64], "heads": [1, 2, 2, 2], "text_width": 16, "norm_groups": 8, "blocks": 1}
 # Name -> arguments of the U-Net, side of its latents, batch size.
 SIZES = {"small": (SMALL, 16, 4), "sd2": (SD2, 32, 64), "sd2_512": (SD2, 64, 32)}
 DTYPE = torch.bfloat16
@@ -51,13 +53,6 @@ for the backward pass. `moved`: bytes that the operators read and write, as a mu
 for the fused kernels, every input is counted as read twice."""
 
 
-class In32Bits(nn.GroupNorm):
-    """A GroupNorm in 32 bits. Autocast computes it so on a GPU, but does not change it on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float())
-
-
 Shape = tuple[int, int, int, bool]  # channels, height, width, whether SiLU follows
 
 
@@ -65,7 +60,7 @@ def norm_shapes(config: dict[str, Any], side: int) -> Counter[Shape]:
     """Shape of every norm that can be fused -> number of such norms, from a forward pass on the meta device."""
     counts: Counter[Shape] = Counter()
     with torch.device("meta"), torch.no_grad():
-        network = unet(attention=[True, True, True, False], **config)
+        network = unet(**config)
         fuse_group_norms(network, measured=False)
         for module in network.modules():
             if isinstance(module, FusedGroupNorm):
@@ -116,8 +111,8 @@ def ways(on_gpu: bool, tune: bool) -> dict[str, Callable[[int, int, bool, torch.
             f"fused, tile {t}, width {w}, programs {p}": kernel(tile=t, width=w, programs=p) for t, w, p in grid
         } | {"fused, no splits": kernel(splits=1)}
     found = {
-        "32 bits, contiguous": of(In32Bits),
-        "32 bits, channels_last": of(In32Bits),
+        "32 bits, contiguous": of(GroupNorm32),
+        "32 bits, channels_last": of(GroupNorm32),
         "low precision, channels_last": of(LowPrecisionGroupNorm),
         "low precision, compiled": of(LowPrecisionGroupNorm, compiled=True),
     }

@@ -3,7 +3,7 @@
     python benchmarks/published.py
 
 Fits the shares of `recipes/planning/gpus.py` on three rates of Stable Diffusion 2's table and on three figures of
-Megatron-LM, and predicts the others, those of FAIR's vision transformers, and sizes of DALL-E.
+Megatron-LM, and predicts the others and sizes of DALL-E.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import re
 from collections.abc import Iterable, Iterator
 
 from benchmarks.published_scaling import REST, fitted_v100, megatron_rows
-from benchmarks.published_vits import vit_rows
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
-from recipes.planning.costs import cost_of
+from recipes.planning.costs import cost_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import DEVICES, SHARES, V100_SHARES, Shares
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place, Setting, plan_of
+from recipes.planning.settings import Place, Setting
 from recipes.planning.step_time import pass_times
 
 # Images per second on A100-40GB, latents precomputed, by the README of github.com/mosaicml/diffusion: GPUs -> (at 256,
@@ -89,7 +88,7 @@ def dalle_rows() -> Iterator[tuple[str, ...]]:
     for name, width, saved in SAVED:
         recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [], Recipe, [])
         task = build_on_meta(recipe.model)
-        cost = cost_of(recipe.algorithms["powersgd"], plan_of(task, Devices(1024, 128), recipe.output))
+        cost = cost_of(recipe.algorithms["powersgd"], plan_of(recipe, task, Devices(1024, 128)))
         found = re.search(r"(\d+)% are saved", cost.sent_note)[1]
         what = f"d = {width}: traffic of the blocks' matrices that PowerSGD saves"
         yield what, f"{saved}%", f"{found}%", f"{int(found) - saved:+d} points"
@@ -111,7 +110,6 @@ def main() -> None:
     print()
     print(table("Stable Diffusion 2, images/s", diffusion_rows(planners)), end="\n\n")
     print(table("Megatron-LM on V100s", megatron_rows(V100_SHARES)), end="\n\n")
-    print(table("FAIR's ViTs on A100s", vit_rows()), end="\n\n")
     print(table("DALL-E", dalle_rows()))
 
 

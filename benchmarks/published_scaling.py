@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.published_transformers import FEW, Gpt2, deepened
+from benchmarks.published_gpt2 import FEW, Gpt2, deepened
 from data.cost import all_reduce_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import DEVICES, Shares

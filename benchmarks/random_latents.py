@@ -9,14 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.latents import LatentTransform
 from data.loading import Batch, Loading, Placement
-from recipes.config.components import COMPONENTS
 
 REDUCTION = 8  # pixels per latent, in each direction
-
-
-def register() -> None:
-    """Add it to the components of this process."""
-    COMPONENTS["data"]["random_latents"] = "benchmarks.random_latents:random_latents"
 
 
 def random_latents(

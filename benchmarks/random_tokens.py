@@ -8,12 +8,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from data.loading import Loading, Placement
-from recipes.config.components import COMPONENTS
-
-
-def register() -> None:
-    """Add it to the components of this process."""
-    COMPONENTS["data"]["random_tokens"] = "benchmarks.random_tokens:random_tokens"
 
 
 def random_tokens(placement: Placement, requirements: dict[str, Any], *, samples: int) -> Loading:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.encode import TEXTS, VAES, VISION
 from benchmarks.latent_sets import Encoders
+from benchmarks.random_encoders import TEXTS, VAES, VISION, vae_flops
 from data.clip_library import open_clip
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
@@ -113,21 +112,15 @@ def flops(size: Size, recipe: Recipe, resolution: int) -> dict[str, float]:
     text, vae = size.encoders.text, size.encoders.vae
     side = resolution // 2 ** (len(vae["block_out_channels"]) - 1)
     with torch.device("meta"), torch.no_grad():
-        encoder = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, **vae
-        )
         tower = Tower(open_clip.CLIP(embed_dim=64, vision_cfg=VISION, text_cfg=text), "text")
         tower.blocks = tower.blocks[:-1]
-        works = {
-            "VAE": lambda: encoder.encode(torch.empty(1, 3, resolution, resolution)),
-            "text encoder": lambda: tower(torch.zeros(1, 77, dtype=torch.long)),
-        }
-        counts = {"training of the U-Net": 3 * unet_flops(network, side) / 1e9}
-        for name, work in works.items():
-            with FlopCounterMode(display=False) as counter:
-                work()
-            counts[name] = counter.get_total_flops() / 1e9
-    return counts
+        with FlopCounterMode(display=False) as counter:
+            tower(torch.zeros(1, 77, dtype=torch.long))
+    return {
+        "training of the U-Net": 3 * unet_flops(network, side) / 1e9,
+        "VAE": vae_flops(vae, resolution) / 1e9,
+        "text encoder": counter.get_total_flops() / 1e9,
+    }
 
 
 @torch.no_grad()

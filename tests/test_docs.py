@@ -100,10 +100,6 @@ def yaml_problem(cls, arguments):
     return None
 
 
-def test_there_is_a_readme():
-    assert (ROOT / "README.md").is_file()
-
-
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_every_command_in_the_docs_would_run(page):
     text = page.read_text()

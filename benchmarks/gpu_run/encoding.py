@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
 from torch.profiler import profile
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.encode import TEXTS, VAES, rate, write_encoders
 from benchmarks.gpu_run.context import Context
 from benchmarks.gpu_run.device import measured_rate
 from benchmarks.gpu_run.operators import bound_by, kernels_of, new_profiler, write_profile
 from benchmarks.gpu_run.subjects import SHIPPED
+from benchmarks.random_encoders import TEXTS, VAES, vae_flops, write_encoders
 from callbacks.peak_flops import peak_flops
 from recipes.encoders.vae import kl_vae
 
@@ -52,7 +51,7 @@ def rates(context: Context, *, resolution: int) -> None:
     device, size = context.device, "small" if context.small else "sd2"
     table = f"VAE encoding at {resolution}"
     side = 64 if context.small else resolution
-    flops = encoder_flops(VAES[size], side)
+    flops = vae_flops(VAES[size], side)
     peak = peak_flops(torch.cuda.get_device_name(), "fp16") if device.type == "cuda" else None
     failed = []
     with tempfile.TemporaryDirectory() as folder:
@@ -98,11 +97,19 @@ def profiled(work: Callable[[], Any], device: torch.device) -> profile:
     return profiler
 
 
-def encoder_flops(config: dict[str, Any], side: int) -> float:
-    """FLOPs of encoding one image."""
-    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    with torch.device("meta"), torch.no_grad():
-        encoder = AutoencoderKL(**kinds, latent_channels=4, **config)
-        with FlopCounterMode(display=False) as counter:
-            encoder.encode(torch.empty(1, 3, side, side))
-    return counter.get_total_flops()
+def rate(work: Callable[[], Any], count: int, seconds: float, device: torch.device) -> float:
+    """Items per second of `work`, which processes `count` items per call, after a warm-up."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        work()
+    wait()
+    runs, began = 0, time.perf_counter()
+    while not runs or time.perf_counter() - began < seconds:
+        work()
+        runs += 1
+        wait()
+    return runs * count / (time.perf_counter() - began)

@@ -136,9 +136,14 @@ SUBJECTS = {
 }
 
 
+def register_data() -> None:
+    """Add the data components of benchmarks to those of this process."""
+    COMPONENTS["data"].update(DATA)
+
+
 def recipe_for(subject: Subject, changes: list[str], small: bool, folder: Path) -> Recipe:
     """The shipped recipe on random data, without validation, checkpoints, loggers and what draws samples."""
-    COMPONENTS["data"].update(DATA)
+    register_data()
     keys = [subject.data, f"training.global_batch={subject.batch}", "training.duration=1000000ba"]
     keys += ["evals.val=null", "training.eval_every=null", f"output={folder}/run", *changes]
     keys += ["checkpoints={save: false, every: null, autoresume: false, load_weights: null}"]

@@ -30,6 +30,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
+    decay_vectors: bool = True,
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """PyTorch's AdamW (Loshchilov and Hutter 2019).
@@ -39,6 +40,8 @@ def adamw(
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
+        decay_vectors: whether it also applies to parameters of fewer than two dimensions: gains, biases, and scalars
+            such as the temperature of a contrastive model. Megatron-LM and open_clip leave them out.
         fused: update all parameters in one kernel, on GPUs and CPUs, sharded or not; equal up to 32-bit rounding.
 
     Raises:
@@ -47,7 +50,13 @@ def adamw(
     check_least("adamw", 0, lr=lr, eps=eps, weight_decay=weight_decay)
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"adamw: betas must lie in [0, 1), got {list(betas)}")
-    return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+    groups = [{"params": list(parameters)}]
+    if not decay_vectors:
+        trained = groups[0]["params"]
+        matrices = {"params": [p for p in trained if p.ndim >= 2]}
+        vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+        groups = [group for group in (matrices, vectors) if group["params"]]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
 
 def adam16_cost(args: dict[str, Any], plan: Plan) -> Cost:

@@ -161,23 +161,10 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
             lever.built(optimizer)
         return optimizer
 
-    # What builders may ask for by naming it as a parameter before their `*`.
-    context = {
-        "task": task,
-        "run_name": recipe.run_name,
-        "output": recipe.output,
-        "tracked": partial(tracked_run, recipe),
-        "loading": data,
-        "copies": copies,
-        "encoders": lambda: encoders_of(data.manifest),
-        "blank": lambda: build_on_meta(recipe.model),
-    }
+    context = context_of(recipe, task, data)
     levers = build_levers(recipe, place, context, batch)
     search = the_one(levers, MicrobatchSearch)
-    context |= {
-        "average": the_one(levers, ScheduledEMA),
-        "scaling": the_one(levers, ResblockGradScaling),
-    }
+    context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
     if recipe.training.microbatch == "auto" and search is None:
         log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
@@ -200,6 +187,23 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         loggers={label: build(logger, **context) for label, logger in recipe.loggers.items()},
         microbatch=1 if search else None if recipe.training.microbatch == "auto" else recipe.training.microbatch,
     )
+
+
+def context_of(recipe: Recipe, task: Task, data: Loading | None) -> dict[str, Any]:
+    """What builders may ask for by naming it as a parameter before their `*`; `data` is None where nothing is trained.
+
+    Callbacks and loggers may also ask for what is found among the levers.
+    """
+    return {
+        "task": task,
+        "run_name": recipe.run_name,
+        "output": recipe.output,
+        "tracked": partial(tracked_run, recipe),
+        "loading": data,
+        "copies": recipe.training.tensor_parallel,
+        "encoders": None if data is None else lambda: encoders_of(data.manifest),
+        "blank": lambda: build_on_meta(recipe.model),
+    }
 
 
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
@@ -264,7 +268,7 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
             "training.fsdp.parameters: bf16, and the run is in fp32 without autocast, whose 32-bit activations cannot "
             "be multiplied by them; use auto or fp32, or set training.precision to amp_bf16"
         )
-    if replicas > 1 and averaging is None and not place.use_gpu and torch_version() < (2, 8):
+    if replicas > 1 and averaging is None and not place.use_gpu and torch.__version__ < (2, 8):
         raise ValueError(
             f"training.fsdp.replicas: {replicas} replicas, between which torch {torch.__version__} averages no "
             "gradients on a CPU; use replicas: 1, the algorithm powersgd, a GPU, or torch 2.8 or newer"
@@ -280,12 +284,6 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
         scaling=the_one(levers, ResblockGradScaling),
         tensor=the_one(levers, TensorParallel),
     )
-
-
-def torch_version() -> tuple[int, int]:
-    """PyTorch's version, such as (2, 7)."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def the_one(levers: Iterable[Lever], kind: type) -> Any:

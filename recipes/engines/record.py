@@ -76,7 +76,8 @@ def check_record(recipe: Recipe) -> list[str]:
     record = record_of(recipe) / CONFIG
     if not (recipe.checkpoints.resumes and has_checkpoints(output) and record.is_file()):
         return []
-    return _compare_recipes(record, recipe, f"checkpoints.autoresume: the recipe is not the one that {output}")
+    refusal = f"checkpoints.autoresume: the recipe is not the one that {output}"
+    return _compare_recipes(record, recipe, refusal, "output")
 
 
 def check_copy(recipe: Recipe, texts: dict[str, str]) -> None:
@@ -90,10 +91,11 @@ def check_copy(recipe: Recipe, texts: dict[str, str]) -> None:
             record = Path(folder, CONFIG)
             record.write_text(texts[CONFIG], encoding="utf-8")
             address = recipe.checkpoints.bucket
-            _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}")
+            _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}", "address")
 
 
-def _compare_recipes(record: Path, recipe: Recipe, refusal: str) -> list[str]:
+def _compare_recipes(record: Path, recipe: Recipe, refusal: str, other: str) -> list[str]:
+    """The keys that have changed. `refusal` begins the message, which asks for another `other`."""
     try:
         # Keys that may have changed were not checked by earlier versions, and say nothing of the run.
         before = load_config(record, ["checkpoints.allow_changes=[]"], Recipe, missing=[])
@@ -105,7 +107,6 @@ def _compare_recipes(record: Path, recipe: Recipe, refusal: str) -> list[str]:
     if refused:
         listed = "; ".join(f"{key} was {quoted(old)}, is {quoted(new)}" for key, old, new in refused)
         keys = ", ".join(key for key, _, _ in refused)
-        other = "output" if "autoresume" in refusal else "address"
         raise ValueError(
             f"{refusal} was begun with: {listed}; give another {other}, or go on with "
             f"checkpoints.allow_changes=[{keys}]"

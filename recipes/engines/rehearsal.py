@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
-from recipes.engines.parts import Place, build_levers, the_one
+from recipes.engines.parts import Place, build_levers, context_of, the_one
 from recipes.engines.precision import resolve
-from recipes.engines.tracking import tracked_run
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
 from recipes.planning.dry_run import survey
@@ -58,16 +56,7 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     devices = Devices.of_environment(training)
     place = Place(use_gpu, resolve(training.precision, use_gpu=use_gpu), local_world_size=1, planned=devices)
     task = build_on_meta(recipe.model)
-    context = {
-        "task": task,
-        "run_name": recipe.run_name,
-        "output": recipe.output,
-        "tracked": partial(tracked_run, recipe),
-        "blank": lambda: build_on_meta(recipe.model),
-        "loading": None,
-        "copies": training.tensor_parallel,
-        "encoders": None,
-    }
+    context = context_of(recipe, task, None)
     # One value stands for all parameters, which have no memory.
     optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
     run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, training.duration, epoch_batches))

@@ -6,10 +6,14 @@ import dataclasses
 import inspect
 from dataclasses import dataclass
 
+from torch import nn
+
 from data.cost import Cost, Plan
-from recipes.config.build import import_builder
+from recipes.config.build import build, import_builder
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
+from recipes.planning.devices import Devices
+from recipes.planning.tensor_parallel import divided_share
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,28 @@ class Costs:
     def gathered(self) -> str | None:
         """The number format of gathered blocks, where an algorithm sets it."""
         return next((cost.gathered for cost in self.algorithms.values() if cost.gathered), None)
+
+
+def plan_of(recipe: Recipe, task: nn.Module, devices: Devices) -> Plan:
+    """What the components of a recipe are told to report their costs.
+
+    Args:
+        recipe: of the run.
+        task: its model, on the meta device.
+        devices: of the run.
+    """
+    return Plan(
+        task=task,
+        parameters=sum(p.numel() for p in task.parameters()),
+        trained=sum(p.numel() for p in task.parameters() if p.requires_grad),
+        replicas=devices.replicas,
+        shards=devices.shards * devices.tensor,
+        output=recipe.output,
+        averaged=False,
+        build=build,
+        tensor=devices.tensor,
+        matrices=divided_share(task, devices),
+    )
 
 
 def costs_of(recipe: Recipe, plan: Plan) -> Costs:

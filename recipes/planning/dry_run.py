@@ -9,15 +9,15 @@ from typing import Any
 import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
 from torch import nn
 
-from data.cost import FLOAT, Epoch, Plan, size_text
-from recipes.config.build import build, build_on_meta
+from data.cost import FLOAT, Epoch, size_text
+from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
-from recipes.planning.costs import Costs, cost_of, costs_of
+from recipes.planning.costs import Costs, cost_of, costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 from recipes.planning.sharding import check_sharding
-from recipes.planning.tensor_parallel import check_tensor_parallel, divided_share
+from recipes.planning.tensor_parallel import check_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,6 @@ def survey(recipe: Recipe) -> Survey:
     costs = costs_of(recipe, plan)
     return Survey(
         task, plan.parameters, plan.trained, devices, costs, length_of(recipe, costs.data.epoch or Epoch(None))
-    )
-
-
-def plan_of(recipe: Recipe, task: nn.Module, devices: Devices) -> Plan:
-    """What the components of a recipe are told to report their costs.
-
-    Args:
-        recipe: of the run.
-        task: its model, on the meta device.
-        devices: of the run.
-    """
-    return Plan(
-        task=task,
-        parameters=sum(p.numel() for p in task.parameters()),
-        trained=sum(p.numel() for p in task.parameters() if p.requires_grad),
-        replicas=devices.replicas,
-        shards=devices.shards * devices.tensor,
-        output=recipe.output,
-        averaged=False,
-        build=build,
-        tensor=devices.tensor,
-        matrices=divided_share(task, devices),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from data.cost import FLOAT, Cost, all_reduce_bytes, size_text
-from recipes.config.recipe import Recipe
+from recipes.config.recipe import FSDP, Recipe
 from recipes.planning.costs import Costs
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import held, messages, recomputed, sent_bytes, sized_plan
@@ -20,8 +20,7 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
     fsdp, shards = recipe.training.fsdp, devices.shards
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     halves = 2 * costs.stored_16_bit  # bytes of the weights that take half as much, and of their gradients
-    share = held(task, task, devices) / _count(task) / shards
-    size = (FLOAT * (_count(task) + trained) - 2 * halves) * share + costs.optimizer.device_bytes
+    size = state_bytes(_count(task), trained, held(task, task, devices) / _count(task) / shards, costs)
     state = f", {costs.optimizer.note}" if costs.optimizer.note else ""
     low = f" (in 16 bits for the blocks' matrices, {size_text(halves)} each)" if halves else ""
     text = f"memory: {size_text(size)} on each device for weights, gradients{low}{state}"
@@ -59,12 +58,8 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
     """Bytes that each device sends per step: to the other shards of its replica, and to other replicas."""
     fsdp = recipe.training.fsdp
     if fsdp is not None and devices.shards > 1:
-        passes = microbatches_of(recipe, devices)
-        reduced = 1 if fsdp.sync == "batch" else passes
-        gathered = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
-        share = (devices.shards - 1) / devices.shards
-        weights = gathered * share * sum(gathered_sizes(recipe, task, costs, devices))
-        gradients = reduced * share * FLOAT * held(task, task, devices)
+        units, values = gathered_sizes(recipe, task, costs, devices), held(task, task, devices)
+        weights, gradients = shard_traffic(fsdp, devices, units, values, microbatches_of(recipe, devices))
         yield (
             f"within {devices.shards} shards: each device sends {size_text(weights)} of weights and "
             f"{size_text(gradients)} of gradients per step"
@@ -98,12 +93,47 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
             f"microbatch in {len(plan.branches)} branches"
         )
     if devices.replicas > 1:
-        cost = next((c for c in costs.algorithms.values() if c.sent_bytes is not None), None)
-        if cost is None:
-            note = "in 16 bits for the blocks' matrices" if costs.stored_16_bit else "all in 32-bit"
-            cost = Cost(sent_bytes=gradient_traffic(task, devices, costs.stored_16_bit), sent_note=note)
+        cost = replica_traffic(task, costs, devices)
         sent = f"{size_text(cost.sent_bytes)} per step, {cost.sent_note}"
         yield f"between {devices.replicas} replicas: each device sends {sent}"
+
+
+def state_bytes(parameters: int, trained: int, share: float, costs: Costs) -> float:
+    """Bytes of weights, gradients and the optimizer's state on each device.
+
+    Args:
+        parameters: of the model.
+        trained: number of those that are trained.
+        share: of them that a device has.
+        costs: of the recipe's components.
+    """
+    return (FLOAT * (parameters + trained) - 4 * costs.stored_16_bit) * share + costs.optimizer.device_bytes
+
+
+def shard_traffic(fsdp: FSDP, devices: Devices, gathered: list[int], values: int, passes: int) -> tuple[float, float]:
+    """Bytes of weights and of gradients that each device sends per step to the other shards of its replica.
+
+    Args:
+        fsdp: of the recipe.
+        devices: of the run.
+        gathered: bytes of the units that FSDP gathers.
+        values: that a device would have if FSDP did not divide them.
+        passes: of a step.
+    """
+    reduced = 1 if fsdp.sync == "batch" else passes
+    times = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
+    share = (devices.shards - 1) / devices.shards
+    return times * share * sum(gathered), reduced * share * FLOAT * values
+
+
+def replica_traffic(task: nn.Module, costs: Costs, devices: Devices) -> Cost:
+    """The cost, with bytes and a note, of averaging gradients with other replicas: that of an algorithm which does it,
+    or that of the engine."""
+    found = next((cost for cost in costs.algorithms.values() if cost.sent_bytes is not None), None)
+    if found is not None:
+        return found
+    note = "in 16 bits for the blocks' matrices" if costs.stored_16_bit else "all in 32-bit"
+    return Cost(sent_bytes=gradient_traffic(task, devices, costs.stored_16_bit), sent_note=note)
 
 
 def gradient_traffic(task: nn.Module, devices: Devices, stored_16_bit: int = 0) -> float:

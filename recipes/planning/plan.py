@@ -11,13 +11,13 @@ from data.cost import FLOAT, Epoch, count_text, size_text
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.batches import blank_batch, sample_bytes, traced_model
-from recipes.planning.costs import costs_of
+from recipes.planning.costs import costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
 from recipes.planning.levers import apply_levers
 from recipes.planning.pass_memory import Passes, passes_of
-from recipes.planning.settings import USABLE, Place, Run, Setting, best_of, plan_of, runs_of, settings_of
+from recipes.planning.settings import USABLE, Place, Run, Setting, best_of, runs_of, settings_of
 from recipes.planning.tensor_parallel import keep_part
 from recipes.planning.trace import NUMBERS, Traces, traces_of
 
@@ -37,7 +37,7 @@ class Planner:
         self.batches = tuple(blank_batch(recipe, self.task, number) for number in NUMBERS)
         self.sample_bytes = sample_bytes(self.batches[0])
         self.traces = traces_of(self.task, self.batches)
-        self.costs = costs_of(recipe, plan_of(self.task, Devices(1, 1), recipe.output))
+        self.costs = costs_of(recipe, plan_of(recipe, self.task, Devices(1, 1)))
         self._divided = {1: self.traces}
         self._passes: dict[int, Passes] = {}
 

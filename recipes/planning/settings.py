@@ -10,21 +10,20 @@ from functools import cached_property
 
 from torch import Tensor
 
-from data.cost import FLOAT, Plan
-from recipes.config.build import build
+from data.cost import FLOAT
+from recipes.algorithms.modules.compile import GRAPH_MODES
 from recipes.config.recipe import FSDP, Recipe
 from recipes.models.task import Task
 from recipes.planning.batches import batch_bytes
-from recipes.planning.costs import Costs, costs_of
+from recipes.planning.costs import Costs, costs_of, plan_of
 from recipes.planning.devices import Devices
-from recipes.planning.footprint import gathered_sizes, gradient_traffic
+from recipes.planning.footprint import gathered_sizes, replica_traffic, shard_traffic, state_bytes
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.pass_memory import Passes
 from recipes.planning.sharding import check_sharding
-from recipes.planning.step_time import LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
+from recipes.planning.step_time import GRAPHED, LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
 from recipes.planning.tensor_parallel import (
     check_tensor_parallel,
-    divided_share,
     held,
     messages,
     sent_bytes,
@@ -179,7 +178,7 @@ def runs_of(
                 devices = Devices.of(training, place.world, machine)
                 check_tensor_parallel(divided, devices, task)
                 check_sharding(divided, task)
-                costs = costs_of(divided, plan_of(task, devices, recipe.output))
+                costs = costs_of(divided, plan_of(divided, task, devices))
             except ValueError:
                 continue
             # What FSDP would not divide is DDP, and what it divides within one machine only is FULL_SHARD.
@@ -214,23 +213,6 @@ def best_of(settings: list[Setting], device: Device) -> Setting | None:
     near = [setting for setting in fitting if setting.time.total <= 1.01 * fastest]
     least = min(setting.time.messages for setting in near)
     return min((s for s in near if s.time.messages <= least + 0.01 * fastest), key=lambda s: s.memory.total)
-
-
-def plan_of(task: Task, devices: Devices, output: str) -> Plan:
-    """What components are told of a run to say what they cost."""
-    parameters, trained = _counts(task)
-    return Plan(
-        task=task,
-        parameters=parameters,
-        trained=trained,
-        replicas=devices.replicas,
-        shards=devices.shards * devices.tensor,
-        output=output,
-        averaged=False,
-        build=build,
-        tensor=devices.tensor,
-        matrices=divided_share(task, devices),
-    )
 
 
 def _microbatches(batch: int) -> list[int]:
@@ -294,7 +276,7 @@ class Run:
         fsdp, devices, costs = self.recipe.training.fsdp, self.devices, self.costs
         halves = 2 * costs.stored_16_bit
         share = self.held / parameters
-        state = (FLOAT * (parameters + trained) - 2 * halves) * share / devices.shards + costs.optimizer.device_bytes
+        state = state_bytes(parameters, trained, share / devices.shards, costs)
         passes = -(-self.batch // microbatch)
         # A single pass makes the gradients one by one, while activations are freed. They are there before it where
         # another pass came first, and in DDP's buckets; under FSDP they are counted as if they were.
@@ -339,9 +321,15 @@ class Run:
         update /= place.shares.memory * place.device.bandwidth
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
-        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes
+        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes * (GRAPHED if self.graphs else 1)
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
         return StepTime(*parts, exposed=self.exposed(passes, recompute))
+
+    @property
+    def graphs(self) -> bool:
+        """Whether CUDA graphs launch the blocks. A run with FSDP refuses them."""
+        levers = (lever for lever in self.recipe.algorithms.values() if lever.name == "compile")
+        return self.recipe.training.fsdp is None and any(lever.args.get("mode") in GRAPH_MODES for lever in levers)
 
     def exposed(self, passes: float, recompute: bool) -> float:
         """Seconds of the messages for which the devices that divide matrices wait."""
@@ -365,16 +353,12 @@ class Run:
 
     def sent(self, passes: int) -> tuple[float, float]:
         """Bytes that each device sends per step to other shards, and to other replicas."""
-        fsdp, devices, costs = self.recipe.training.fsdp, self.devices, self.costs
+        fsdp, devices = self.recipe.training.fsdp, self.devices
         within = between = 0.0
         if fsdp is not None and devices.shards > 1:
-            reduced = 1 if fsdp.sync == "batch" else passes
-            gathered = 2 * passes if fsdp.strategy == "FULL_SHARD" else reduced
-            share = (devices.shards - 1) / devices.shards
-            within = share * (gathered * sum(self.gathered) + reduced * FLOAT * self.held)
+            within = sum(shard_traffic(fsdp, devices, self.gathered, self.held, passes))
         if devices.replicas > 1:
-            own = next((c.sent_bytes for c in costs.algorithms.values() if c.sent_bytes is not None), None)
-            between = gradient_traffic(self.task, devices, costs.stored_16_bit) if own is None else own
+            between = replica_traffic(self.task, self.costs, devices).sent_bytes
         return within, between
 
 

@@ -10,7 +10,10 @@ from recipes.planning.devices import Devices
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.trace import Trace
 
-LAUNCH = 5e-6  # seconds of the host per operation, in eager PyTorch; not fitted
+# Seconds of the host per operation of a trace, which are 1.6 to 1.8 launches each: autocast casts, and levers replace
+# operations. The median of benchmarks/host.py on one core, whose rows have 15 (transformer) to 46.
+LAUNCH = 33e-6
+GRAPHED = 0.4  # share of these seconds that is left there where CUDA graphs launch the blocks
 # Bytes per trained value that an update moves: weight, gradient and two moments are read, and all but the gradient
 # written.
 UPDATE_BYTES = 28

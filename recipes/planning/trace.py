@@ -1,9 +1,8 @@
-"""The operations of a model's forward and backward pass, and what is kept in between, read off on the meta device.
+"""The operations of a model's forward and backward pass, read off on the meta device.
 
 Weights and inputs are counted in bf16, results in the formats that autocast gives them: products in bf16, the sums of
-a residual stream that is float32 in float32. Attention is counted as a fused kernel, which keeps queries, keys,
-values and results, and every other operation as PyTorch runs it, one by one; levers that fuse operations make a run
-faster and smaller than that.
+a residual stream that is float32 in float32. Attention is counted as a fused kernel, and every other operation as
+PyTorch runs it, one by one; levers that fuse operations make a run faster than that.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -31,7 +30,7 @@ NO_KERNEL = {
     "_reshape_alias", "lift_fresh", "arange",
 }  # fmt: skip
 PASSES = ("operations", "backward")  # of a trace
-NUMBERS = (2, 3)  # of samples, from which any other number follows: work and memory are linear in it
+NUMBERS = (2, 3)  # of samples, from which any other number follows: work and traffic are linear in it
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,11 @@ class Trace:
     Attributes:
         operations: of the forward pass, in their order.
         backward: those of the backward pass.
-        kept: bytes that autograd keeps, weights excluded.
-        inputs: bytes of the inputs of the blocks that recomputation covers.
-        largest: bytes that the largest of those blocks keeps inside.
-        outside: bytes that are kept outside of those blocks.
         visible: share of attention's pairs of positions that the model's masks show; only those are counted.
     """
 
     operations: tuple[Operation, ...]
     backward: tuple[Operation, ...]
-    kept: float
-    inputs: float
-    largest: float
-    outside: float
     visible: float = 1.0
 
     @property
@@ -117,9 +108,7 @@ class Traces:
             )
             for way in PASSES
         )
-        names = ("kept", "inputs", "largest", "outside")
-        kept = {name: line(getattr(self.low, name), getattr(self.high, name)) for name in names}
-        return Trace(*passes, **kept, visible=self.low.visible)
+        return Trace(*passes, visible=self.low.visible)
 
 
 def traces_of(task: Task, batches: tuple[dict[str, Tensor], dict[str, Tensor]], visible: float | None = None) -> Traces:
@@ -146,36 +135,16 @@ def trace(task: Task, batch: dict[str, Tensor], visible: float | None = None) ->
             divided model does not count itself, so it is given the whole model's share.
     """
     batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
-    weights = {p.untyped_storage()._cdata for p in task.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in weights:
-            kept.setdefault(tensor.untyped_storage()._cdata, tensor)
-        return tensor
-
     recorder = _Recorder()
-    blocks = _Blocks(kept, recorder)
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.random.fork_rng(devices=[]), blocks.watch(task):  # noqa: SIM117 - modes come last
+    with torch.random.fork_rng(devices=[]), recorder.watch(task):  # noqa: SIM117 - modes come last
         with recorder, GpuKernels(recorder.attention), MetaAutocast():
-            with hooks:
-                loss = task(batch)["total"]
+            loss = task(batch)["total"]
             forward = recorder.taken()
             trained = [p for p in task.parameters() if p.requires_grad]
             if trained:
                 torch.autograd.grad(loss, trained, allow_unused=True)
-    total = _stored(kept)
     visible = _visible(forward, task, batch) if visible is None else visible
-    return Trace(
-        operations=_shown(forward, visible),
-        backward=_shown(recorder.taken(), visible),
-        kept=total,
-        inputs=blocks.inputs,
-        largest=max(blocks.inside, default=0),
-        outside=total - sum(blocks.inside),
-        visible=visible,
-    )
+    return Trace(_shown(forward, visible), _shown(recorder.taken(), visible), visible)
 
 
 def _visible(operations: list[Operation], task: Task, batch: dict[str, Tensor]) -> float:
@@ -193,37 +162,6 @@ def _shown(operations: list[Operation], visible: float) -> tuple[Operation, ...]
     return tuple(dataclasses.replace(o, flops=visible * o.flops) if o.kind == "attention" else o for o in operations)
 
 
-class _Blocks:
-    """What is kept inside of each block that recomputation covers, and which operations are there."""
-
-    def __init__(self, kept: dict[int, Tensor], recorder: _Recorder) -> None:
-        self.kept = kept
-        self.recorder = recorder
-        self.inside: list[float] = []
-        self.inputs = 0.0
-        self.before = 0.0
-
-    @contextmanager
-    def watch(self, task: Task) -> Iterator[None]:
-        handles = []
-        for block in task.recomputed_blocks():
-            handles += [block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.before = _stored(self.kept)
-        self.recorder.recomputed = True
-        self.inputs += _bytes(x for x in inputs[:1] if isinstance(x, Tensor))
-
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        self.recorder.recomputed = False
-        self.inside.append(_stored(self.kept) - self.before)
-
-
 class _Recorder(TorchDispatchMode):
     """Lists operations."""
 
@@ -231,6 +169,22 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.recomputed = False
+
+    @contextmanager
+    def watch(self, task: Task) -> Iterator[None]:
+        """Inside, operations of blocks that recomputation covers are marked."""
+        handles = []
+        for block in task.recomputed_blocks():
+            handles.append(block.register_forward_pre_hook(lambda *_: self._mark(True)))
+            handles.append(block.register_forward_hook(lambda *_: self._mark(False)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mark(self, recomputed: bool) -> None:
+        self.recomputed = recomputed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -252,11 +206,6 @@ class _Recorder(TorchDispatchMode):
         """The operations since the last call."""
         found, self.operations = self.operations, []
         return found
-
-
-def _stored(kept: dict[int, Tensor]) -> float:
-    """Bytes of the memory that holds tensors: for one half of a result, all of the result."""
-    return float(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

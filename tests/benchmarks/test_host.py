@@ -1,10 +1,15 @@
 """The real U-Net on a GPU that computes nothing: launches, waits and memory of a step."""
 
 import json
+import re
 
 import pytest
 
+from benchmarks.gpu_run.subjects import SUBJECTS, recipe_for
 from benchmarks.host import MARK, SETTINGS
+from recipes.planning.gpus import DEVICES
+from recipes.planning.plan import Planner
+from recipes.planning.settings import Place
 from tests.stub_gpu import ROOT, needs_stub_gpu, run_on_stub_gpu
 
 NAME = "sd2_base, microbatches of 128"
@@ -38,3 +43,18 @@ def test_under_lightning_the_host_never_waits_for_all_that_it_has_launched(tmp_p
     row = measured(tmp_path, "sd2_base, 16 images, Lightning")
     assert row["waits per step"] == 1
     assert not row["host's rate"].startswith("0 ")  # steps are counted here, because samples are on the device
+
+
+def test_the_planner_has_the_time_for_launches_that_was_measured(tmp_path):
+    """The host's speed differs between runs and engines."""
+    table = (ROOT / "benchmarks" / "results" / "host-sd2-cpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (sd2_base, 16 images[^|]*) \| ([\d,]+) images/s ", table, re.MULTILINE)
+    assert len(rows) == 4
+    planner, device = None, DEVICES["h100"]
+    for name, rate in rows:
+        key, changes = SETTINGS[name]
+        recipe = recipe_for(SUBJECTS[key], changes, False, tmp_path)
+        planner = planner or Planner(recipe)
+        planner.recipe, planner._passes = recipe, {1: None}  # of the same model; its memory is not asked for
+        run = next(run for run in planner.runs(Place(device, 1e15, device.shares, 1, 1)) if run.division == "DDP")
+        assert run.time(16, recompute=False).host == pytest.approx(16 / int(rate), rel=0.25), name

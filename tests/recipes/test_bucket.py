@@ -248,7 +248,7 @@ def test_a_newer_checkpoint_whose_link_is_lost_is_not_replaced_by_an_older_copy(
 
 def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fetched(bucket, quick_recipe, tmp_path):
     """Whether this run has newer ones or none, and its own record stays; an allowed change goes on from there."""
-    address = "s3://sets/shared/run"
+    address = "s3://sets/autoresume/run"
     common = ["checkpoints.autoresume=true", f"checkpoints.bucket={address}"]
     one = quick_recipe(tmp_path / "one", *common)
     checkpoint = tmp_path / "one" / "checkpoints" / "ep0-ba6.ckpt"

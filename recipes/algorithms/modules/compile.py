@@ -16,6 +16,8 @@ from recipes.algorithms.sharding.shard import is_sharded, is_unit
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # that capture CUDA graphs
+
 # Trainers' own options, such as Composer's compile_config, are not used: they compile the whole model with its random
 # draws, which compiled code makes differently, and not what validation calls.
 
@@ -151,7 +153,7 @@ class Compile(Lever):
         self.whole = whole
         self.fullgraph = fullgraph
         self.backend = backend
-        self.graphs = mode in ("reduce-overhead", "max-autotune")
+        self.graphs = mode in GRAPH_MODES
         self.forwards: list[CompiledForward] = []
         self.parameters: list[nn.Parameter] = []
         self.gradients: dict[int, Tensor] = {}

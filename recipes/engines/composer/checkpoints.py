@@ -15,19 +15,12 @@ from composer.utils import reproducibility
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from data.log import log
-from recipes.config.recipe import Recipe
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.lever_states import LEVERS, gathered, separated
 from recipes.training.finite import is_worth_keeping
 from recipes.training.kinds import KINDS
 from recipes.training.ranks import is_first_rank
-
-
-def checkpoint_files(recipe: Recipe) -> CheckpointFiles:
-    """The checkpoints of a run with Composer."""
-    config = recipe.checkpoints
-    return CheckpointFiles(Path(recipe.output, "checkpoints"), KINDS["composer"], config.keep, config.bucket)
 
 
 class WholeCheckpoints(CheckpointSaver):

@@ -42,7 +42,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """See `DefaultLoadPlanner`. Composer also calls it for other parts of the checkpoint than the state."""
+        """Composer also calls it for other parts of the checkpoint than the state."""
         if "state" in state_dict:
             callbacks = state_dict["state"].get("callbacks", {})
             for name in callbacks:

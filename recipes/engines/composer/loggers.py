@@ -41,7 +41,7 @@ class ContinuedWandB(WandBLogger):
     """Logs to a run that may have figures of earlier starts."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """See `LoggerDestination`. W&B ignores what is logged again after a kill, with a warning at each call."""
+        """W&B ignores what is logged again after a kill, with a warning at each call."""
         if self._enabled:
             import wandb
 
@@ -49,7 +49,7 @@ class ContinuedWandB(WandBLogger):
                 super().log_metrics(metrics, step)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """See `LoggerDestination`. Settings may change when a run goes on, the names of machines among them."""
+        """Settings may change when a run goes on, the names of machines among them."""
         if self._enabled:
             import wandb
 
@@ -75,24 +75,22 @@ class MLflowDestination(LoggerDestination):
         self._writer = MLflowWriter(description) if is_first_rank() else None
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """See `LoggerDestination`."""
         if self._writer is not None:
             self._writer.figures(metrics, step or 0)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """See `LoggerDestination`."""
         if self._writer is not None:
             self._writer.settings(hyperparameters)
 
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None, *options: Any
     ) -> None:
-        """See `LoggerDestination`. Images are (N, H, W, 3) uint8 arrays."""
+        """Images are (N, H, W, 3) uint8 arrays."""
         if self._writer is not None:
             self._writer.images(name, images, step or 0)
 
     def close(self, state: State, logger: Logger) -> None:
-        """See `Callback`. Composer closes at the end of the process, too, whatever has ended it."""
+        """Composer closes at the end of the process, too, whatever has ended it."""
         if self._writer is not None:
             self._writer.close("FINISHED" if clock_of(state).ended else "KILLED" if stop.stopped() else "FAILED")
 
@@ -118,7 +116,6 @@ class OneTensorBoardFile(TensorboardLogger):
             self.writer.add_text(name, text)
 
     def log_images(self, *args: Any, **kwargs: Any) -> None:
-        """See `LoggerDestination`."""
         if self.writer is not None:
             super().log_images(*args, **kwargs)
 

@@ -68,79 +68,64 @@ class ComposerRun(Run):
 
     @property
     def clock(self) -> Clock:
-        """See `Run`."""
         return clock_of(self._state)
 
     @property
     def module(self) -> nn.Module:
-        """See `Run`."""
         return self._state.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """See `Run`."""
         return self._state.optimizers[0]
 
     @property
     def batch(self) -> dict[str, Tensor]:
-        """See `Run`."""
         return self._state.batch
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """See `Run`."""
         return self._state.outputs
 
     @property
     def loss(self) -> float | None:
-        """See `Run`."""
         return self._state.total_loss_dict.get("loss/train/total")
 
     @property
     def eval_label(self) -> str:
-        """See `Run`."""
         return self._state.dataloader_label
 
     @property
     def eval_figures(self) -> dict[str, float]:
-        """See `Run`."""
         # Only this set's: others may have nothing yet, and computing theirs would wait for the other ranks.
         metrics = self._state.eval_metrics[self.eval_label]
         return {name: float(metric.compute()) for name, metric in metrics.items()}
 
     def autocast(self) -> AbstractContextManager:
-        """See `Run`."""
         return autocast(self.device, self.precision)
 
     def gradient_scale(self) -> float:
-        """See `Run`."""
         return self._state.scaler.get_scale() if self.precision == "amp_fp16" else 1.0
 
     def new_parameters(self) -> AbstractContextManager:
-        """See `Run`."""
         return sync_optimizer_and_model_params(self.optimizer, self._state.model)
 
     def peak_rates_changed(self) -> None:
-        """See `Run`."""
         for schedule in self._state.schedulers:
             schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def set_microbatch(self, samples: int) -> None:
-        """See `Run`. Composer reads the size at the start of each batch."""
+        """Composer reads the size at the start of each batch."""
         self._state.device_train_microbatch_size = samples
         for evaluator in self._state.evaluators:
             evaluator.device_eval_microbatch_size = samples
 
     def log(self, figures: Mapping[str, float]) -> None:
-        """See `Run`."""
         self._logger.log_metrics(dict(figures))
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
-        """See `Run`."""
         self._logger.log_hyperparameters(dict(settings))
 
     def log_images(self, name: str, images: np.ndarray) -> None:
-        """See `Run`."""
         step = self._state.timestamp.batch.value
         self._logger.log_images(images, name=name, channels_last=True, step=step, use_table=False)
 

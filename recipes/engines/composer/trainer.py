@@ -21,8 +21,9 @@ from data.stores import scheme_of
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
 from recipes.engines.bucket import fetched
+from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
-from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints, checkpoint_files
+from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.load_planner import LoadPlanner, Sharded
@@ -158,7 +159,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     checkpoints = recipe.checkpoints
     load_path = load_path_of(recipe)
     start = from_first_rank(start_of(recipe, load_path))
-    files, saver = checkpoint_files(recipe), None
+    folder = Path(recipe.output, "checkpoints")
+    files, saver = CheckpointFiles(folder, KINDS["composer"], checkpoints.keep, checkpoints.bucket), None
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     trained = [p for p in parts.task.parameters() if p.requires_grad]
@@ -191,7 +193,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
         load_path=load_path,
-        save_folder=str(files.folder) if checkpoints.save else None,
+        save_folder=str(folder) if checkpoints.save else None,
         autoresume=checkpoints.resumes,
         device="gpu" if place.use_gpu else "cpu",
         precision=place.precision if place.use_gpu else "fp32",  # see `ComposerRun.use_precision`

@@ -102,7 +102,8 @@ class RunBatches:
 
 
 class EvalBatches:
-    """The batches of a validation set. Lightning would make a new loader of a `DataLoader`."""
+    """The batches of a validation set. Of a `DataLoader` Lightning would say that it has too few workers, and that an
+    `IterableDataset` should have no length."""
 
     def __init__(self, loading: Loading) -> None:
         """

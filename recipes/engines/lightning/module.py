@@ -49,7 +49,6 @@ class TaskModule(pl.LightningModule):
             seed: of the run; each rank adds its own number.
         """
         super().__init__()
-        self.automatic_optimization = False
         self.task = parts.task
         self._parts = parts
         self._run = run
@@ -57,15 +56,11 @@ class TaskModule(pl.LightningModule):
         self._between = between
         self._batches = batches
         self._seed = seed
-        self._configured = False
 
     # --- what is trained -----------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Levers change, shard and compile the task, on its device, before the optimizer is built."""
-        if self._configured:  # Lightning may call it more than once
-            return
-        self._configured = True
         self.task.to(self._run.device)
         seed_all(self._seed + rank())
         self._parts.levers.prepare(self._run)
@@ -82,7 +77,6 @@ class TaskModule(pl.LightningModule):
     # --- data ----------------------------------------------------------------------------------
 
     def train_dataloader(self) -> RunBatches:
-        """See `RunBatches`."""
         return self._batches
 
     def val_dataloader(self) -> list[EvalBatches]:

@@ -115,7 +115,6 @@ class LightningRun(Run):
 
     @property
     def clock(self) -> Clock:
-        """See `Run`."""
         return Clock(
             batch=self.counts.batch,
             sample=self.counts.sample,
@@ -128,43 +127,35 @@ class LightningRun(Run):
 
     @property
     def module(self) -> nn.Module:
-        """See `Run`."""
         return self.task if self.ddp is None else self.ddp
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """See `Run`."""
         assert self._optimizer is not None, "the optimizer is built after the levers have prepared the task"
         return self._optimizer
 
     def autocast(self) -> AbstractContextManager:
-        """See `Run`."""
         return autocast(self.device, self.precision)
 
     def gradient_scale(self) -> float:
-        """See `Run`."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def new_parameters(self) -> AbstractContextManager:
-        """See `Run`. The optimizer is built afterwards."""
+        """The optimizer is built afterwards."""
         return nullcontext()
 
     def peak_rates_changed(self) -> None:
-        """See `Run`. A loaded checkpoint changes them too."""
+        """A loaded checkpoint changes them too."""
         self._schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def set_microbatch(self, samples: int) -> None:
-        """See `Run`."""
         self.microbatch = samples
 
     def log(self, figures: Mapping[str, float]) -> None:
-        """See `Run`."""
         self._loggers.log(figures, self.counts.batch)
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
-        """See `Run`."""
         self._loggers.log_settings(settings)
 
     def log_images(self, name: str, images: np.ndarray) -> None:
-        """See `Run`."""
         self._loggers.log_images(name, images, self.counts.batch)

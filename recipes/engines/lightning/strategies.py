@@ -17,7 +17,6 @@ class StaysOnDevice(Strategy):
     """
 
     def teardown(self) -> None:
-        """See `Strategy.teardown`."""
         module = self.lightning_module
         self.optimizers = []
         if module is not None:

@@ -39,9 +39,7 @@ from recipes.training.ranks import is_first_rank, rank, world_size
 
 # What Lightning says to its users about choices that this engine has made.
 WARNINGS = (
-    ".*does not have many workers.*",
     ".*Total length of `.*` across ranks is zero.*",
-    ".*You defined a `validation_step` but have no `val_dataloader`.*",
     ".*Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",
 )
 

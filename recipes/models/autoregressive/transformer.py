@@ -274,14 +274,14 @@ def tensor_plan(network: TokenTransformer) -> TensorPlan:
     )
 
 
-def forward_flops(network: TokenTransformer, sparse: bool = True) -> float:
+def forward_flops(network: TokenTransformer) -> float:
     """FLOPs of the forward pass of one sample, counting a multiply-add as 2. The backward pass has twice as many.
 
     Args:
-        network: counted are the matrices of its blocks and its unembedding, not its embeddings.
-        sparse: count only the (query, key) pairs that each layer's mask shows; otherwise all S * S pairs.
+        network: counted are the matrices of its blocks and its unembedding, not its embeddings, and the (query, key)
+            pairs that each layer's mask shows.
     """
     layout, width = network.layout, network.norm.normalized_shape[0]
     matrices = sum(m.in_features * m.out_features for m in network.modules() if isinstance(m, nn.Linear))
-    pairs = {kind: visible_pairs(kind, layout) if sparse else layout.length**2 for kind in set(network.kinds)}
+    pairs = {kind: visible_pairs(kind, layout) for kind in set(network.kinds)}
     return 2.0 * matrices * layout.length + 4.0 * width * sum(pairs[kind] for kind in network.kinds)

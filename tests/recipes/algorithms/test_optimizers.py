@@ -35,3 +35,29 @@ def test_fused_adamw_is_adamw():
         assert (
             one - torch.cat([p.detach().flatten() for p in train(True, load, 1)[0].parameters()])
         ).abs().max() > 0.01
+
+
+def test_vectors_do_not_decay_where_they_are_left_out():
+    """Without gradients to follow, AdamW only multiplies by 1 - lr * weight_decay."""
+
+    def after_a_step(**arguments):
+        torch.manual_seed(0)
+        sizes = {"scale": (), "bias": (4,), "matrix": (4, 3), "kernel": (2, 3, 1)}
+        parts = {name: torch.rand(size) for name, size in sizes.items()}
+        before = {name: tensor.clone() for name, tensor in parts.items()}
+        trained = [torch.nn.Parameter(tensor) for tensor in parts.values()]
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        adamw(iter(trained), lr=0.1, weight_decay=0.5, **arguments).step()
+        return {name: (p / before[name]).detach() for name, p in zip(parts, trained, strict=True)}
+
+    for arguments, kept in (({}, ()), ({"decay_vectors": False}, ("scale", "bias"))):
+        for name, factor in after_a_step(**arguments).items():
+            want = torch.full_like(factor, 1.0 if name in kept else 1 - 0.1 * 0.5)
+            torch.testing.assert_close(factor, want, rtol=1e-6, atol=0)  # one rounding
+
+
+def test_without_vectors_or_matrices_there_is_one_group():
+    for size in ((3,), (3, 2)):
+        optimizer = adamw([torch.nn.Parameter(torch.ones(size))], lr=0.1, decay_vectors=False)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0 if len(size) == 1 else 0.01]

@@ -31,6 +31,7 @@ DIFFUSION = [
     "callbacks.export=null",
     "data={caption_dropout: 0.3, flip: 0.3}",
     "schedule={name: cosine, warmup: 5ba, final: 0.1}",
+    "optimizer.decay_vectors=false",  # two groups of parameters
 ]
 AUTOREGRESSIVE = [
     "model={layers: 2, width: 32, heads: 2, text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3}",

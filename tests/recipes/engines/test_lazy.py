@@ -27,8 +27,13 @@ class Overwriter(Recorder):
 
 @pytest.mark.parametrize("engine", NAMES)
 def test_a_run_goes_on_although_the_file_changes(quick_recipe, tmp_path, engine):
-    """Memory that is mapped from a file shows what is written to the file."""
-    changes = ["training.duration=6ba", EMA, "checkpoints={every: 3ba, keep: -1, autoresume: false}"]
+    """Memory that is mapped from a file shows what is written to the file. The optimizer has two groups."""
+    changes = [
+        "training.duration=6ba",
+        "checkpoints={every: 3ba, keep: -1, autoresume: false}",
+        "optimizer.decay_vectors=false",
+        EMA,
+    ]
     whole = record(engine, quick_recipe(tmp_path / "whole", *changes))
     path = next((tmp_path / "whole" / "checkpoints").glob(NAMES[engine]))
     recipe = quick_recipe(tmp_path / "resumed", *changes, f"checkpoints.load_path={path}")

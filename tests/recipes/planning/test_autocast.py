@@ -1,5 +1,6 @@
 """What a pass on the meta device keeps, compared with what PyTorch keeps under bf16 autocast."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.autocast import MetaAutocast
 from recipes.planning.batches import blank_batch, traced_model
+from recipes.planning.gpu_kernels import GpuKernels
 from recipes.planning.trace import trace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,8 +36,8 @@ ONLY_CPU = {"autoregressive": 3 * 2 * 80 * 80 + 2 * SAMPLES}
 ONLY_PLAN = {"unet": 2 * 2 * SAMPLES * (15 * 64 + 3 * 16)}
 
 
-def kept_by(model, batch):
-    """Bytes that autograd keeps of a forward pass under autocast, without weights and their 16-bit copies."""
+def kept_by(model, batch, *modes):
+    """Bytes that autograd keeps of a forward pass in modes, without weights and their 16-bit copies."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     shapes = {tuple(sorted(p.shape)) for p in model.parameters()}  # no activation here has one of these
     kept = {}
@@ -45,7 +47,9 @@ def kept_by(model, batch):
             kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+    with ExitStack() as stack:
+        for mode in (*modes, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
+            stack.enter_context(mode)
         model(batch)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -58,7 +62,8 @@ def test_what_is_kept_is_what_pytorch_keeps(family):
     task = build_on_meta(traced_model(recipe)).to(torch.bfloat16)
     blank = blank_batch(recipe, task, SAMPLES)
     trace(task, blank)  # a first call makes masks
-    planned = trace(task, blank).kept
+    low = {n: x.bfloat16() if x.is_floating_point() else x for n, x in blank.items()}
+    planned = kept_by(task, low, GpuKernels(lambda *_: None), MetaAutocast())
 
     model = build(traced_model(recipe))
     if "low_precision_norms" in recipe.algorithms:
@@ -66,7 +71,8 @@ def test_what_is_kept_is_what_pytorch_keeps(family):
     draw = {True: torch.randn_like, False: torch.ones_like}
     batch = {n: draw[x.is_floating_point()](x, device="cpu") for n, x in blank.items()}
     model({n: x.clone() for n, x in batch.items()})  # here, too
-    assert planned - ONLY_PLAN.get(family, 0) == kept_by(model, batch) - ONLY_CPU.get(family, 0)
+    kept = kept_by(model, batch, torch.autocast("cpu", torch.bfloat16))
+    assert planned - ONLY_PLAN.get(family, 0) == kept - ONLY_CPU.get(family, 0)
 
 
 def test_products_are_16_bit_and_sums_are_not():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.wide_norms import widen_norms
 from recipes.algorithms.modules.low_precision_norms import (
     LowPrecisionGroupNorm,
     LowPrecisionLayerNorm,
@@ -124,26 +125,11 @@ def test_the_lever(capsys):
     assert run.settings == {"low_precision_norms": 1} and capsys.readouterr().out == "low_precision_norms: 1 norms\n"
 
 
-class GroupNorm32(nn.GroupNorm):
-    """As the GPU's autocast does it; the CPU's leaves norms alone."""
-
-    def forward(self, x):
-        return super().forward(x.float())
-
-
-class LayerNorm32(nn.LayerNorm):
-    """As `GroupNorm32`."""
-
-    def forward(self, x):
-        return super().forward(x.float())
-
-
 def test_the_loss_curve_is_that_of_32_bit_norms():
     """30 updates under bfloat16 autocast: each loss within 2% of that with 32-bit norms, and both learn."""
     plain = small_unet()
     lowered = copy.deepcopy(plain)
-    for norm in plain.modules():
-        norm.__class__ = {nn.GroupNorm: GroupNorm32, nn.LayerNorm: LayerNorm32}.get(type(norm), type(norm))
+    widen_norms(plain)
     lower_norms(lowered)
     curves = []
     for model in (plain, lowered):

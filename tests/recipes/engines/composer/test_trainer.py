@@ -12,6 +12,7 @@ import torch
 from composer import Callback
 from PIL import Image
 from streaming import LocalDataset, MDSWriter
+from torch.torch_version import TorchVersion
 
 from data.manifest import NAME, NULL_TEXT
 from recipes.comparison.runs import read_runs
@@ -254,11 +255,11 @@ def test_replicas_that_nothing_averages_are_refused(quick_recipe, tmp_path, monk
     monkeypatch.setattr(parts, "world_size", lambda: 2)
     recipe = quick_recipe(tmp_path, "training.fsdp={replicas: 2}")
     place = parts.Place(use_gpu=False, precision="fp32", local_world_size=2)
-    monkeypatch.setattr(torch, "__version__", "2.7.0+cpu")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.0+cpu"))
     with pytest.raises(ValueError, match="2 replicas, between which torch 2.7.0.cpu averages no gradients") as error:
         parts.new_sharding(recipe, place, None, [])
     assert "\n" not in str(error.value)
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     assert parts.new_sharding(recipe, place, None, []).replicas == 2
 
 
