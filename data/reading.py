@@ -23,7 +23,8 @@ from streaming.base.batching import generate_work
 from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
-from data.encoded_sets import CREDENTIAL, EncodedSet
+from data.downloads import CREDENTIAL
+from data.encoded_sets import EncodedSet
 from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
 from data.shared_batches import BatchBlocks, Specs, bytes_of

@@ -8,7 +8,6 @@ samples that lack a file are named; nothing in a tar is unpickled, and no addres
 import bz2
 import glob
 import gzip
-import http.client
 import itertools
 import json
 import lzma
@@ -16,8 +15,6 @@ import math
 import re
 import tarfile
 import tempfile
-import time
-import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
@@ -29,6 +26,8 @@ from typing import Any, BinaryIO
 
 import braceexpand
 
+from data.downloads import fetch
+from data.errors import one_line
 from data.sources.base import (
     IMAGE_SUFFIXES,
     MAX_FILE_BYTES,
@@ -42,7 +41,6 @@ from data.sources.base import (
 
 SCHEMES = ("file", "http", "https", "s3", "gs")
 MAX_SHARDS = 1_000_000
-DOWNLOAD_ATTEMPTS = 4
 TIMEOUT = 60.0  # seconds without a byte
 
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -168,50 +166,15 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
         return
     with tempfile.TemporaryDirectory(prefix="precompose-") as folder:
         local = Path(folder) / "shard.tar"
-        if url.startswith(("http://", "https://")):
-            _fetch_http(url, local)
-        else:
-            _fetch_bucket(url, local)
+        try:
+            fetch(url, local, TIMEOUT)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
+        except Exception as error:  # each cloud's client has its own errors, without a common base class
+            problem = f"cannot fetch {url}: {one_line(error)}"
+            raise ConnectionError(f"{problem}; start again when the server answers") from error
         with open(local, "rb") as file:
             yield file
-
-
-def _fetch_http(url: str, local: Path) -> None:
-    for attempt in range(DOWNLOAD_ATTEMPTS):
-        try:
-            with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(local, "wb") as out:
-                while block := answer.read(1 << 20):
-                    out.write(block)
-                size = answer.headers.get("Content-Length")
-            if size is None or local.stat().st_size == int(size):
-                return
-            problem: object = f"{local.stat().st_size} of {size} bytes came"
-        except urllib.error.HTTPError as error:
-            if error.code in (404, 410):
-                raise FileNotFoundError(f"no file {url} (HTTP {error.code})") from None
-            problem = error
-        except (OSError, http.client.HTTPException) as error:  # URLError, time-outs and resets are OSErrors
-            problem = error
-        if attempt + 1 < DOWNLOAD_ATTEMPTS:
-            time.sleep(2.0**attempt)
-    raise ConnectionError(f"cannot fetch {url}: {problem}; start again when the server answers")
-
-
-def _fetch_bucket(url: str, local: Path) -> None:
-    from streaming.base.storage import CloudDownloader  # imports torch, so only where a bucket is read
-
-    problem: Exception | None = None
-    for attempt in range(DOWNLOAD_ATTEMPTS):
-        try:
-            return CloudDownloader.direct_download(url, str(local), TIMEOUT)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no file {url}") from None
-        except Exception as error:  # each cloud's client has its own errors, without a common base class
-            problem = error
-        local.unlink(missing_ok=True)
-        if attempt + 1 < DOWNLOAD_ATTEMPTS:
-            time.sleep(2.0**attempt)
-    raise ConnectionError(f"cannot fetch {url}: {problem}") from problem
 
 
 class _CheckedHeader(tarfile.TarInfo):
