@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.files import read_object
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig, VocabularyConfig
 from precompute.output import OutputSet, output_of
@@ -137,7 +137,6 @@ def _open_clip(model: str) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError):
         return {}
-    return values if isinstance(values, dict) else {}

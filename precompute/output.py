@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from data.disk_errors import about
-from data.files import atomic_write, to_disk, write_json
+from data.files import atomic_write, read_object, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from data.mds_index import read_index
 from precompute.config import SCORES, SOURCE, EncodeConfig
@@ -301,12 +301,9 @@ def _link(partial: Path, path: Path) -> None:
 
 def _read_json(path: Path, remove: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError as error:
         raise _damaged(path, str(error), remove) from None
-    if not isinstance(values, dict):
-        raise _damaged(path, "it is not a JSON object", remove)
-    return values
 
 
 def _damaged(path: Path, reason: str, remove: Path) -> ValueError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,27 +10,26 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from data import files
+
 Built = TypeVar("Built")
 LARGEST = 10_000  # number that a config may hold, whatever the weights
 SPARE = 1_000_000  # values that a network may have for a while, besides those of its weights
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """The JSON object in a file of an export.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: it is not a JSON object.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        return files.read_object(file)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: no such file; expected a folder that a training run exported") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected a JSON object")
-    return values
+    except ValueError as error:
+        raise ValueError(f"{file}: expected a JSON object ({error})") from None
 
 
 def build_from(

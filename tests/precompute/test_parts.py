@@ -173,6 +173,7 @@ def test_a_folder_without_its_marker_is_replaced(tmp_path):
         ("done.json", b"{}", r"done.json: damaged \(it has no `options`\)"),
         ("rejected.jsonl", None, r"rejected.jsonl: damaged \(it is missing\)"),
         ("index.json", b"[]", r"index.json: damaged \(it is not a JSON object\)"),
+        ("index.json", b"[" * 200_000, r"index.json: damaged \(nested too deeply\)"),
     ],
 )
 def test_a_damaged_shard_does_not_get_into_the_index(tmp_path, name, content, message):
