@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import braceexpand
 
@@ -108,20 +108,17 @@ class TarSource:
         huge = [f"{suffix}: {data} bytes" for suffix, data in members.items() if isinstance(data, int)]
         if huge:
             return Rejected(key, "too_large_file", ", ".join(huge))
-        metadata: dict[str, Any] = {}
-        if "json" in members:
+        caption: bytes | str | None = members.get(self.caption)
+        if self.caption.startswith("json:"):
             try:
-                metadata = json.loads(members["json"])
+                fields = json.loads(members.get("json", b"{}"))
             except (ValueError, RecursionError) as error:
                 return Rejected(key, "broken_metadata", str(error))
-            if not isinstance(metadata, dict):
-                return Rejected(key, "broken_metadata", f"a JSON {type(metadata).__name__}, not an object")
-        if self.caption.startswith("json:"):
-            caption = metadata.get(self.caption.removeprefix("json:"))
-            caption = caption if isinstance(caption, str) else None
-        else:
-            caption = members.get(self.caption)
-        return assemble(key, members[images[0]], caption, metadata)
+            if not isinstance(fields, dict):
+                return Rejected(key, "broken_metadata", f"a JSON {type(fields).__name__}, not an object")
+            found = fields.get(self.caption.removeprefix("json:"))
+            caption = found if isinstance(found, str) else None
+        return assemble(key, members[images[0]], caption)
 
 
 def expand(url: str) -> Iterator[str]:

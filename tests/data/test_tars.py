@@ -101,8 +101,8 @@ def test_tar_members_without_partner(tmp_path):
         ("c", ""),
         ("d", "duplicate_image"),
         ("e", "caption_not_utf8"),
-        ("f", "broken_metadata"),
-        ("g", "broken_metadata"),
+        ("f", ""),  # its JSON is not read
+        ("g", ""),
         ("c", "duplicate_key"),
         ("h", ""),
         ("h", "duplicate_key"),
@@ -124,14 +124,21 @@ def test_tar_links_are_not_followed(tmp_path):
 
 
 def test_tar_caption_out_of_json(tmp_path):
+    image = picture(4)
+    broken = {"d": b"{", "e": b"[1]", "f": b"[" * 200_000}
     members = [
         ("a.png", picture(1)),
         ("a.json", b'{"long": "told at length"}'),
         ("b.png", picture(2)),
         ("b.json", b"{}"),
+        ("c.png", picture(3)),
+        ("c.txt", b"in another file"),
     ]
-    rows = read(TarSource(urls=str(write_tar(tmp_path / "x.tar", members)), caption="json:long"))
-    assert rows[0].caption == "told at length" and rows[1].reason == "missing_caption"
+    members += [member for key, text in broken.items() for member in ((f"{key}.png", image), (f"{key}.json", text))]
+    source = TarSource(urls=str(write_tar(tmp_path / "x.tar", members)), caption="json:long")
+    assert read(source)[0].caption == "told at length"
+    missing = {"b": "missing_caption", "c": "missing_caption"}
+    assert reasons(source) == missing | dict.fromkeys(broken, "broken_metadata")
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
