@@ -359,7 +359,7 @@ class ImageStream(IterableDataset):
         if self.crop in CROPS:
             box = CROPS[self.crop](picture.original_size, self.resolution, rng)
             return resize(picture.image, box, self.resolution, picture.original_size, area=True)
-        return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)[0]
+        return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)
 
     def _mixed(self, samples: Iterator, rng: np.random.Generator) -> Iterator:
         """Shuffles within a buffer of stored samples, which are smaller than decoded images."""

@@ -88,7 +88,7 @@ def score_shard(
         found = decoder.decode(sample, shrink_to=side)
         if not isinstance(found, DecodedSample):
             return None
-        return found.key, found.caption, resize_and_crop(found.image, side)[0]
+        return found.key, found.caption, resize_and_crop(found.image, side)
 
     keys: list[str] = []
     embeddings, similarities = [np.empty((0, 0), np.float16)], [np.empty(0, np.float32)]
