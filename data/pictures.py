@@ -126,7 +126,7 @@ def pictures(
 
 
 class ImageLoader(DataLoader):
-    """Batches of an `ImageStream` in training, and the position in it; a `ResumableLoader`."""
+    """Batches of an `ImageStream` in training, and the position in it; see `Loading`."""
 
     def __init__(self, dataset: ImageStream, **arguments: Any) -> None:
         super().__init__(dataset, **arguments)
@@ -163,11 +163,11 @@ class ImageLoader(DataLoader):
             batches = None  # ends the workers, also while the traceback of a death keeps this frame
 
     def state_dict(self, ahead: int = 0) -> dict[str, Any]:
-        """See `ResumableLoader`; ranks gather their positions."""
+        """See `Loading`; ranks gather their positions."""
         return self.dataset.gather(position(self._positions, ahead))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `ResumableLoader` and `ImageStream.load_state_dict`."""
+        """See `Loading` and `ImageStream.load_state_dict`."""
         self.dataset.load_state_dict(state)
         self._positions.append(self.dataset.position())
 
