@@ -1,5 +1,7 @@
 """Addresses of stores, and which answers are final. tests/recipes/trial_stores.py runs the clients against servers."""
 
+from types import SimpleNamespace
+
 import pytest
 from streaming.base.storage import CloudDownloader
 
@@ -15,7 +17,7 @@ AZURE = "azure://pictures.blob.core.windows.net/sets"
 
 @pytest.fixture(autouse=True)
 def without_credentials(monkeypatch):
-    for name in ("GCS_KEY", "GCS_SECRET", "AZURE_ACCOUNT_NAME", "AZURE_ACCOUNT_ACCESS_KEY"):
+    for name in ("GCS_KEY", "GCS_SECRET", "AZURE_ACCOUNT_NAME", "AZURE_ACCOUNT_ACCESS_KEY", "S3_CANNED_ACL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -44,6 +46,21 @@ def test_variables_of_the_environment_choose_what_streaming_chooses(monkeypatch)
     monkeypatch.setenv("GCS_SECRET", "secret")
     store = open_store("gs://sets/a")
     assert type(store) is GoogleKeysStore and store.client.meta.endpoint_url == "https://storage.googleapis.com"
+
+
+def test_the_canned_acl_that_streaming_takes_is_given_to_each_object(monkeypatch, tmp_path):
+    given = []
+    store = open_store("s3://sets/a")
+    store.client = SimpleNamespace(
+        put_object=lambda ACL=None, **_: given.append(ACL),
+        upload_file=lambda *_, ExtraArgs: given.append(ExtraArgs.get("ACL")),
+    )
+    for acl in (None, "bucket-owner-full-control"):
+        if acl:
+            monkeypatch.setenv("S3_CANNED_ACL", acl)
+        store.write("latest.json", b"{}")
+        store.upload(tmp_path / "shard.mds", "shard.mds")
+    assert given == [None, None, *["bucket-owner-full-control"] * 2]
 
 
 @pytest.mark.parametrize(
