@@ -293,7 +293,7 @@ def test_a_claim_without_hard_links(tmp_path, monkeypatch):
 
 def test_sizes_of_stable_diffusion_2():
     columns = LatentColumns({256: (4, 32, 32), 512: (4, 64, 64)}, (77, 1024))
-    assert columns.bytes_per_sample() == 2 * 2 * 4 * (32**2 + 64**2) + 2 * 77 * 1024 + 2 * 16 + 16
+    assert sum(columns.bytes_by_part().values()) == 2 * 2 * 4 * (32**2 + 64**2) + 2 * 77 * 1024 + 2 * 16 + 16
     assert columns.encodings()["mean_512"] == "ndarray:float16:4,64,64"
 
 
