@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.aliases import InputPath
-from data.arrays import read_array
+from data.arrays import read_matrix
 from data.downloads import CREDENTIAL, fetch
 from data.errors import one_line
 from data.manifest import NAME as MANIFEST
@@ -92,7 +92,7 @@ class EncodedSet:
 
     def null_text(self) -> Tensor:
         """(L, D) float16, the embedding of the empty caption."""
-        return torch.from_numpy(read_array(self.file(NULL_TEXT), dimensions=2))
+        return torch.from_numpy(read_matrix(self.file(NULL_TEXT)))
 
 
 def local_set(

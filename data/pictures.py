@@ -225,7 +225,7 @@ class ImageStream(IterableDataset):
         """A state for `load_state_dict` from the position of each rank; call it on all of them."""
         batches, places = position
         ranks = [list(places)]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():
             ranks = [[] for _ in range(self.placement.world)]
             torch.distributed.all_gather_object(ranks, list(places))
         return {"batches": batches, "places": ranks}

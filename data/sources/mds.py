@@ -158,7 +158,7 @@ def _decompressed(info: dict[str, Any], zipped: Path) -> bytes:
     import pyarrow as pa
 
     size, name = info["raw_data"]["bytes"], info["compression"].split(":")[0]
-    if not 0 <= size <= MEMORY:
+    if size > MEMORY:
         raise ValueError(f"the index says {size:,} bytes, more than this machine's memory")
     if name not in _CODECS:
         raise ValueError(f"compression {name!r} is not read: give {', '.join(_CODECS)}")

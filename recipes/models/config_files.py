@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from data import files
+from data.errors import one_line
 
 Built = TypeVar("Built")
 LARGEST = 10_000  # number that a config may hold, whatever the weights
@@ -57,10 +59,15 @@ def build_from(
         with _at_most(2 * sum(tensor.numel() for tensor in tensors.values()) + SPARE):
             return build(values)
     except Exception as error:  # networks raise nearly anything for sizes of other types or signs
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)
         if isinstance(error, ValueError | FileNotFoundError) and str(file.parent) in text:
             raise (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(text) from None
-        raise ValueError(f"{file}: nothing can be built of it ({type(error).__name__}: {text})") from error
+        raise ValueError(f"{file}: nothing can be built of it ({text})") from error
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _integers(values: Any) -> Iterator[int]:
