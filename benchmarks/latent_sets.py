@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks.random_encoders import write_encoders
 from data.reading import key_seed
-from data.sources.base import DecodedSample, iterate
+from data.sources.base import DecodedSample
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 
@@ -99,10 +99,10 @@ def _write_pictures(folder: Path, resolutions: list[int], source: Any, tokenize:
     """Writes seeds.npy (N,), tokens.npy (N, L), and <R>.npy (N, 3, R, R) uint8 for each resolution R."""
     out = folder / "pictures"
     out.mkdir()
-    samples = list(iterate(source, Filter()))
+    samples = [Filter().decode(sample) for shard in source.shards() for sample in source.read(shard)]
     assert all(isinstance(sample, DecodedSample) for sample in samples)
     np.save(out / "seeds.npy", np.array([key_seed(sample.key) for sample in samples]))
     np.save(out / "tokens.npy", tokenize([sample.caption for sample in samples]).numpy())
     for resolution in resolutions:
-        squares = [resize_and_crop(sample.image, resolution)[0].transpose(2, 0, 1) for sample in samples]
+        squares = [resize_and_crop(sample.image, resolution).transpose(2, 0, 1) for sample in samples]
         np.save(out / f"{resolution}.npy", np.stack(squares))

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from data.errors import one_line
 
-def read_array(file: Path, dimensions: int) -> np.ndarray:
-    """Reads a .npy file of numbers.
+
+def read_matrix(file: Path) -> np.ndarray:
+    """Reads a .npy file of numbers in two dimensions.
 
     Args:
         file: its path.
-        dimensions: number of dimensions that it must have.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -20,11 +21,10 @@ def read_array(file: Path, dimensions: int) -> np.ndarray:
     """
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)  # compares the sizes before it takes memory
-        if not isinstance(array, np.ndarray) or array.ndim != dimensions or array.dtype.kind not in "iuf":
-            raise ValueError(f"expected numbers in {dimensions} dimensions")
+        if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in "iuf":
+            raise ValueError("expected numbers in 2 dimensions")
         return np.array(array)
     except FileNotFoundError:
         raise
     except Exception as error:  # on damaged bytes, NumPy raises nearly anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{file}: not readable as an array of NumPy ({reason}); copy it again") from None
+        raise ValueError(f"{file}: not readable as an array of NumPy ({one_line(error)}); copy it again") from None

@@ -55,16 +55,15 @@ class Vocabulary:
         if not numbered or extras:
             raise _not_byte_level(where)
         entries: dict[str, int] = model["vocab"]
-        pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
         self.size = len(entries)
         self._tokenizer = tokenizer
         self._bytes = {entry: number for entry, number in entries.items() if len(entry) == 1}
         # (left, right) -> (rank, entry): the lower the rank, the earlier the merge.
         self._merges = {
-            (entries[left], entries[right]): (rank, entries[left + right]) for rank, (left, right) in enumerate(pairs)
+            (entries[left], entries[right]): (rank, entries[left + right])
+            for rank, (left, right) in enumerate(model["merges"])
         }
         self._cached: dict[str, tuple[list[int], int]] = {}  # word -> token ids without dropout, and number of merges
-        self._decoder = tokenizer.decode
 
     @classmethod
     def read(cls, path: str | Path) -> Vocabulary:
@@ -115,7 +114,7 @@ class Vocabulary:
 
     def decode(self, ids: list[int]) -> str:
         """The normalised caption of token ids; -1 (no token) is skipped."""
-        return self._decoder([number for number in ids if number >= 0]).strip()
+        return self._tokenizer.decode([number for number in ids if number >= 0]).strip()
 
     def _words(self, caption: str) -> list[str]:
         """The words of a caption, spelled in the byte alphabet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from streaming.base.storage import CloudDownloader
 from torch import Tensor
 
 from data.aliases import InputPath
-from data.arrays import read_array
-from data.fetching import one_line
+from data.arrays import read_matrix
+from data.downloads import CREDENTIAL, fetch
+from data.errors import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
 from data.stores import STORES, malformed, require_account, scheme_of
 
 READ = ("s3", "gs", "oci", "azure", "azure-dl", "hf", "dbfs")  # of mosaicml-streaming's downloaders
-ATTEMPTS = 4  # to fetch a file, with pauses of 1, 2 and 4 s between them
-CREDENTIAL = "whether the address is right and the credential has expired"
 
 
 @dataclass(frozen=True)
@@ -69,18 +66,11 @@ class EncodedSet:
         copy = Path(self.local, f".{name}.{uuid.uuid4().hex}")
         copy.parent.mkdir(parents=True, exist_ok=True)
         address = f"{self.remote.rstrip('/')}/{name}"
-        for attempt in range(ATTEMPTS):
-            try:
-                CloudDownloader.get(address).download(address, str(copy), timeout=120.0)
-                if not copy.is_file():  # Google's, with the keys of S3's protocol, passes over some errors
-                    raise ConnectionError("no answer that says why")
-                return copy
-            except Exception as error:  # each store's client has its own errors, without a common base class
-                copy.unlink(missing_ok=True)
-                if attempt + 1 == ATTEMPTS or _is_refused(error):
-                    raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); see {CREDENTIAL}") from error
-            time.sleep(2.0**attempt)
-        raise AssertionError
+        try:
+            fetch(address, copy, timeout=120.0)
+        except Exception as error:  # each store's client has its own errors, without a common base class
+            raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); see {CREDENTIAL}") from error
+        return copy
 
     def manifest(self) -> Manifest:
         """Reads the manifest of the set.
@@ -102,18 +92,7 @@ class EncodedSet:
 
     def null_text(self) -> Tensor:
         """(L, D) float16, the embedding of the empty caption."""
-        return torch.from_numpy(read_array(self.file(NULL_TEXT), dimensions=2))
-
-
-def _is_refused(error: Exception) -> bool:
-    """Whether asking again gives the same answer: a missing file, or a status of HTTP from 400 to 499."""
-    answer = getattr(error, "response", None)
-    if isinstance(answer, dict):  # of boto3
-        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    else:  # of Azure's, of Google's and of Oracle's client
-        found = (getattr(error, name, None) for name in ("status_code", "code", "status"))
-        status = next((int(value) for value in found if isinstance(value, int)), 0)
-    return isinstance(error, FileNotFoundError) or (400 <= status < 500 and status not in (408, 429))
+        return torch.from_numpy(read_matrix(self.file(NULL_TEXT)))
 
 
 def local_set(

@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from data.cost import Epoch
+from data.encoded_sets import EncodedSet, check_sets
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 
 
 def epoch_of(
-    kind: str, sets: Iterable[tuple[str, float | None]], args: dict[str, Any], requirements: dict[str, Any]
+    kind: str, streams: Mapping[str, EncodedSet], args: dict[str, Any], stored: Callable[[Path], int | None]
 ) -> Epoch:
     """The size of an epoch, as far as the manifests lie on this machine.
 
     Args:
-        kind: what the sets hold, latents or tokens.
-        sets: folder of each set, and how often it is read per epoch (None: once).
-        args: of the data component: `resolution`, `expect`, `epoch_size`, `drop_last`, and perhaps `text`.
-        requirements: what the model needs, see `Manifest.check`.
+        kind: name of the data component, for messages.
+        streams: the sets by label.
+        args: of the component: `epoch_size` and `drop_last`.
+        stored: gives the number of samples in the set in a folder, None where it has no manifest; see
+            `encoded_samples`.
 
     Raises:
-        ValueError: a manifest that does not fit the recipe.
+        ValueError: there is no set, only some of them have a proportion, or an error of `stored`.
     """
+    check_sets(kind, streams)
     total: float | None = 0.0
-    for folder, repeat in sets:
-        if not (Path(folder) / MANIFEST).is_file():
-            total = None
-            continue
-        manifest = Manifest.read(Path(folder))
-        manifest.check(kind=kind, resolution=args["resolution"], **requirements, **(args["expect"] or {}))
-        column = args.get("text")
-        if column is not None and manifest.columns and column not in manifest.columns:
-            raise ValueError(f"{folder}: no column `{column}`; the set has {', '.join(manifest.columns)}")
-        if total is not None:
-            total += manifest.samples * (1.0 if repeat is None else repeat)
+    for encoded in streams.values():
+        samples, repeat = stored(Path(encoded.local)), encoded.options["repeat"]
+        total = None if total is None or samples is None else total + samples * (1.0 if repeat is None else repeat)
     samples = args["epoch_size"] or (None if total is None else int(total))
     return Epoch(samples, incomplete_batch=not args["drop_last"])
+
+
+def encoded_samples(kind: str, args: dict[str, Any], requirements: dict[str, Any], folder: Path) -> int | None:
+    """The number of samples in an encoded set; None where it has no manifest.
+
+    Args:
+        kind: what the set holds, latents or tokens.
+        args: of the data component: `resolution`, `expect`, and perhaps `text`.
+        requirements: what the model needs, see `Manifest.check`.
+        folder: of the set.
+
+    Raises:
+        ValueError: the manifest does not fit the recipe.
+    """
+    if not (folder / MANIFEST).is_file():
+        return None
+    manifest = Manifest.read(folder)
+    manifest.check(kind=kind, resolution=args["resolution"], **requirements, **(args["expect"] or {}))
+    column = args.get("text")
+    if column is not None and manifest.columns and column not in manifest.columns:
+        raise ValueError(f"{folder}: no column `{column}`; the set has {', '.join(manifest.columns)}")
+    return manifest.samples

@@ -19,7 +19,9 @@ from typing import Any
 from streaming import Stream, StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
-from streaming.base.util import retry
+
+from data.downloads import fetch
+from data.errors import one_line
 
 
 class NotFetched(RuntimeError):
@@ -35,21 +37,17 @@ class WholeStream(Stream):
     """streaming's Stream; a file appears in the cache whole or not at all.
 
     Google's client writes to the file that it is given. If the connection breaks, the next attempt takes the part that
-    came for the file, and after a process was killed the next one does. Its client for the keys of S3's protocol
-    passes over some errors.
+    came for the file, and after a process was killed the next one does.
     """
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         path = Path(self.local, self.split, to_basename or from_basename)
         partial = path.with_name(f"{path.name}.part")
-        remote = None if self.remote is None else os.path.join(self.remote, self.split, from_basename)
-
-        def attempt() -> None:
-            partial.unlink(missing_ok=True)
-            self._downloader.download(remote, str(partial), self.download_timeout)
-            partial.replace(path)
-
-        retry(clean_up_fn=self._downloader.clean_up, num_attempts=self.download_retry)(attempt)()
+        if self.remote is None:
+            raise FileNotFoundError(f"{path}: not there, and the set has no remote address")
+        remote = os.path.join(self.remote, self.split, from_basename)
+        fetch(remote, partial, self.download_timeout, self.download_retry, self._downloader)
+        partial.replace(path)
         return str(path)
 
 
@@ -135,9 +133,3 @@ class FetchingDataset(StreamingDataset):
         # threads have ended.
         if hasattr(self, "_iterator"):
             self._iterator.sample_ids = self._iterator.sample_ids[:0].copy()
-
-
-def one_line(error: BaseException) -> str:
-    """An error of a library in one line, with its type where the text alone would say little."""
-    text = " ".join(str(error).split())[:300]
-    return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {text}".strip()

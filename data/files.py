@@ -49,6 +49,22 @@ def write_json(path: Path, values: Any, indent: int | None = None) -> None:
     write_text(path, json.dumps(values, indent=indent) + "\n")
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, which need not be trusted.
+
+    Raises:
+        OSError: the file cannot be read; FileNotFoundError where there is none.
+        ValueError: what is wrong with its content. The message does not name the file.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")
+    return values
+
+
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A new temporary folder beside `path`, which replaces it when the block ends without an error.

@@ -45,7 +45,7 @@ class Held(IterableDataset):
 
 
 def _of_ranks(number: int) -> list[int]:
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    initialized = torch.distributed.is_initialized()
     world = torch.distributed.get_world_size() if initialized else 1
     if world == 1:
         return [number]

@@ -37,14 +37,13 @@ def picture_grid(pictures: np.ndarray, captions: list[str], columns: int | None 
     rows = math.ceil(len(pictures) / columns)
     font = ImageFont.load_default(FONT_SIZE)
     lines, text_height = _wrapped(captions, width)
-    margin = MARGIN
     sheet = Image.new(
-        "RGB", (columns * (width + margin) + margin, rows * (height + text_height + margin) + margin), "white"
+        "RGB", (columns * (width + MARGIN) + MARGIN, rows * (height + text_height + MARGIN) + MARGIN), "white"
     )
     draw = ImageDraw.Draw(sheet)
     for number, picture in enumerate(pictures):
         row, column = divmod(number, columns)
-        left, top = margin + column * (width + margin), margin + row * (height + text_height + margin)
+        left, top = MARGIN + column * (width + MARGIN), MARGIN + row * (height + text_height + MARGIN)
         sheet.paste(Image.fromarray(picture).resize((width, height), Image.Resampling.NEAREST), (left, top))
         for place, line in enumerate(lines[number]):
             draw.text((left, top + height + 2 + place * LINE_HEIGHT), line, fill="black", font=font)

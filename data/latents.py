@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
 from data.draws import draws_of
-from data.encoded_sets import check_sets, manifests_of
-from data.epoch import epoch_of
+from data.encoded_sets import manifests_of
+from data.epoch import encoded_samples, epoch_of
 from data.loading import Batch, Loading, Placement
 from data.ranges import check_reading, check_shares
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, key_seed, open_loader
@@ -23,10 +24,8 @@ def latents_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
     check_shares("latents", caption_dropout=args["caption_dropout"], flip=args["flip"])
     check_reading("latents", **args)
-    streams = plan.build(args["streams"])
-    check_sets("latents", streams)
-    sets = [(encoded.local, encoded.options["repeat"]) for encoded in streams.values()]
-    return Cost(epoch=epoch_of("latents", sets, args, plan.task.requirements()))
+    stored = partial(encoded_samples, "latents", args, plan.task.requirements())
+    return Cost(epoch=epoch_of("latents", plan.build(args["streams"]), args, stored))
 
 
 @with_cost(latents_cost)
@@ -76,14 +75,6 @@ def latents(
         ValueError: a field of a manifest does not fit the recipe.
     """
     check_shares("latents", caption_dropout=caption_dropout, flip=flip)
-    check_reading(
-        "latents",
-        workers=workers,
-        shuffle_block=shuffle_block,
-        predownload=predownload,
-        cache_limit=cache_limit,
-        epoch_size=epoch_size,
-    )
     manifests = manifests_of("latents", streams)
     first = manifests[0]
     same = {"image_weights": first.image_encoder["weights_hash"], "text_weights": first.text_encoder["weights_hash"]}
@@ -93,12 +84,13 @@ def latents(
         resolution=resolution,
         text=text,
         **dataset_arguments(
+            "latents",
             streams,
             placement,
             workers,
             shuffle=shuffle,
             shuffle_algo=shuffle_algo,
-            shuffle_block_size=shuffle_block,
+            shuffle_block=shuffle_block,
             predownload=predownload,
             cache_limit=cache_limit,
             epoch_size=epoch_size,

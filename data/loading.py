@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -49,32 +49,6 @@ class Placement:
     output: Path | None = None
 
 
-class ResumableLoader(Protocol):
-    """The loaders of the training components `latents`, `tokens` and `pictures`."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """The batches of the next epoch, or of the rest of one that was resumed."""
-
-    def state_dict(self, ahead: int = 0) -> dict[str, Any]:
-        """The position after the last batch that was trained on, as JSON-compatible values.
-
-        Call it on every rank, because ranks may have to exchange their positions. The result is the same on all ranks.
-
-        Args:
-            ahead: number of batches that were taken from the loader but not trained on yet.
-
-        Raises:
-            ValueError: `ahead` is more than the loader remembers.
-        """
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the position at which the next iteration begins. Call it on every rank, before iterating.
-
-        Args:
-            state: of `state_dict`, or what Composer's checkpoints hold under `dataset_state`, `train`.
-        """
-
-
 @dataclass(frozen=True)
 class Loading:
     """Batches of a data set.
@@ -89,17 +63,19 @@ class Loading:
         ...
         resumed.loader.load_state_dict(checkpoint["data"])  # the next iteration gives the rest of the epoch
 
-    The position counts batches that left the loader, whatever its workers have prefetched. A trainer that itself takes
-    batches from the loader before it trains on them passes the number of these: `loader.state_dict(ahead=1)`.
-    Composer calls the methods of `loader.dataset` of the same names instead, with its own count of samples. The states
-    are interchangeable.
+    Every rank calls both methods, because ranks may have to exchange their positions. The state holds JSON-compatible
+    values, the same on all ranks. The position counts batches that left the loader, whatever its workers have
+    prefetched. A trainer that itself takes batches from the loader before it trains on them passes the number of these:
+    `loader.state_dict(ahead=1)`. Composer calls the methods of `loader.dataset` of the same names instead, with its own
+    count of samples. The states are interchangeable: `load_state_dict` also takes what Composer's checkpoints hold
+    under `dataset_state`, `train`.
 
     In validation all ranks have equally many batches of equal sizes, because sharded models exchange weights in each.
     Where samples therefore repeat, or blank ones are added, the batches' entry `weight` (B,) float32 says how much each
     sample counts, so that means over the set do not depend on the number of ranks.
 
     Attributes:
-        loader: yields dicts of CPU tensors; in training it is a `ResumableLoader`.
+        loader: yields dicts of CPU tensors; in training it has `state_dict` and `load_state_dict`.
         on_device: applied to each (micro)batch after it was moved to the device. Entries that the loader did not make,
             such as means over the whole batch (`recipes.training.microbatches`), stay as they are.
         samples: number of samples per epoch, over all ranks; None if the stream has no end.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from data.files import read_object
 
 Shard = dict[str, Any]  # one entry of the index
 
@@ -19,12 +20,11 @@ def read_index(folder: str | Path) -> list[Shard]:
     """
     path = Path(folder, "index.json")
     try:
-        values = json.loads(path.read_bytes())
+        entries = read_object(path).get("shards")
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"no file {path}: name a folder of MDS shards") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); copy the file again") from None
-    entries = values.get("shards") if isinstance(values, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f"{path}: not the index of MDS shards, it has no list `shards`")
     for number, entry in enumerate(entries):

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Any
 
+from data.errors import one_line
 from data.log import log
 
 OLD = timedelta(days=1)  # longer than a file takes
@@ -45,7 +46,7 @@ def abort_uploads(
                     client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
                     aborted += 1
     except (Boto3Error, BotoCoreError, ClientError, OSError) as error:
-        _warn(bucket, " ".join(str(error).split())[:300])
+        _warn(bucket, one_line(error))
     return aborted
 
 

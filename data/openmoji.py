@@ -13,11 +13,12 @@ The small set, which data/openmoji_small.txt lists, has fewer people and flags, 
 captions that are hard to tell apart. So a short training sees each of its images several times as often.
 """
 
-import os
 import sys
+from pathlib import Path
 
-# A script's own folder comes first on the path, where data/ files could hide packages of their names.
-sys.path[:] = [p for p in sys.path if os.path.realpath(p) != os.path.dirname(os.path.realpath(__file__))]
+ROOT = Path(__file__).resolve().parents[1]
+# This script's folder must not stay on the import path: its files would hide other packages' modules.
+sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import argparse
 import hashlib
@@ -27,14 +28,16 @@ import io
 import json
 import multiprocessing
 import re
-import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from tqdm import tqdm
+
+from data.files import atomic_folder, read_object
 
 LICENCE = "CC BY-SA 4.0"
 LAYOUT = 2  # raised when captions, splits or files change, so that older folders are replaced
@@ -139,25 +142,23 @@ def build(
     why = ", ".join(f"{number} {reason}" for reason, number in skipped.items())
     _say(f"{len(emojis)} captioned images; skipped SVGs: {why}")
 
-    partial_out = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial_out, ignore_errors=True)
     files: dict[str, int] = {}
-    with _progress(len(emojis)) as bar:
-        for split, members in splits.items():
-            (partial_out / split).mkdir(parents=True)
-            drawn = _draw_all(members, size, workers)
-            for number, start in enumerate(range(0, len(members), shard_size)):
-                name = f"{split}/{number:05d}.tar"
-                _write_tar(partial_out / name, members[start : start + shard_size], drawn, split, size, bar)
-                files[name] = (partial_out / name).stat().st_size
-    done = asked | {
-        "licence": LICENCE,
-        "pictures": {split: len(members) for split, members in splits.items()},
-        "skipped": dict(skipped),
-        "files": files,
-    }
-    (partial_out / "done.json").write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
-    _replace(out, partial_out)
+    with atomic_folder(out) as folder:
+        with tqdm(total=len(emojis), unit="image", desc="drawing", ncols=100, disable=None) as bar:
+            for split, members in splits.items():
+                (folder / split).mkdir()
+                drawn = _draw_all(members, size, workers)
+                for number, start in enumerate(range(0, len(members), shard_size)):
+                    name = f"{split}/{number:05d}.tar"
+                    _write_tar(folder / name, members[start : start + shard_size], drawn, split, size, bar)
+                    files[name] = (folder / name).stat().st_size
+        done = asked | {
+            "licence": LICENCE,
+            "pictures": {split: len(members) for split, members in splits.items()},
+            "skipped": dict(skipped),
+            "files": files,
+        }
+        (folder / "done.json").write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
     _say(f"wrote {out}: {_counts(done)}, {len(files)} tars, {sum(files.values()) / 1e6:.1f} MB")
     return done
 
@@ -346,9 +347,7 @@ def _write_tar(path: Path, emojis: list[Emoji], drawn: Iterator[bytes], split: s
             }
             text = json.dumps(about, ensure_ascii=False).encode()
             for suffix, data in (("png", png), ("txt", one.caption.encode()), ("json", text)):
-                info = tarfile.TarInfo(
-                    f"{one.hexcode}.{suffix}"
-                )  # no owner, no time: every run gives the same bytes
+                info = tarfile.TarInfo(f"{one.hexcode}.{suffix}")  # no owner, no time: every run gives the same bytes
                 info.size = len(data)
                 info.mode = 0o644
                 tar.addfile(info, io.BytesIO(data))
@@ -358,10 +357,10 @@ def _write_tar(path: Path, emojis: list[Emoji], drawn: Iterator[bytes], split: s
 def _read_done(out: Path) -> dict[str, Any] | None:
     """The content of OUT/done.json, if it exists and this script wrote it."""
     try:
-        done = json.loads((out / "done.json").read_text("utf-8"))
+        done = read_object(out / "done.json")
     except (OSError, ValueError):
         return None
-    return done if isinstance(done, dict) and done.get("dataset") == "openmoji" else None
+    return done if done.get("dataset") == "openmoji" else None
 
 
 def _is_whole(out: Path, done: dict[str, Any]) -> bool:
@@ -370,39 +369,6 @@ def _is_whole(out: Path, done: dict[str, Any]) -> bool:
         return all((out / name).stat().st_size == size for name, size in done["files"].items())
     except FileNotFoundError:
         return False
-
-
-def _replace(out: Path, new: Path) -> None:
-    """Replaces `out` by `new`. A folder cannot be renamed over another one, so the old one is renamed first."""
-    old = out.with_name(f".{out.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.exists():
-        out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-class _Lines:
-    """Writes a progress bar that redraws its line as lines of a log."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> None:
-        if text.strip():
-            self.stream.write(text.strip("\r\n ") + "\n")
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-
-def _progress(total: int) -> Any:
-    from tqdm import tqdm
-
-    live = sys.stderr.isatty()
-    stream, seconds = (sys.stderr, 0.2) if live else (_Lines(sys.stderr), 3.0)
-    return tqdm(total=total, unit="image", desc="drawing", file=stream, ncols=100, mininterval=seconds)
 
 
 def _counts(done: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ class PictureDeaths:
     """
 
     def __init__(self, folder: Path | None, label: str, shards: Collection[str]) -> None:
-        group = distributed.is_available() and distributed.is_initialized()
+        group = distributed.is_initialized()
         rank = distributed.get_rank() if group else 0
         self.places = Places([InputShard(label, shard) for shard in shards])
         self._label = label

@@ -126,7 +126,7 @@ def pictures(
 
 
 class ImageLoader(DataLoader):
-    """Batches of an `ImageStream` in training, and the position in it; a `ResumableLoader`."""
+    """Batches of an `ImageStream` in training, and the position in it; see `Loading`."""
 
     def __init__(self, dataset: ImageStream, **arguments: Any) -> None:
         super().__init__(dataset, **arguments)
@@ -163,11 +163,11 @@ class ImageLoader(DataLoader):
             batches = None  # ends the workers, also while the traceback of a death keeps this frame
 
     def state_dict(self, ahead: int = 0) -> dict[str, Any]:
-        """See `ResumableLoader`; ranks gather their positions."""
+        """See `Loading`; ranks gather their positions."""
         return self.dataset.gather(position(self._positions, ahead))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `ResumableLoader` and `ImageStream.load_state_dict`."""
+        """See `Loading` and `ImageStream.load_state_dict`."""
         self.dataset.load_state_dict(state)
         self._positions.append(self.dataset.position())
 
@@ -225,7 +225,7 @@ class ImageStream(IterableDataset):
         """A state for `load_state_dict` from the position of each rank; call it on all of them."""
         batches, places = position
         ranks = [list(places)]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():
             ranks = [[] for _ in range(self.placement.world)]
             torch.distributed.all_gather_object(ranks, list(places))
         return {"batches": batches, "places": ranks}
@@ -359,7 +359,7 @@ class ImageStream(IterableDataset):
         if self.crop in CROPS:
             box = CROPS[self.crop](picture.original_size, self.resolution, rng)
             return resize(picture.image, box, self.resolution, picture.original_size, area=True)
-        return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)[0]
+        return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)
 
     def _mixed(self, samples: Iterator, rng: np.random.Generator) -> Iterator:
         """Shuffles within a buffer of stored samples, which are smaller than decoded images."""

@@ -23,9 +23,11 @@ from streaming.base.batching import generate_work
 from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
-from data.encoded_sets import CREDENTIAL, EncodedSet
+from data.downloads import CREDENTIAL
+from data.encoded_sets import EncodedSet
 from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
+from data.ranges import check_reading
 from data.shared_batches import BatchBlocks, Specs, bytes_of
 from data.shared_names import lock_cache, own_names
 
@@ -150,7 +152,7 @@ def copy_rows(samples: Sequence[StoredSample], tensors: Mapping[str, Tensor]) ->
 
 
 class EncodedLoader(StreamingDataLoader):
-    """Batches of an `EncodedDataset`, and the position in them; a `ResumableLoader`.
+    """Batches of an `EncodedDataset`, and the position in them; see `Loading`.
 
     Args:
         dataset: what is read.
@@ -211,37 +213,48 @@ class EncodedLoader(StreamingDataLoader):
         return self.dataset.epoch, self.dataset.state_dict(0, from_beginning=False)["sample_in_epoch"]
 
     def state_dict(self, ahead: int = 0) -> dict[str, Any]:
-        """See `ResumableLoader`. The format is that of StreamingDataset, so Composer's checkpoints hold the same."""
+        """See `Loading`. The format is that of StreamingDataset, so Composer's checkpoints hold the same."""
         epoch, samples = position(self._positions, ahead)
         return self.dataset.state_dict(samples, from_beginning=True) | {"epoch": epoch}
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """See `ResumableLoader`. Where nothing is left of the state's epoch, the next epoch is read."""
+        """See `Loading`. Where nothing is left of the state's epoch, the next epoch is read."""
         super().load_state_dict(obj)
         self._positions.append((obj["epoch"], obj["sample_in_epoch"]))
         self._skip_empty_epoch = True
 
 
 def dataset_arguments(
-    streams: Mapping[str, EncodedSet], placement: Placement, workers: int, *, shuffle: bool, **options: Any
+    kind: str,
+    streams: Mapping[str, EncodedSet],
+    placement: Placement,
+    workers: int,
+    *,
+    shuffle: bool,
+    shuffle_block: int | None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Arguments of `EncodedDataset`, from those of a component. All components that read encoded sets use it.
 
     Args:
+        kind: name of the component, for messages.
         streams: encoded sets by label.
         placement: which part of the data this process reads, and the batch size.
         workers: number of processes that read.
         shuffle: shuffle the samples in each epoch (training only).
+        shuffle_block: number of samples within which parts of shards are shuffled; None: streaming's default.
         options: further arguments of StreamingDataset.
 
     Raises:
-        ValueError: another run uses the cache of a set.
+        ValueError: a number or size is out of range (see `check_reading`), or another run uses the cache of a set.
     """
+    check_reading(kind, workers=workers, shuffle_block=shuffle_block, **options)
     return {
         "streams": streams_of(streams),
         "blocks": shared_blocks(workers),
         "batch_size": placement.batch,
         "shuffle": shuffle and placement.training,
+        "shuffle_block_size": shuffle_block,
         "weighted": not placement.training,
         "shuffle_seed": placement.seed,
         "replication": placement.copies if placement.copies > 1 else None,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data.files import atomic_write
+from data.files import atomic_write, read_object
 
 FOLDER, FACTS, SUMMARY = "scores", "facts.json", "summary.json"
 
@@ -69,7 +69,7 @@ def read_scores(folder: Path, shard: str) -> ShardScores:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What the scores of a folder depend on; empty if there are none yet.
+    """What the scores of a folder depend on, at least one fact; empty if there are no scores yet.
 
     Raises:
         ValueError: the file is damaged.
@@ -78,7 +78,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = read_object(file)
+        if not facts:
+            raise ValueError("it names no model")
     except ValueError as error:
         raise ValueError(f"{file}: damaged ({error}); delete {folder} and start precompute/scores.py again") from None
-    return facts if isinstance(facts, dict) else {}
+    return facts

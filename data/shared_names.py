@@ -31,7 +31,7 @@ _caches: dict[Path, ExitStack] = {}  # that this process has locked, until it en
 def own_names() -> Iterator[None]:
     """Inside, a StreamingDataset is made with names that no other has. Every rank must enter it."""
     drawn = [secrets.randbits(BITS)]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)
     if environ.get("LOCAL_RANK", "0") == "0":
         clear()

@@ -134,11 +134,16 @@ class S3Store(Store):
     def read(self, name: str) -> bytes:
         return self.client.get_object(Bucket=self.bucket, Key=self.prefix + name)["Body"].read()
 
+    @property
+    def _rights(self) -> dict[str, str]:
+        acl = os.environ.get("S3_CANNED_ACL")  # as streaming's uploader takes it, for buckets of other accounts
+        return {"ACL": acl} if acl else {}
+
     def write(self, name: str, body: bytes) -> None:
-        self.client.put_object(Bucket=self.bucket, Key=self.prefix + name, Body=body)
+        self.client.put_object(Bucket=self.bucket, Key=self.prefix + name, Body=body, **self._rights)
 
     def upload(self, path: Path, name: str) -> None:
-        self.client.upload_file(str(path), self.bucket, self.prefix + name)
+        self.client.upload_file(str(path), self.bucket, self.prefix + name, ExtraArgs=self._rights)
 
     def download(self, name: str, path: Path) -> None:
         self.client.download_file(self.bucket, self.prefix + name, str(path))

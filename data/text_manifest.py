@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import write_text
+from data.files import read_object, write_text
 
 NAME = "text.json"
 VOCABULARY = "vocabulary.json"  # copy of the vocabulary's file in the set
@@ -51,13 +51,13 @@ class TextManifest:
             ValueError: the file is no manifest of this version.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_object(path)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"no file {path}: no packed texts; make them with precompute/pack.py") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error}); pack the texts again") from None
         fields = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or values.keys() != fields or values["version"] != VERSION:
+        if values.keys() != fields or values["version"] != VERSION:
             raise ValueError(f"{path}: not a manifest of version {VERSION}; pack the texts again")
         for name in ("positions", "vocabulary", "samples"):
             if type(values[name]) is not int or values[name] < 1:

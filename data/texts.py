@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import torch
 
 from data.column_reader import StoredSample
-from data.cost import Cost, Epoch, Plan, with_cost
+from data.cost import Cost, Plan, with_cost
 from data.encoded_sets import check_sets
+from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
 from data.ranges import check_reading
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
@@ -22,20 +23,17 @@ from data.tokens import widen
 def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
     check_reading("texts", **args)
-    streams = plan.build(args["streams"])
-    check_sets("texts", streams)
-    samples: float | None = 0.0
-    for encoded in streams.values():
-        path = Path(encoded.local, NAME)
+    needs = plan.task.requirements()
+
+    def stored(folder: Path) -> int | None:
+        path = folder / NAME
         if not path.is_file():
-            samples = None
-            continue
+            return None
         manifest = TextManifest.read(path)
-        manifest.check(path, **plan.task.requirements())
-        repeat = encoded.options["repeat"]
-        samples = None if samples is None else samples + manifest.samples * (1.0 if repeat is None else repeat)
-    total = args["epoch_size"] or (None if samples is None else int(samples))
-    return Cost(epoch=Epoch(total, incomplete_batch=not args["drop_last"]))
+        manifest.check(path, **needs)
+        return manifest.samples
+
+    return Cost(epoch=epoch_of("texts", plan.build(args["streams"]), args, stored))
 
 
 @with_cost(texts_cost)
@@ -71,14 +69,6 @@ def texts(
         ValueError: no stream, proportions of only some, texts that do not fit the model, or streams of several
             vocabularies.
     """
-    check_reading(
-        "texts",
-        workers=workers,
-        shuffle_block=shuffle_block,
-        predownload=predownload,
-        cache_limit=cache_limit,
-        epoch_size=epoch_size,
-    )
     check_sets("texts", streams)
     manifests = {label: TextManifest.read(encoded.file(NAME)) for label, encoded in streams.items()}
     first, *others = manifests
@@ -93,12 +83,13 @@ def texts(
     dataset = TextDataset(
         row=manifests[first].positions + 1,
         **dataset_arguments(
+            "texts",
             streams,
             placement,
             workers,
             shuffle=shuffle,
             shuffle_algo=shuffle_algo,
-            shuffle_block_size=shuffle_block,
+            shuffle_block=shuffle_block,
             predownload=predownload,
             cache_limit=cache_limit,
             epoch_size=epoch_size,

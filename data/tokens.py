@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,14 +15,13 @@ from data.aliases import InputPath
 from data.bpe import Vocabulary
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
-from data.encoded_sets import check_sets, manifests_of
-from data.epoch import epoch_of
+from data.encoded_sets import manifests_of
+from data.epoch import encoded_samples, epoch_of
 from data.loading import Batch, Loading, Placement
 from data.log import log
 from data.ranges import check_least, check_reading, check_shares
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
-from data.text_requirements import check_text
 
 NO_TOKEN = -1  # after the last token of a caption
 POWERS_OF_TEN = frozenset(10**digits for digits in range(12))
@@ -34,11 +34,9 @@ def tokens_cost(args: dict[str, Any], plan: Plan) -> Cost:
     check_reading("tokens", **args)
     path = Path(args["vocabulary"])
     bpe = Vocabulary.read(path) if path.is_file() else None
-    needs = check_text(plan.task.requirements(), args["positions"], bpe)
-    streams = plan.build(args["streams"])
-    check_sets("tokens", streams)
-    sets = [(encoded.local, encoded.options["repeat"]) for encoded in streams.values()]
-    return Cost(epoch=epoch_of("tokens", sets, args, needs))
+    needs = _check_text(plan.task.requirements(), args["positions"], bpe)
+    stored = partial(encoded_samples, "tokens", args, needs)
+    return Cost(epoch=epoch_of("tokens", plan.build(args["streams"]), args, stored))
 
 
 @with_cost(tokens_cost)
@@ -91,16 +89,8 @@ def tokens(
     """
     check_shares("tokens", dropout=dropout, caption_dropout=caption_dropout)
     check_least("tokens", 1, positions=positions)
-    check_reading(
-        "tokens",
-        workers=workers,
-        shuffle_block=shuffle_block,
-        predownload=predownload,
-        cache_limit=cache_limit,
-        epoch_size=epoch_size,
-    )
     bpe = Vocabulary.read(vocabulary)
-    needs = check_text(requirements, positions, bpe)
+    needs = _check_text(requirements, positions, bpe)
     manifests = manifests_of("tokens", streams)
     first = manifests[0]
     for manifest in manifests:
@@ -114,12 +104,13 @@ def tokens(
         caption_dropout=caption_dropout if placement.training else 0.0,
         draw_crop=placement.training,
         **dataset_arguments(
+            "tokens",
             streams,
             placement,
             workers,
             shuffle=shuffle,
             shuffle_algo=shuffle_algo,
-            shuffle_block_size=shuffle_block,
+            shuffle_block=shuffle_block,
             predownload=predownload,
             cache_limit=cache_limit,
             epoch_size=epoch_size,
@@ -133,6 +124,34 @@ def tokens(
         resolution=resolution,
         vocabulary=Path(vocabulary),
     )
+
+
+def _check_text(requirements: dict[str, Any], positions: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """Compares the text of token data with what a model needs.
+
+    Args:
+        requirements: what the model needs; text_positions and text_vocabulary are compared.
+        positions: number of text tokens per sample.
+        vocabulary: the data's vocabulary; None if it does not exist yet, as in a dry run.
+
+    Returns:
+        The other requirements, which the encoded set's manifest must fit.
+
+    Raises:
+        ValueError: the text does not fit the model.
+    """
+    wanted = requirements.get("text_positions", positions)
+    if wanted != positions:
+        raise ValueError(
+            f"tokens: text_positions is {positions}, the recipe expects {wanted}; give data.positions the model's "
+            "number of text positions"
+        )
+    if vocabulary is not None and (wanted := requirements.get("text_vocabulary", vocabulary.size)) != vocabulary.size:
+        raise ValueError(
+            f"{vocabulary.where}: text_vocabulary is {vocabulary.size}, the recipe expects {wanted}; give the model as "
+            "many text tokens as the vocabulary has entries, or train another with precompute/vocabulary.py"
+        )
+    return {name: value for name, value in requirements.items() if name not in ("text_positions", "text_vocabulary")}
 
 
 class TokenDataset(EncodedDataset):

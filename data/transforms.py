@@ -128,7 +128,7 @@ def resize_and_crop(
     crop: Crop = "center",
     rng: np.random.Generator | None = None,
     original_size: tuple[int, int] | None = None,
-) -> tuple[np.ndarray, Box]:
+) -> np.ndarray:
     """Resizes the shorter side to `resolution` and crops a square, in one resampling step.
 
     For several resolutions of one crop, call `crop_box` once and `resize` for each.
@@ -141,18 +141,11 @@ def resize_and_crop(
         original_size: (width, height) before decoding at reduced size; the image's own if None.
 
     Returns:
-        uint8 (resolution, resolution, 3), and the crop box in pixels of the original image.
-        `is_upscaled(box, resolution)` tells whether the result has more pixels than the original had there.
+        uint8 (resolution, resolution, 3).
 
     Raises:
         ValueError: as `crop_box`, or `resolution` below 1.
     """
     if resolution < 1:
         raise ValueError(f"resolution is {resolution}: give 1 or more pixels")
-    box = crop_box(original_size or image.size, crop, rng)
-    return resize(image, box, resolution, original_size), box
-
-
-def is_upscaled(box: Box, resolution: int) -> bool:
-    """Whether a crop was enlarged, that is, whether its box in original pixels is smaller than `resolution`."""
-    return box[2] - box[0] < resolution
+    return resize(image, crop_box(original_size or image.size, crop, rng), resolution, original_size)

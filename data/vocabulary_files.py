@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from data.files import atomic_write
+from data.files import atomic_write, read_object
 
 SUFFIX = ".manifest.json"
 
@@ -25,10 +24,10 @@ def read_manifest(vocabulary: Path) -> dict[str, Any]:
     """
     path = manifest_path(vocabulary)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict) or "sha256" not in values:
+        values = read_object(path)
+    except ValueError:
+        values = {}
+    if "sha256" not in values:
         raise ValueError(f"{path}: damaged; delete it and train the vocabulary again")
     return values
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 BASIC = {"key": "str", "caption": "str", "width": "int", "height": "int"}
+REST = "the rest"  # the small columns among the bytes of a sample
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,9 @@ class LatentColumns:
         return columns
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes per sample of the large columns."""
+        """Bytes per sample of the columns of fixed size."""
         parts = {f"latents {resolution}": 2 * 2 * prod(shape) for resolution, shape in self.latents.items()}
-        return {**parts, "text": 2 * prod(self.text)}
-
-    def bytes_per_sample(self) -> int:
-        """Bytes per sample of all columns of fixed size."""
-        return sum(self.bytes_by_part().values()) + 16 * len(self.latents) + 16
+        return {**parts, "text": 2 * prod(self.text), REST: 16 * len(self.latents) + 16}
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,14 @@ class TokenColumns:
         return columns
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes per sample of the large columns."""
-        return {f"tokens {resolution}": 2 * self.crops * count for resolution, count in self.grids.items()}
+        """Bytes per sample of the columns of fixed size."""
+        parts = {f"tokens {resolution}": 2 * self.crops * count for resolution, count in self.grids.items()}
+        return {**parts, REST: 16 * self.crops * len(self.grids) + 16}
 
-    def bytes_per_sample(self) -> int:
-        """Bytes per sample of all columns of fixed size."""
-        return sum(self.bytes_by_part().values()) + 16 * self.crops * len(self.grids) + 16
+
+def stored_key(key: str) -> str:
+    """A sample's key as it is stored: JSON and file names can hold lone surrogates, which have no UTF-8."""
+    return key.encode("utf-8", "backslashreplace").decode()
 
 
 def crop_column(kind: str, boxes: list[tuple[float, float, float, float]]) -> np.ndarray:

@@ -104,10 +104,7 @@ class EncodeConfig:
             require(scheme in UPLOADED, f"upload: {self.upload}: nothing uploads to {scheme}://; give {known}, or null")
             form = malformed(self.upload) if scheme in UPLOADED else None
             require(form is None, f"upload: {self.upload}; {form}")
-        require(bool(self.sources), "sources: empty; name at least one, such as train: {name: tars, urls: ...}")
-        for label in self.sources:
-            safe = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label)
-            require(bool(safe), f"sources.{label}: a label is the name of a folder; use letters, digits and _ . - only")
+        errors += source_errors(self.sources, "{name: tars, urls: ...}")
         require(bool(sizes) and min(sizes) > 0, f"resolutions: {sizes}; give at least one, in pixels")
         require(len(set(sizes)) == len(sizes), f"resolutions: {sizes} names one twice")
         makes, tokens = self.image_encoder.name, self.kind == "tokens"
@@ -211,6 +208,18 @@ def source_options(source: Component) -> dict[str, Any]:
     return {SOURCE: reading(source)} | ({SCORES: models} if models else {})
 
 
+def changed_option(found: dict[str, Any], options: dict[str, Any]) -> str | None:
+    """The name of the first option that differs from what an earlier job wrote down; None: there is none.
+
+    Args:
+        found: the options of that job, from its file.
+        options: of this job, as JSON-compatible values.
+    """
+    earlier = [name for name in (SOURCE, SCORES) if name not in found]  # versions that did not write them down
+    names = [name for name in [*options, *found] if name not in earlier]
+    return next((name for name in names if found.get(name) != options.get(name)), None)
+
+
 def _models_of_scores(source: Component) -> list[str]:
     """Hashes of the weights of the models by whose scores a source, and those inside of it, choose pairs."""
     found = []
@@ -225,6 +234,15 @@ def _models_of_scores(source: Component) -> list[str]:
             raise FileNotFoundError(f"no file {source.args['scores']}/{FACTS}; finish precompute/scores.py first")
         found.append(facts["weights_hash"])
     return found
+
+
+def source_errors(sources: dict[str, Any], example: str) -> list[str]:
+    """What is wrong with the sources of a job, one line each: there is none, or a label is not the name of a folder."""
+    errors = [] if sources else [f"sources: empty; name at least one, such as train: {example}"]
+    for label in sources:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label):
+            errors.append(f"sources.{label}: a label is the name of a folder; use letters, digits and _ . - only")
+    return errors
 
 
 def storage_errors(size_limit: str, compression: str | None, hashes: list[str]) -> list[str]:

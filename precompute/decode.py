@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS, LARGEST
 from data.deaths import Places
+from data.errors import one_line
 from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
 from data.transforms import crop_box, resize
 from precompute.batch import CropBox, DecodedBatch, ImageFacts, ShardEnd
+from precompute.columns import stored_key
 
 BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
 
@@ -116,8 +118,7 @@ class DecodedBatches(IterableDataset):
         except BUGS:
             raise
         except Exception as error:  # libraries that read files have errors of their own
-            text = " ".join(str(error).split())
-            yield text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__} {text}".strip()
+            yield one_line(error)
             return
         yield ShardEnd(shard, number, parts)
 
@@ -152,9 +153,7 @@ class DecodedBatches(IterableDataset):
             pixels = batch.pixels[resolution][row].numpy()
             for crop, box in enumerate(crops):
                 pixels[crop] = resize(sample.image, box, resolution, sample.original_size, area=wanted.crop in CROPS)
-        # JSON and file names can hold lone surrogates, which cannot be stored as UTF-8. The filter mends captions.
-        key = sample.key.encode("utf-8", "backslashreplace").decode()
-        batch.images.append(ImageFacts(position, key, sample.caption, width, height, boxes))
+        batch.images.append(ImageFacts(position, stored_key(sample.key), sample.caption, width, height, boxes))
 
     def _generator(self, shard: InputShard, key: str, crop: int) -> np.random.Generator:
         """Random crops depend on seed, shard, key and number only, not on workers, ranks or restarts."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from precompute.columns import LatentColumns, TokenColumns
+from data.files import read_object
+from precompute.columns import REST, LatentColumns, TokenColumns
 from precompute.config import EncodeConfig, VocabularyConfig
 from precompute.output import OutputSet, output_of
 from precompute.pack_config import PackConfig
@@ -96,7 +96,7 @@ def _size_lines(config: EncodeConfig) -> list[str]:
             if not known:
                 lines.append(f"sizes of the {name} are assumed to be Stable Diffusion 2's: there is no local config")
     parts = columns.bytes_by_part()
-    parts["the rest"] = columns.bytes_per_sample() - sum(parts.values()) + TEXT_BYTES + MDS_BYTES
+    parts[REST] += TEXT_BYTES + MDS_BYTES
     total = sum(parts.values())
     lines.append(
         f"expected size: {total:,} bytes per image ({', '.join(f'{name} {size:,}' for name, size in parts.items())}), "
@@ -137,7 +137,6 @@ def _open_clip(model: str) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError):
         return {}
-    return values if isinstance(values, dict) else {}

@@ -142,5 +142,5 @@ def _pictures(source: Source, images: list[Image], decoder: Filter) -> dict[Imag
             if isinstance(sample, Sample) and (image := Image(shard, sample.key)) in wanted:
                 decoded = decoder.decode(sample, shrink_to=SIDE)
                 if isinstance(decoded, DecodedSample):
-                    found[image] = resize_and_crop(decoded.image, SIDE)[0]
+                    found[image] = resize_and_crop(decoded.image, SIDE)
     return found

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from data.disk_errors import about
-from data.files import atomic_write, to_disk, write_json
+from data.files import atomic_write, read_object, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from data.mds_index import read_index
-from precompute.config import SCORES, SOURCE, EncodeConfig
+from precompute.config import EncodeConfig, changed_option
 from precompute.totals import counts_text, totals
 from precompute.upload import MARKER, Copy
 
@@ -158,14 +158,12 @@ class OutputSet:
 
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
         options = _as_json(options)
-        for name in [*options, *found]:
-            if name in (SOURCE, SCORES) and name not in found:  # made by an earlier version
-                continue
-            if found.get(name) != options.get(name):
-                raise ValueError(
-                    f"{self.out}: holds values made with {name} {found.get(name)}, this job has {options.get(name)}; "
-                    "give another `out`, or delete the folder to encode again"
-                )
+        name = changed_option(found, options)
+        if name is not None:
+            raise ValueError(
+                f"{self.out}: holds values made with {name} {found.get(name)}, this job has {options.get(name)}; "
+                "give another `out`, or delete the folder to encode again"
+            )
 
     def publish(self, shard: str, rank: int) -> None:
         """Renames the folder of a written shard to its final name, once it is in the copy. Does nothing where another
@@ -301,12 +299,9 @@ def _link(partial: Path, path: Path) -> None:
 
 def _read_json(path: Path, remove: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError as error:
         raise _damaged(path, str(error), remove) from None
-    if not isinstance(values, dict):
-        raise _damaged(path, "it is not a JSON object", remove)
-    return values
 
 
 def _damaged(path: Path, reason: str, remove: Path) -> ValueError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from data.aliases import InputPath  # noqa: F401 - read from the annotations below
-from precompute.config import default_filter, storage_errors
+from precompute.config import default_filter, source_errors, storage_errors
 from recipes.config.recipe import plain_values
 from recipes.config.schema import ConfigError
 
@@ -41,13 +40,7 @@ class PackConfig:
         errors = []
         if "://" in self.out:
             errors.append(f"out: {self.out} is remote; pack into a local folder and upload that")
-        if not self.sources:
-            errors.append("sources: empty; name at least one, such as train: {name: texts, files: [...]}")
-        for label in self.sources:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", label):
-                errors.append(
-                    f"sources.{label}: a label is the name of a folder; use letters, digits and _ . - only"
-                )
+        errors += source_errors(self.sources, "{name: texts, files: [...]}")
         if self.positions < 1:
             errors.append(f"positions: {self.positions}; give 1 or more")
         errors += storage_errors(self.size_limit, self.compression, self.hashes)

@@ -7,28 +7,24 @@ out.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streaming import MDSWriter
 
 from data.bpe import Vocabulary
-from data.disk_errors import about
 from data.files import write_text
 from data.log import every_rank, log
-from data.manifest import REJECTED
-from data.sources.base import Rejected, Source, rejected_line
+from data.sources.base import Rejected, Source
 from data.text_manifest import VOCABULARY, TextManifest
 from data.vocabulary_files import copy_vocabulary
 from precompute.config import source_options
-from precompute.output import CONFIG, DONE, OutputSet
+from precompute.output import CONFIG, OutputSet
 from precompute.pack_config import PackConfig
 from precompute.ranks import Rank
+from precompute.shard_folder import ShardFolder, Storage
 from precompute.totals import counts_text
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
@@ -127,51 +123,30 @@ def _pack_shard(
     options: dict[str, Any],
 ) -> None:
     """Writes the rows of one input shard into a folder of their own."""
-    folder = output.partial(shard, rank.rank)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    judge, rejected = build(config.filter), []
+    judge = build(config.filter)
+    columns = {"key": "str", "tokens": f"ndarray:uint16:{config.positions + 1}"}
+    storage = Storage(config.size_limit, config.compression, tuple(config.hashes))
+    folder = ShardFolder(output.partial(shard, rank.rank), shard, columns, storage, options)
 
     def texts() -> Iterator[str]:
         for sample in source.read(shard):
             text = sample if isinstance(sample, Rejected) else judge.caption(sample)
             if isinstance(text, Rejected):
-                rejected.append(text)
+                folder.reject(text)
             else:
                 yield text
 
-    packed, rows = Packed(vocabulary, config.positions), 0
-    writer = MDSWriter(
-        out=str(folder),
-        columns={"key": "str", "tokens": f"ndarray:uint16:{config.positions + 1}"},
-        compression=config.compression,
-        hashes=config.hashes,
-        size_limit=config.size_limit,
-    )
+    packed = Packed(vocabulary, config.positions)
     try:
-        with about(folder):
-            for row in packed.rows(texts()):
-                writer.write({"key": f"{shard}/{rows}", "tokens": row})
-                rows += 1
-            writer.finish()
-            lines = "".join(f"{rejected_line(shard, one)}\n" for one in rejected)
-            (folder / REJECTED).write_text(lines, encoding="utf-8")
-            done = {
-                "shard": shard,
-                "samples": rows,
-                "texts": packed.texts,
-                "left_out": max(0, len(packed.left) - 1) if rows else len(packed.left),
-                "rejected": dict(Counter(one.reason for one in rejected)),
-                "bytes": sum(path.stat().st_size for path in folder.glob("shard.*")),
-                "options": options,
-            }
-            (folder / DONE).write_text(json.dumps(done, indent=1), encoding="utf-8")
+        for row in packed.rows(texts()):
+            folder.write({"key": f"{shard}/{folder.rows}", "tokens": row})
+        left = max(0, len(packed.left) - 1) if folder.rows else len(packed.left)
+        folder.close(texts=packed.texts, left_out=left)
     except BaseException:
-        writer.cancel_future_jobs()
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.abandon()
         raise
     output.publish(shard, rank.rank)
-    log.info(f"pack: {shard}: {packed.texts:,} texts, {rows:,} rows")
+    log.info(f"pack: {shard}: {packed.texts:,} texts, {folder.rows:,} rows")
 
 
 def _merge(config: PackConfig, output: OutputSet, vocabulary: Vocabulary, options: dict[str, Any]) -> None:

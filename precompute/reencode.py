@@ -14,10 +14,10 @@ from data.image_grid import to_uint8
 from data.manifest import Manifest
 from data.sources.base import InputShard, Rejected, Sample, Source
 from precompute.batch import DecodedBatch, ImageFacts
-from precompute.columns import crop_column
+from precompute.columns import crop_column, stored_key
 from precompute.decode import DecodedBatches, Preparation
 from precompute.encodings import encode
-from precompute.survey import Record, rows_by_shard
+from precompute.survey import Record
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
 # The largest error of a record that its number format explains: the root mean square of the differences over that of
@@ -77,17 +77,13 @@ class _Only:
         known = self.source.shards()
         alike = [shard] if shard in known else [one for one in known if _name(one) == _name(shard)]
         for sample in self.source.read(alike[0] if len(alike) == 1 else shard):
-            if _stored(sample.key) in self.keys:
+            if stored_key(sample.key) in self.keys:
                 yield sample
 
 
 def _name(shard: str) -> str:
     """The readable part of a shard's id; see `data.sources.base.shard_id`."""
     return shard.rpartition("-")[0]
-
-
-def _stored(key: str) -> str:
-    return key.encode("utf-8", "backslashreplace").decode()
 
 
 def encode_again(
@@ -111,8 +107,11 @@ def encode_again(
     result = Reencoded()
     found: dict[tuple[str, str], tuple[ImageFacts, dict[int, Tensor], Tensor]] = {}
     unread: set[str] = set()
-    for shard, rows in rows_by_shard(records):
-        only = _Only(source, {record.key for record in rows})
+    keys: dict[str, set[str]] = {}
+    for record in records:
+        keys.setdefault(record.shard, set()).add(record.key)
+    for shard, wanted in keys.items():
+        only = _Only(source, wanted)
         for batch in DecodedBatches([InputShard(label, shard)], {label: only}, preparation):
             _take(batch, found, result)
             unread |= {failed.shard for failed, _ in batch.failures}

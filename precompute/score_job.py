@@ -16,7 +16,7 @@ from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, re
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
-from precompute.config import SCORES, SOURCE, EncodeConfig, source_options
+from precompute.config import EncodeConfig, changed_option, source_options
 from precompute.job import pick_device
 from precompute.ranks import Rank
 from recipes.config.build import build
@@ -67,14 +67,12 @@ def claim(folder: Path, facts: dict[str, Any]) -> None:
         ValueError: the folder holds scores that depend on something else.
     """
     found = read_facts(folder)
-    for name in facts if found else ():
-        if name in (SOURCE, SCORES) and name not in found:  # scored by an earlier version
-            continue
-        if found.get(name) != facts[name]:
-            raise ValueError(
-                f"{folder}: holds scores by {name} {found.get(name)}, this job has {facts[name]}; delete the folder to "
-                "score again, or give another `out`"
-            )
+    name = changed_option(found, facts) if found else None
+    if name is not None:
+        raise ValueError(
+            f"{folder}: holds scores by {name} {found.get(name)}, this job has {facts.get(name)}; delete the folder to "
+            "score again, or give another `out`"
+        )
     write_json(folder / FACTS, facts, indent=1)
 
 
@@ -88,7 +86,7 @@ def score_shard(
         found = decoder.decode(sample, shrink_to=side)
         if not isinstance(found, DecodedSample):
             return None
-        return found.key, found.caption, resize_and_crop(found.image, side)[0]
+        return found.key, found.caption, resize_and_crop(found.image, side)
 
     keys: list[str] = []
     embeddings, similarities = [np.empty((0, 0), np.float16)], [np.empty(0, np.float32)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -247,14 +246,6 @@ class _Column:
             found.faults.append(f"column {name}: {self.saturated:,} values are {limit}")
         if self.codes is not None:
             found.used[name] = int(self.seen.sum())
-
-
-def rows_by_shard(records: list[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """Records by the input shard that they come from."""
-    shards: dict[str, list[Record]] = {}
-    for record in records:
-        shards.setdefault(record.shard, []).append(record)
-    yield from shards.items()
 
 
 def figures(found: Survey) -> dict[str, Any]:

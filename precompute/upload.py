@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+from data.errors import one_line
 from data.files import write_text
-from data.stores import Store, open_store, require_account, scheme_of
+from data.stores import STORES, Store, open_store, require_account, scheme_of
 
-RETRIES = 4
-# streaming's uploader takes the container from another part of an address than its downloader, so no address of Azure
-# works for both; that of Google asks for the bucket itself, which credentials for objects do not allow.
-OWN = ("gs", "azure")
+RETRIES = 4  # of streaming's uploaders, for stores that `data.stores` has no client of
 MARKER = "uploaded.txt"  # in the folder of a shard, and of the whole set: the address of the copy
 
 
@@ -52,32 +50,29 @@ class Copy:
         Raises:
             ValueError: the store refuses a file, or does not answer.
         """
-        # Not above: the config is checked before imports that take seconds.
-        from streaming.base.storage import CloudUploader
-
-        from data.fetching import one_line
-        from data.multipart import abort_uploads
-
         address, names = f"{self.address}/{place}".rstrip("/"), list(names)
-        # streaming's uploaders warn of a folder that is not empty, and take files from one folder only.
-        with tempfile.TemporaryDirectory() as empty:
-            try:
-                if scheme_of(address) in OWN:
-                    objects = {f"{place}/{name}".lstrip("/"): folder / name for name in names}
-                    for name, path in objects.items():
-                        self._store.upload(path, name)
-                    self._store.abort_uploads(objects)
-                else:
-                    uploader = CloudUploader.get((empty, address), keep_local=True, retry=RETRIES)
-                    uploader.local = str(folder)
-                    for name in names:
-                        uploader.upload_file(name)
-            except Exception as error:  # each store's client has its own errors, without a common base class
-                raise ValueError(
-                    f"upload: {address} cannot be written ({one_line(error)}); see whether the address is right and "
-                    "the credential allows it, then start the job again"
-                ) from error
-        if address.startswith("s3://"):  # an earlier process may have been killed in the midst of one of these files
-            bucket, _, prefix = address.removeprefix("s3://").partition("/")
-            abort_uploads(uploader.s3, bucket, prefix and f"{prefix}/", names)
+        try:
+            if scheme_of(address) in STORES:
+                objects = {f"{place}/{name}".lstrip("/"): folder / name for name in names}
+                for name, path in objects.items():
+                    self._store.upload(path, name)
+                self._store.abort_uploads(objects)  # an earlier process may have been killed in the midst of one
+            else:
+                _upload_by_streaming(address, folder, names)
+        except Exception as error:  # each store's client has its own errors, without a common base class
+            raise ValueError(
+                f"upload: {address} cannot be written ({one_line(error)}); see whether the address is right and the "
+                "credential allows it, then start the job again"
+            ) from error
         write_text(folder / MARKER, self.address)
+
+
+def _upload_by_streaming(address: str, folder: Path, names: list[str]) -> None:
+    # Not above: the config is checked before imports that take seconds.
+    from streaming.base.storage import CloudUploader
+
+    with tempfile.TemporaryDirectory() as empty:  # uploaders warn of a folder that is not empty
+        uploader = CloudUploader.get((empty, address), keep_local=True, retry=RETRIES)
+        uploader.local = str(folder)
+        for name in names:
+            uploader.upload_file(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -11,22 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streaming import MDSWriter
 
-from data.disk_errors import about
-from data.manifest import REJECTED
-from data.sources.base import Rejected, rejected_line
+from data.sources.base import Rejected
 from precompute.columns import LatentColumns, TokenColumns
-from precompute.output import DONE
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How MDS files are stored (see `precompute.config.EncodeConfig`)."""
-
-    size_limit: str = "64mb"
-    compression: str | None = None
-    hashes: tuple[str, ...] = ()
+from precompute.shard_folder import ShardFolder, Storage
 
 
 @dataclass(frozen=True)
@@ -68,32 +54,19 @@ class ShardWriter:
         storage: Storage,
         options: dict[str, Any],
     ) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        self.folder = folder
         self.shard = shard
         self.columns = columns
-        self.options = options
         self.started = time.time()
         self.total: int | None = None
         self.next = 0
-        self.samples = 0
         self.reencoded = 0
-        self.rejected: Counter[str] = Counter()
         self.upscaled: Counter[int] = Counter()
         self.pixels = {r: shape[1] * shape[2] for r, shape in columns.latents.items()}
         self.sums = {r: np.zeros((3, shape[0])) for r, shape in columns.latents.items()}
         self._ends = 0
         self._parts = 1
-        self._rejected_lines: list[str] = []
         self._early: dict[int, EncodedSample | Rejected] = {}
-        self._mds = MDSWriter(
-            out=str(folder),
-            columns=columns.encodings(),
-            compression=storage.compression,
-            hashes=list(storage.hashes),
-            size_limit=storage.size_limit,
-        )
+        self._folder = ShardFolder(folder, shard, columns.encodings(), storage, options)
 
     def add(self, number: int, sample: EncodedSample | Rejected) -> None:
         """Takes sample `number` of the source's order, and writes it when all samples before it have arrived."""
@@ -122,12 +95,9 @@ class ShardWriter:
 
     def _write(self, sample: EncodedSample | Rejected) -> None:
         if isinstance(sample, Rejected):
-            self.rejected[sample.reason] += 1
-            self._rejected_lines.append(rejected_line(self.shard, sample) + "\n")
+            self._folder.reject(sample)
             return
-        with about(self.folder):
-            self._mds.write(sample.columns)
-        self.samples += 1
+        self._folder.write(sample.columns)
         self.reencoded += sample.reencoded
         for resolution, sums in sample.sums.items():
             self.sums[resolution] += sums
@@ -137,33 +107,19 @@ class ShardWriter:
     def finish(self) -> dict[str, Any]:
         """Closes the files, writes done.json and returns its content."""
         assert self.complete and not self._early, self.shard
-        with about(self.folder):
-            return self._finish()
-
-    def _finish(self) -> dict[str, Any]:
-        self._mds.finish()
-        (self.folder / REJECTED).write_text("".join(self._rejected_lines), encoding="utf-8")
-        done = {
-            "shard": self.shard,
-            "samples": self.samples,
-            "rejected": dict(self.rejected),
-            "reencoded": self.reencoded,
-            "upscaled": {str(r): self.upscaled[r] for r in self.columns.resolutions},
-            "bytes": sum(path.stat().st_size for path in self.folder.glob("shard.*")),
-            "seconds": round(time.time() - self.started, 3),
-            "latents": {
+        return self._folder.close(
+            reencoded=self.reencoded,
+            upscaled={str(r): self.upscaled[r] for r in self.columns.resolutions},
+            seconds=round(time.time() - self.started, 3),
+            latents={
                 str(r): {
-                    "count": self.samples * self.pixels[r],
+                    "count": self._folder.rows * self.pixels[r],
                     **{name: list(row) for name, row in zip(("mean", "square", "variance"), sums, strict=True)},
                 }
                 for r, sums in self.sums.items()
             },
-            "options": self.options,
-        }
-        (self.folder / DONE).write_text(json.dumps(done, indent=1), encoding="utf-8")
-        return done
+        )
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._mds.cancel_future_jobs()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.abandon()

@@ -3,9 +3,9 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from PIL import Image
 
@@ -24,7 +24,7 @@ REASONS = {
     "other_language": "the caption is in another language than the filter's",
     "boilerplate": "the filter's boilerplate matches more of the caption than its max_boilerplate",
     "broken_image": "the image does not decode, or its file ends early",
-    "broken_metadata": "the metadata is not a JSON object",
+    "broken_metadata": "the JSON that should hold the caption is not an object",
     "broken_shard": "the shard's file is damaged; what follows this point could not be read",
     "kills_decoder": "a process that decoded the image died, and another one that tried it again",
     "unsupported_image": "an image format or pixel type that is not read (see filters.FORMATS)",
@@ -51,13 +51,11 @@ class Sample:
         key: unique within its shard.
         image: the encoded file (JPEG, PNG, ...), or an image where the source stores raw pixels.
         caption: as stored, surrounding white space included.
-        metadata: other fields of the source, as JSON-compatible values.
     """
 
     key: str
     image: bytes | Image.Image
     caption: str
-    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +66,12 @@ class DecodedSample:
         key: as in `Sample`.
         image: RGB, upright. May be smaller than `original_size` (see `Filter.decode`, `shrink_to`).
         caption: without surrounding white space and lone surrogates, never empty.
-        metadata: as in `Sample`.
         original_size: (width, height) in pixels, upright, before any shrinking.
     """
 
     key: str
     image: Image.Image
     caption: str
-    metadata: dict[str, Any]
     original_size: tuple[int, int]
 
 
@@ -137,29 +133,6 @@ class Source(Protocol):
         """
 
 
-class SampleDecoder(Protocol):
-    """What `iterate` needs of `data.sources.filters.Filter`."""
-
-    def decode(self, sample: Sample, shrink_to: int | None = None) -> DecodedSample | Rejected: ...
-
-
-def iterate(
-    source: Source, filter: SampleDecoder, shards: Iterable[str] | None = None, shrink_to: int | None = None
-) -> Iterator[DecodedSample | Rejected]:
-    """Reads and decodes samples, shard after shard.
-
-    Args:
-        source: where samples come from.
-        filter: decodes and judges each sample.
-        shards: ids of the shards to read; None for all.
-        shrink_to: the largest resolution that will be cropped from the images, in pixels (see
-            `Filter.decode`).
-    """
-    for shard in source.shards() if shards is None else shards:
-        for sample in source.read(shard):
-            yield sample if isinstance(sample, Rejected) else filter.decode(sample, shrink_to)
-
-
 def rejected_line(shard: str, rejected: Rejected) -> str:
     """One line of `rejected.jsonl`, without the line end: {key, shard, reason, detail}."""
     row = {"key": rejected.key, "shard": shard, "reason": rejected.reason, "detail": rejected.detail}
@@ -196,9 +169,7 @@ def text_of(value: bytes | str | None) -> str | None:
         return None
 
 
-def assemble(
-    key: str, image: bytes | Image.Image | None, caption: bytes | str | None, metadata: dict[str, Any]
-) -> Sample | Rejected:
+def assemble(key: str, image: bytes | Image.Image | None, caption: bytes | str | None) -> Sample | Rejected:
     """Makes a sample of its parts, or rejects it if a part is missing. Every source uses this."""
     if image is None:
         return Rejected(key, "missing_image")
@@ -209,7 +180,7 @@ def assemble(
         return Rejected(key, "caption_not_utf8", repr(caption[:60]))
     if isinstance(image, bytes) and len(image) > MAX_FILE_BYTES:
         return Rejected(key, "too_large_file", f"{len(image)} bytes")
-    return Sample(key, image, text, metadata)
+    return Sample(key, image, text)
 
 
 class ReadOnce:

@@ -151,7 +151,7 @@ class Filter:
             return Rejected(sample.key, "unsupported_image", f"pixels of type {image.mode}")
         if orientation in _UPRIGHT:
             rgb = rgb.transpose(_UPRIGHT[orientation])
-        return DecodedSample(sample.key, rgb, caption, sample.metadata, (width, height))
+        return DecodedSample(sample.key, rgb, caption, (width, height))
 
 
 def to_rgb(image: Image.Image) -> Image.Image | None:

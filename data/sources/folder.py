@@ -40,13 +40,14 @@ class FolderSource:
             raise ValueError(f"source.shard_size is {shard_size}: give 1 or more images")
         names = list(_walk(self.root))
         self.images = _keys([name for name in names if _suffix(name) in IMAGE_SUFFIXES])
-        # name in the folder -> (caption, metadata); None where each image has its .txt
-        self.table: dict[str, tuple[str, dict[str, Any]]] | None = None
+        self.texts: dict[str, str] = {}  # name without suffix -> .txt, where each image has its own
+        self.table: dict[str, str] | None = None  # name in the folder -> caption, where one table has them
         repeated: list[str] = []
         if captions == "txt":
             stems = {str(PurePosixPath(name).with_suffix("")) for name in self.images}
-            texts = [str(PurePosixPath(name).with_suffix("")) for name in names if _suffix(name) == "txt"]
-            orphans = [stem for stem in texts if stem not in stems]
+            texts = [(str(PurePosixPath(name).with_suffix("")), name) for name in names if _suffix(name) == "txt"]
+            self.texts = dict(texts)
+            orphans = [stem for stem, _ in texts if stem not in stems]
             if stems and len(orphans) == len(texts):
                 tables = [name for name in names if _suffix(name) in ("jsonl", "csv")]
                 found = f", such as {tables[0]}, which is there" if tables else ""
@@ -70,7 +71,7 @@ class FolderSource:
         """What the id of a shard with these names depends on."""
         if self.table is None:
             return names
-        captions = [self.table[name][0] if name in self.table else None for name in names]
+        captions = [self.table.get(name) for name in names]
         return [*names, json.dumps(captions)]
 
     def shards(self) -> list[str]:
@@ -106,12 +107,12 @@ class FolderSource:
         if self.table is not None:
             if name not in self.table:
                 return Rejected(key, "missing_caption", "no row of the captions table")
-            caption, metadata = self.table[name]
-            return assemble(key, path.read_bytes(), caption, metadata)
-        text = path.with_suffix(".txt")
+            return assemble(key, path.read_bytes(), self.table[name])
+        stem = str(PurePosixPath(name).with_suffix(""))
+        text = self.root / self.texts.get(stem, f"{stem}.txt")
         if not text.is_file():
             return Rejected(key, "missing_caption", f"no file {text.name}")
-        return assemble(key, path.read_bytes(), text.read_bytes(), {})
+        return assemble(key, path.read_bytes(), text.read_bytes())
 
 
 def _walk(root: Path) -> Iterator[str]:
@@ -143,15 +144,15 @@ def _keys(names: list[str]) -> dict[str, str]:
     return {name: stem if counts[stem] == 1 else name for name, stem in zip(names, stems, strict=True)}
 
 
-def _read_table(root: Path, captions: str) -> tuple[dict[str, tuple[str, dict[str, Any]]], list[str]]:
-    """Reads a .jsonl or .csv: file name -> (caption, other columns), and the names of repeated rows."""
+def _read_table(root: Path, captions: str) -> tuple[dict[str, str], list[str]]:
+    """Reads a .jsonl or .csv: file name -> caption, and the names of repeated rows."""
     path = next((path for path in (root / captions, Path(captions)) if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f'source.captions: no file {captions}: give "txt", or a .jsonl or .csv file')
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
     if path.suffix.lower() not in readers:
         raise ValueError(f'source.captions: {captions} is not read: give "txt", or a .jsonl or .csv file')
-    table: dict[str, tuple[str, dict[str, Any]]] = {}
+    table: dict[str, str] = {}
     repeated: list[str] = []
     try:
         for line, row in readers[path.suffix.lower()](path):
@@ -161,17 +162,17 @@ def _read_table(root: Path, captions: str) -> tuple[dict[str, tuple[str, dict[st
             if name in table:
                 repeated.append(name)
             else:
-                table[name] = (caption, row)
+                table[name] = caption
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8") from None
     return table, repeated
 
 
 def _take(row: dict[str, Any], columns: tuple[str, str], path: Path, line: int) -> str:
-    """Removes the first of two columns from a row. A missing caption becomes an empty one, which is rejected later."""
+    """The first of two columns of a row. A missing caption becomes an empty one, which is rejected later."""
     for column in columns:
         if column in row:
-            value = row.pop(column)
+            value = row[column]
             if value is None:
                 return ""
             if not isinstance(value, str):

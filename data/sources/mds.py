@@ -1,6 +1,5 @@
 """MDS shards (mosaicml-streaming) with images and captions, read shard by shard without a process group."""
 
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -128,22 +127,7 @@ class MDSSource:
                 image = mds_decode("pil", image)
             except Exception as error:  # sizes and mode come from the data, so anything may be raised
                 return Rejected(key, "broken_image", f"{type(error).__name__}: {error}")
-        metadata = {}
-        for name, value in row.items():
-            if name in (self.image, self.caption, self.key):
-                continue
-            if encodings[name] == "str":
-                metadata[name] = value.decode("utf-8", "replace")
-            elif encodings[name] == "json":
-                try:
-                    metadata[name] = json.loads(value)
-                except (ValueError, RecursionError) as error:
-                    return Rejected(key, "broken_metadata", f"column {name}: {error}")
-            elif isinstance(value, np.generic):
-                metadata[name] = value.item()
-            elif isinstance(value, int):
-                metadata[name] = value
-        return assemble(key, image, row[self.caption], metadata)
+        return assemble(key, image, row[self.caption])
 
 
 def _basename(info: dict[str, Any], kind: str = "raw_data") -> str:
@@ -174,7 +158,7 @@ def _decompressed(info: dict[str, Any], zipped: Path) -> bytes:
     import pyarrow as pa
 
     size, name = info["raw_data"]["bytes"], info["compression"].split(":")[0]
-    if not 0 <= size <= MEMORY:
+    if size > MEMORY:
         raise ValueError(f"the index says {size:,} bytes, more than this machine's memory")
     if name not in _CODECS:
         raise ValueError(f"compression {name!r} is not read: give {', '.join(_CODECS)}")

@@ -48,6 +48,7 @@ class ParquetSource:
         if not files:
             raise FileNotFoundError(f"source.path: no .parquet file in {path}")
         self.image, self.caption, self.key = image, caption, key
+        self.columns = list(dict.fromkeys(name for name in (image, caption, key) if name is not None))
         self.parts: dict[str, tuple[Path, list[int], int]] = {}  # id -> file, row groups, number of the first row
         for file in files:
             self._divide(file, file.relative_to(root) if root.is_dir() else Path(file.name), shard_size)
@@ -55,9 +56,8 @@ class ParquetSource:
     def _divide(self, file: Path, name: Path, shard_size: int) -> None:
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
-            columns = self._columns(parquet)
         parts = row_groups(file)
-        held = [_held(part, columns) for part in parts]
+        held = [_held(part, self.columns) for part in parts]
         size = file.stat().st_size  # a file that was rewritten in another size holds other shards
         for index, part in enumerate(parts):
             stored = sum(chunk.total_compressed_size for chunk in part.chunks)
@@ -80,7 +80,7 @@ class ParquetSource:
     def _check(self, file: Path, schema: Any) -> None:
         import pyarrow.types as types
 
-        for column in filter(None, (self.image, self.caption, self.key)):
+        for column in self.columns:
             if column not in schema.names:
                 raise ValueError(f"{file} has no column {column!r}: it has {', '.join(schema.names)}")
         kind = schema.field(self.image).type
@@ -110,9 +110,8 @@ class ParquetSource:
         file, groups, number = self.parts[shard]
         once = ReadOnce()
         with _open(file) as parquet:
-            columns = self._columns(parquet)
             parts = row_groups(file)
-            held, workers = max(_held(parts[group], columns) for group in groups), _workers()
+            held, workers = max(_held(parts[group], self.columns) for group in groups), _workers()
             if held * workers > MEMORY:
                 raise ValueError(
                     f"{file}: row groups of {held:,} bytes in each of {workers} workers, more than the {MEMORY:,} of "
@@ -120,9 +119,9 @@ class ParquetSource:
                 )
             try:
                 for group in groups:  # one by one, so that a damaged one takes none of those before it
-                    check_pages(file, parts[group].of(columns))
-                    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
-                        table = {name: _values(batch.column(name)) for name in columns}
+                    check_pages(file, parts[group].of(self.columns))
+                    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=self.columns):
+                        table = {name: _values(batch.column(name)) for name in self.columns}
                         for values in zip(*table.values(), strict=True):
                             yield once(self._sample(file, number, dict(zip(table, values, strict=True))))
                             number += 1
@@ -131,30 +130,13 @@ class ParquetSource:
                     raise
                 yield Rejected(file.name, "broken_shard", f"{error} (from row {number} on)")
 
-    def _columns(self, parquet: Any) -> list[str]:
-        """Names of the columns that are read."""
-        return [field.name for field in parquet.schema_arrow if self._wanted(field)]
-
-    def _wanted(self, field: Any) -> bool:
-        """Whether a column is read: the named ones, and those of text, numbers or booleans as metadata."""
-        import pyarrow.types as types
-
-        named = field.name in (self.image, self.caption, self.key)
-        plain = types.is_integer(field.type) or types.is_floating(field.type) or types.is_boolean(field.type)
-        return named or plain or types.is_string(field.type) or types.is_large_string(field.type)
-
     def _sample(self, file: Path, number: int, row: dict[str, Any]) -> Sample | Rejected:
         given = None if self.key is None else row[self.key]
-        key = f"{file.stem}_{number:08d}" if given is None else str(_text(given))
+        if isinstance(given, bytes):
+            given = given.decode("utf-8", "replace")
+        key = f"{file.stem}_{number:08d}" if given is None else str(given)
         image = row[self.image]["bytes"] if isinstance(row[self.image], dict) else row[self.image]
-        named = (self.image, self.caption, self.key)
-        metadata = {name: _text(value) for name, value in row.items() if name not in named}
-        return assemble(key, image, row[self.caption], metadata)
-
-
-def _text(value: Any) -> Any:
-    """Decodes bytes of metadata and keys. Invalid UTF-8 is replaced, not rejected. Returns other values as they are."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        return assemble(key, image, row[self.caption])
 
 
 def _open(file: Path) -> Any:

@@ -8,7 +8,6 @@ samples that lack a file are named; nothing in a tar is unpickled, and no addres
 import bz2
 import glob
 import gzip
-import http.client
 import itertools
 import json
 import lzma
@@ -16,8 +15,6 @@ import math
 import re
 import tarfile
 import tempfile
-import time
-import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
@@ -25,10 +22,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import braceexpand
 
+from data.downloads import fetch
+from data.errors import one_line
 from data.sources.base import (
     IMAGE_SUFFIXES,
     MAX_FILE_BYTES,
@@ -42,7 +41,6 @@ from data.sources.base import (
 
 SCHEMES = ("file", "http", "https", "s3", "gs")
 MAX_SHARDS = 1_000_000
-DOWNLOAD_ATTEMPTS = 4
 TIMEOUT = 60.0  # seconds without a byte
 
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -110,20 +108,17 @@ class TarSource:
         huge = [f"{suffix}: {data} bytes" for suffix, data in members.items() if isinstance(data, int)]
         if huge:
             return Rejected(key, "too_large_file", ", ".join(huge))
-        metadata: dict[str, Any] = {}
-        if "json" in members:
+        caption: bytes | str | None = members.get(self.caption)
+        if self.caption.startswith("json:"):
             try:
-                metadata = json.loads(members["json"])
+                fields = json.loads(members.get("json", b"{}"))
             except (ValueError, RecursionError) as error:
                 return Rejected(key, "broken_metadata", str(error))
-            if not isinstance(metadata, dict):
-                return Rejected(key, "broken_metadata", f"a JSON {type(metadata).__name__}, not an object")
-        if self.caption.startswith("json:"):
-            caption = metadata.get(self.caption.removeprefix("json:"))
-            caption = caption if isinstance(caption, str) else None
-        else:
-            caption = members.get(self.caption)
-        return assemble(key, members[images[0]], caption, metadata)
+            if not isinstance(fields, dict):
+                return Rejected(key, "broken_metadata", f"a JSON {type(fields).__name__}, not an object")
+            found = fields.get(self.caption.removeprefix("json:"))
+            caption = found if isinstance(found, str) else None
+        return assemble(key, members[images[0]], caption)
 
 
 def expand(url: str) -> Iterator[str]:
@@ -168,50 +163,15 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
         return
     with tempfile.TemporaryDirectory(prefix="precompose-") as folder:
         local = Path(folder) / "shard.tar"
-        if url.startswith(("http://", "https://")):
-            _fetch_http(url, local)
-        else:
-            _fetch_bucket(url, local)
+        try:
+            fetch(url, local, TIMEOUT)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
+        except Exception as error:  # each cloud's client has its own errors, without a common base class
+            problem = f"cannot fetch {url}: {one_line(error)}"
+            raise ConnectionError(f"{problem}; start again when the server answers") from error
         with open(local, "rb") as file:
             yield file
-
-
-def _fetch_http(url: str, local: Path) -> None:
-    for attempt in range(DOWNLOAD_ATTEMPTS):
-        try:
-            with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(local, "wb") as out:
-                while block := answer.read(1 << 20):
-                    out.write(block)
-                size = answer.headers.get("Content-Length")
-            if size is None or local.stat().st_size == int(size):
-                return
-            problem: object = f"{local.stat().st_size} of {size} bytes came"
-        except urllib.error.HTTPError as error:
-            if error.code in (404, 410):
-                raise FileNotFoundError(f"no file {url} (HTTP {error.code})") from None
-            problem = error
-        except (OSError, http.client.HTTPException) as error:  # URLError, time-outs and resets are OSErrors
-            problem = error
-        if attempt + 1 < DOWNLOAD_ATTEMPTS:
-            time.sleep(2.0**attempt)
-    raise ConnectionError(f"cannot fetch {url}: {problem}; start again when the server answers")
-
-
-def _fetch_bucket(url: str, local: Path) -> None:
-    from streaming.base.storage import CloudDownloader  # imports torch, so only where a bucket is read
-
-    problem: Exception | None = None
-    for attempt in range(DOWNLOAD_ATTEMPTS):
-        try:
-            return CloudDownloader.direct_download(url, str(local), TIMEOUT)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no file {url}") from None
-        except Exception as error:  # each cloud's client has its own errors, without a common base class
-            problem = error
-        local.unlink(missing_ok=True)
-        if attempt + 1 < DOWNLOAD_ATTEMPTS:
-            time.sleep(2.0**attempt)
-    raise ConnectionError(f"cannot fetch {url}: {problem}") from problem
 
 
 class _CheckedHeader(tarfile.TarInfo):

@@ -71,7 +71,7 @@ class TextSource:
         if size > MAX_FILE_BYTES:
             yield Rejected(str(path), "too_large_file", f"{size} bytes; write one text per line of a .jsonl")
         else:
-            yield assemble(str(path), b"", path.read_bytes(), {})
+            yield assemble(str(path), b"", path.read_bytes())
 
     def _lines(self, path: Path) -> Iterator[Sample | Rejected]:
         with open(path, "rb") as file:
@@ -85,4 +85,4 @@ class TextSource:
         except (ValueError, RecursionError) as error:
             return Rejected(key, "broken_metadata", str(error))
         text = row.get(self.column) if isinstance(row, dict) else None
-        return assemble(key, b"", text if isinstance(text, str) else None, {})
+        return assemble(key, b"", text if isinstance(text, str) else None)

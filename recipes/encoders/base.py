@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
+from data.errors import one_line
 from data.log import log
 from recipes.models.sampling import DTYPES, Precision
 
@@ -31,7 +32,7 @@ def weights_hash(module: nn.Module) -> str:
         data = tensor.detach().contiguous().cpu()
         head = f"{name}\0{data.dtype}\0{tuple(data.shape)}\0".encode()
         # A view as bytes, because NumPy has no bfloat16.
-        return hashlib.sha256(head).digest() + hashlib.sha256(_bytes_of(data)).digest()
+        return hashlib.sha256(head).digest() + hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy()).digest()
 
     # hashlib releases the GIL: with a few cores, several GB take about a second.
     with ThreadPoolExecutor(8) as pool:
@@ -39,13 +40,9 @@ def weights_hash(module: nn.Module) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _bytes_of(data: Tensor) -> memoryview:
-    return memoryview(data.reshape(-1).view(torch.uint8).numpy())
-
-
 def cannot_load(key: str, name: str, error: Exception) -> ValueError:
     """A one-line error for a model that cannot be loaded from the disk or the hub."""
-    reason = " ".join(str(error).split())
+    reason = one_line(error)
     before: BaseException | None = error
     while before is not None:  # diffusers says of a hub that it cannot reach that a file does not exist there
         if isinstance(before, LocalEntryNotFoundError):
@@ -54,7 +51,7 @@ def cannot_load(key: str, name: str, error: Exception) -> ValueError:
                 "cache of a machine that has downloaded it (HF_HOME)"
             )
         before = before.__cause__ or before.__context__
-    return ValueError(f"{key}: {name} cannot be loaded: {reason[:300]}")
+    return ValueError(f"{key}: {name} cannot be loaded: {reason}")
 
 
 class FrozenEncoder:

@@ -11,11 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from data.clip_library import open_clip
+from data.errors import one_line
 
 # OpenCLIP pads with token 0, which is also the letter "!" inside of words. It gets a second name for padding, because
 # transformers would take each "!" of a caption for padding otherwise.
@@ -64,19 +64,12 @@ def clip_text_model(tower: nn.Module, id: str, tokenizer: CLIPTokenizer) -> CLIP
         pad_token_id=tokenizer.pad_token_id,
     )
     model = CLIPTextModel(config).eval().requires_grad_(False)
-    tensors = renamed(tower.state_dict())
-    own = model.state_dict()
-    wrong = sorted(
-        name for name in own.keys() | tensors.keys() if name not in own or own[name].shape != _shape(tensors, name)
-    )
-    if wrong:
-        raise ValueError(f"text_encoder: {id} has another architecture than transformers' CLIPTextModel: {wrong[0]}")
-    model.load_state_dict(tensors)
+    try:
+        model.load_state_dict(renamed(tower.state_dict()))
+    except RuntimeError as error:
+        problem = f"text_encoder: {id} has another architecture than transformers' CLIPTextModel"
+        raise ValueError(f"{problem}: {one_line(error)}") from None
     return model
-
-
-def _shape(tensors: dict[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
 
 
 def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

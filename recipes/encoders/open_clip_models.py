@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from recipes.encoders.base import cannot_load
-from recipes.models.config_files import build_from, read_object
+from recipes.models.config_files import build_from, is_number, read_object
 from recipes.models.weights import read_safetensors
 
 LOCAL_PREFIX = "local-dir:"
@@ -149,7 +149,7 @@ def _check_config(file: Path) -> None:
             raise ValueError(f"{file}: text_cfg.tokenizer_kwargs.{name} is not read from a folder; known: {known}")
     for name, least in (("mean", -math.inf), ("std", 0.0)):
         numbers = pixels.get(name, [1.0] * 3)
-        if not (isinstance(numbers, list) and len(numbers) == 3 and all(_is_number(n) and n > least for n in numbers)):
+        if not (isinstance(numbers, list) and len(numbers) == 3 and all(is_number(n) and n > least for n in numbers)):
             raise ValueError(f"{file}: preprocess_cfg.{name} is {numbers!r:.100}; expected three numbers")
 
 
@@ -158,7 +158,3 @@ def _part(values: dict[str, Any], name: str, file: Path, default: dict[str, Any]
     if not isinstance(part, dict):
         raise ValueError(f"{file}: no object `{name}`; expected a folder in open_clip's format")
     return part
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

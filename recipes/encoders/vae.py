@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.encoders.base import LatentEncoder, ModelPath, cannot_load
-from recipes.models.config_files import build_from
+from recipes.models.config_files import build_from, is_number
 from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
 
@@ -121,7 +120,7 @@ class KLVae(LatentEncoder):
         self.channels = int(config.latent_channels)
         self.downsample = 2 ** (len(config.block_out_channels) - 1)
         scaling, shift = config.scaling_factor, config.shift_factor or 0.0
-        if not (_is_number(scaling) and scaling and _is_number(shift)):
+        if not (is_number(scaling) and scaling and is_number(shift)):
             raise ValueError(
                 f"image_encoder.path: {id} has scaling_factor {scaling!r:.50} and shift_factor {shift!r:.50}; give a "
                 "number other than 0, and a number"
@@ -164,7 +163,3 @@ class KLVae(LatentEncoder):
             vae.post_quant_conv.bias += self.shift_factor * vae.post_quant_conv.weight.sum((1, 2, 3))
             vae.register_to_config(shift_factor=None)
         return vae
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

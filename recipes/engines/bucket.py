@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.encoded_sets import CREDENTIAL
-from data.fetching import one_line
+from data.downloads import CREDENTIAL
+from data.errors import one_line
 from data.files import atomic_folder, atomic_write, point_to, write_text
 from data.log import log
 from data.stores import open_store

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.fetching import one_line
+from data.errors import one_line
 from data.log import log
 from recipes.engines.loggers import MLflow
 from recipes.engines.tracking import ask_once, log_parameters, refused

@@ -59,7 +59,7 @@ def write_export(
             from_export(found, native, weights)
         else:
             from_checkpoint(checkpoint, native, weights, recipe_file, data)
-        family = family_or_none(native)
+        family = families().get(read_record(native).get("family"))  # None: it generates no images
         layout = write_layout(native, new, layout, family)
         card = model_card(native, layout, out.name, family.guidance if family else None)
         if layout == "native":
@@ -78,11 +78,6 @@ def check_folder(out: Path) -> None:
     known = any((out / name).is_file() for name in ("model_index.json", "export.json"))
     if out.exists() and not known and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out}: exists and is not an export; give a new folder, or delete it first")
-
-
-def family_or_none(export: Path) -> Family | None:
-    """The family of an export of a model that generates images; None for autoencoders and text encoders."""
-    return families().get(read_record(export).get("family"))
 
 
 def write_layout(native: Path, new: Path, layout: Layout | None, family: Family | None) -> Layout:

@@ -41,7 +41,7 @@ def read_pairs(source: Source, number: int | None, seed: int, side: int) -> tupl
         wanted = "all" if number is None else number
         raise ValueError(f"--number: {wanted} images wanted, {len(drawn)} found that decode; give fewer or another set")
     drawn = [drawn[i] for i in sorted(drawn)]
-    images = np.stack([resize_and_crop(sample.image, side)[0] for sample in drawn])
+    images = np.stack([resize_and_crop(sample.image, side) for sample in drawn])
     return [sample.caption for sample in drawn], images, [sample.caption.strip() for sample in found]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,27 +11,27 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from data import files
+from data.errors import one_line
+
 Built = TypeVar("Built")
 LARGEST = 10_000  # number that a config may hold, whatever the weights
 SPARE = 1_000_000  # values that a network may have for a while, besides those of its weights
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """The JSON object in a file of an export.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: it is not a JSON object.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        return files.read_object(file)
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: no such file; expected a folder that a training run exported") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: expected a JSON object")
-    return values
+    except ValueError as error:
+        raise ValueError(f"{file}: expected a JSON object ({error})") from None
 
 
 def build_from(
@@ -59,10 +59,15 @@ def build_from(
         with _at_most(2 * sum(tensor.numel() for tensor in tensors.values()) + SPARE):
             return build(values)
     except Exception as error:  # networks raise nearly anything for sizes of other types or signs
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)
         if isinstance(error, ValueError | FileNotFoundError) and str(file.parent) in text:
             raise (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(text) from None
-        raise ValueError(f"{file}: nothing can be built of it ({type(error).__name__}: {text})") from error
+        raise ValueError(f"{file}: nothing can be built of it ({text})") from error
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _integers(values: Any) -> Iterator[int]:

@@ -4,49 +4,102 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from safetensors.torch import save_file
 from torch import nn
 
 from data.files import write_json
 from recipes.models.config_files import build_from
-from recipes.models.weights import Upgrade, load_tensors, read_safetensors
+from recipes.models.task import Task
+from recipes.models.weights import Upgrade, check_config, load_safetensors, load_tensors, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"  # of a transformer in an export, and of its average
 Network = TypeVar("Network", bound=nn.Module)
 
 
-def save_network(folder: Path, network: nn.Module, sizes: dict[str, Any]) -> None:
-    """Write a network to a new folder.
+def save_network(folder: Path, network: nn.Module, sizes: dict[str, Any], weights: str = WEIGHTS) -> None:
+    """Write a network to a folder.
 
     Args:
-        folder: is made, with its parents.
+        folder: is made where it is missing, with its parents.
         network: its state dict is written.
         sizes: arguments that build it again, as JSON-compatible values.
-
-    Raises:
-        FileExistsError: the folder is there.
+        weights: name of the file of its weights.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, sizes, indent=2)
-    save_file(network.state_dict(), folder / WEIGHTS)
+    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, folder / weights)
 
 
-def load_network(folder: Path, build: Callable[..., Network], upgrade: Upgrade | None = None) -> Network:
+def load_network(
+    folder: Path, build: Callable[..., Network], upgrade: Upgrade | None = None, weights: str = WEIGHTS
+) -> Network:
     """The network in a folder that `save_network` wrote. Only JSON and safetensors are read.
 
     Args:
         folder: of the network.
         build: takes the sizes, and returns a network with new weights.
         upgrade: see `read_safetensors`.
+        weights: name of the file of its weights.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the tensors do not have the sizes of config.json, or a file is damaged.
     """
-    tensors = read_safetensors(folder / WEIGHTS, upgrade)
+    tensors = read_safetensors(folder / weights, upgrade)
     network = build_from(folder / CONFIG, lambda sizes: build(**sizes), tensors)
-    load_tensors(network, tensors, folder / WEIGHTS)
+    load_tensors(network, tensors, folder / weights)
     return network
+
+
+def load_into(
+    network: nn.Module,
+    folder: Path,
+    sizes: dict[str, Any],
+    upgrade: Upgrade | None = None,
+    weights: str = WEIGHTS,
+) -> None:
+    """Load the weights in a folder that `save_network` wrote into a network of the same sizes.
+
+    Args:
+        network: is loaded into.
+        folder: of the weights.
+        sizes: of `network`, as `save_network` takes them.
+        upgrade: see `read_safetensors`.
+        weights: name of the file of the weights.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the weights are those of another network, or a file is damaged.
+    """
+    load_safetensors(network, folder / weights, upgrade)
+    check_config(sizes, folder / CONFIG)
+
+
+class TransformerTask(Task):
+    """A task whose export is one transformer, in the folder transformer/, which `load_network` opens.
+
+    Attributes:
+        network: the transformer.
+        sizes: arguments that build it again, as JSON-compatible values.
+        upgrade: of the weights that an earlier version exported; see `read_safetensors`.
+    """
+
+    exports_average_beside = True
+    upgrade: ClassVar[Upgrade | None] = None
+    network: nn.Module
+    sizes: dict[str, Any]
+
+    def export(self, folder: Path) -> None:
+        """Write transformer/config.json and safetensors."""
+        save_network(folder / FOLDER, self.network, self.sizes)
+
+    def export_average(self, folder: Path) -> None:
+        """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
+        save_network(folder / FOLDER_AVERAGE, self.network, self.sizes)
+
+    def load_export(self, folder: Path) -> None:
+        """See `Task.load_export`."""
+        load_into(self.network, folder / FOLDER, self.sizes, self.upgrade)

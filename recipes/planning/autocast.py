@@ -22,6 +22,15 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 NORMS = frozenset({F.layer_norm, F.group_norm})  # in 32 bits under a GPU's autocast
 
+# What models ask about autocast, and with which they set it.
+TOLD = (
+    (torch, "autocast"),
+    (torch.amp, "autocast"),
+    (torch.amp, "is_autocast_available"),
+    (torch, "is_autocast_enabled"),
+    (torch, "get_autocast_dtype"),
+)
+
 
 class MetaAutocast(TorchFunctionMode):
     """Inside, matrices on the meta device are multiplied in bf16, and models that ask are told so.
@@ -48,17 +57,22 @@ class MetaAutocast(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def __enter__(self) -> MetaAutocast:
-        self._known = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
-        autocast, is_enabled, dtype_of = self._known
-        torch.autocast = lambda kind, *options, **named: (
-            self._set(*options, **named) if kind == "meta" else autocast(kind, *options, **named)
-        )
+        self._known = [(place, name, getattr(place, name)) for place, name in TOLD]
+        autocast, _, is_available, is_enabled, dtype_of = (known for _, _, known in self._known)
+
+        def autocast_here(device_type: str, *options: Any, **named: Any) -> Any:
+            here = device_type == "meta"
+            return self._set(*options, **named) if here else autocast(device_type, *options, **named)
+
+        torch.autocast = torch.amp.autocast = autocast_here  # recomputation asks the latter
+        torch.amp.is_autocast_available = lambda kind: kind == "meta" or is_available(kind)
         torch.is_autocast_enabled = lambda *kind: self.enabled if kind == ("meta",) else is_enabled(*kind)
         torch.get_autocast_dtype = lambda kind: DTYPE if kind == "meta" else dtype_of(kind)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype = self._known
+        for place, name, known in self._known:
+            setattr(place, name, known)
         super().__exit__(*error)
 
     @contextmanager

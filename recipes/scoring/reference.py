@@ -69,7 +69,7 @@ def decoded(samples: list[Sample], resolution: int) -> np.ndarray:
     kept = [sample for sample in (decoder.decode(sample) for sample in samples) if isinstance(sample, DecodedSample)]
     if len(kept) < len(samples):
         log.warning(f"reference: {len(samples) - len(kept)} of {len(samples)} pictures do not decode and are left out")
-    squares = [resize_and_crop(sample.image, resolution)[0] for sample in kept]
+    squares = [resize_and_crop(sample.image, resolution) for sample in kept]
     return np.stack(squares) if squares else np.empty((0, resolution, resolution, 3), np.uint8)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.files import atomic_folder, atomic_write, write_json
+from data.files import atomic_folder, atomic_write, read_object, write_json
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):
@@ -22,6 +22,23 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
         raise KeyError
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"{", "line 1"), (b"[1]", "not a JSON object"), (b"\xff", "utf-8"), (b"[" * 200_000, "nested too deeply")],
+)
+def test_what_is_not_a_json_object_says_so(content, problem, tmp_path):
+    (tmp_path / "values.json").write_bytes(content)
+    with pytest.raises(ValueError, match=problem):
+        read_object(tmp_path / "values.json")
+
+
+def test_a_json_object_is_read(tmp_path):
+    write_json(tmp_path / "values.json", {"a": [1, None]})
+    assert read_object(tmp_path / "values.json") == {"a": [1, None]}
+    with pytest.raises(FileNotFoundError):
+        read_object(tmp_path / "none.json")
 
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path):

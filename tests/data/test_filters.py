@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.sources.base import REASONS, DecodedSample, Rejected, Sample, iterate
+from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.filters import Filter
 
 RED, BLUE = (220, 20, 30), (20, 30, 220)
@@ -254,23 +254,3 @@ def test_large_jpeg_is_decoded_at_a_fraction():
 def test_bounds_nothing_can_meet(bounds, message):
     with pytest.raises(ValueError, match=f"filter.*{message}"):
         Filter(**bounds)
-
-
-class Listed:
-    """A source over a list, for `iterate`."""
-
-    def shards(self):
-        return ["a", "b"]
-
-    def read(self, shard):
-        yield Sample(f"{shard}0", encode(two_tone()), "caption")
-        yield Rejected(f"{shard}1", "missing_image")
-        yield Sample(f"{shard}2", b"", "caption")
-
-
-def test_iterate_loses_nothing():
-    rows = list(iterate(Listed(), Filter()))
-    assert [row.key for row in rows] == ["a0", "a1", "a2", "b0", "b1", "b2"]
-    assert [getattr(row, "reason", "") for row in rows[:3]] == ["", "missing_image", "broken_image"]
-    assert [row.key for row in iterate(Listed(), Filter(), ["b"])] == ["b0", "b1", "b2"]
-    assert all(row.reason in REASONS for row in rows if isinstance(row, Rejected))

@@ -38,7 +38,7 @@ class Numbered:
                 continue
             pixels = np.full((8, 8, 3), number, dtype=np.uint8)
             pixels[:, :4, 2], pixels[:, 4:, 2] = 255, 0
-            yield Sample(f"{number}", Image.fromarray(pixels), f"picture of {number}", {})
+            yield Sample(f"{number}", Image.fromarray(pixels), f"picture of {number}")
 
 
 def load(source, batch=4, training=True, rank=0, world=1, seed=17, **arguments):
@@ -182,7 +182,7 @@ class Wide(Numbered):
     def read(self, shard):
         ramp = np.tile(np.arange(40, dtype=np.uint8)[None, :, None] * 6, (8, 1, 3))
         for number in range(30):
-            yield Sample(f"{number}", Image.fromarray(ramp), "ramp", {})
+            yield Sample(f"{number}", Image.fromarray(ramp), "ramp")
 
 
 class Counting(Filter):

@@ -1,9 +1,14 @@
 """Addresses of stores, and which answers are final. tests/recipes/trial_stores.py runs the clients against servers."""
 
-import pytest
+from types import SimpleNamespace
 
-from data import encoded_sets
+import pytest
+from streaming.base.storage import CloudDownloader
+
+from data import downloads
 from data.encoded_sets import EncodedSet, remote_set
+from data.fetching import WholeStream
+from data.sources.tars import TarSource
 from data.stores import AzureStore, GoogleKeysStore, GoogleStore, S3Store, malformed, open_store
 from precompute.upload import Copy
 
@@ -12,7 +17,7 @@ AZURE = "azure://pictures.blob.core.windows.net/sets"
 
 @pytest.fixture(autouse=True)
 def without_credentials(monkeypatch):
-    for name in ("GCS_KEY", "GCS_SECRET", "AZURE_ACCOUNT_NAME", "AZURE_ACCOUNT_ACCESS_KEY"):
+    for name in ("GCS_KEY", "GCS_SECRET", "AZURE_ACCOUNT_NAME", "AZURE_ACCOUNT_ACCESS_KEY", "S3_CANNED_ACL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -41,6 +46,21 @@ def test_variables_of_the_environment_choose_what_streaming_chooses(monkeypatch)
     monkeypatch.setenv("GCS_SECRET", "secret")
     store = open_store("gs://sets/a")
     assert type(store) is GoogleKeysStore and store.client.meta.endpoint_url == "https://storage.googleapis.com"
+
+
+def test_the_canned_acl_that_streaming_takes_is_given_to_each_object(monkeypatch, tmp_path):
+    given = []
+    store = open_store("s3://sets/a")
+    store.client = SimpleNamespace(
+        put_object=lambda ACL=None, **_: given.append(ACL),
+        upload_file=lambda *_, ExtraArgs: given.append(ExtraArgs.get("ACL")),
+    )
+    for acl in (None, "bucket-owner-full-control"):
+        if acl:
+            monkeypatch.setenv("S3_CANNED_ACL", acl)
+        store.write("latest.json", b"{}")
+        store.upload(tmp_path / "shard.mds", "shard.mds")
+    assert given == [None, None, *["bucket-owner-full-control"] * 2]
 
 
 @pytest.mark.parametrize(
@@ -91,16 +111,46 @@ def answer_of_google(status):
 @pytest.mark.parametrize("answer", [answer_of_azure, answer_of_google])
 @pytest.mark.parametrize(("status", "asked"), [(404, 1), (403, 1), (429, 2), (503, 2)])
 def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, tmp_path):
+    def download(remote, local, timeout):
+        raise answer(status)
+
+    calls = downloader(monkeypatch, download)
+    with pytest.raises(ValueError, match="gs://sets/train/manifest.json: cannot be fetched"):
+        EncodedSet(str(tmp_path), "gs://sets/train", {}).manifest()
+    source = TarSource(urls="gs://sets/0.tar")
+    with pytest.raises(ConnectionError, match="cannot fetch gs://sets/0.tar: .*no"):
+        list(source.read(source.shards()[0]))
+    assert calls == ["gs://sets/train/manifest.json"] * asked + ["gs://sets/0.tar"] * asked
+
+
+def test_a_downloader_that_passes_over_an_error_is_an_error(monkeypatch, tmp_path):
+    """Google's does so, with the keys of S3's protocol, for nearly all errors."""
+    calls = downloader(monkeypatch, lambda remote, local, timeout: None)
+    with pytest.raises(ValueError, match="gs://sets/train/manifest.json: cannot be fetched .*no answer that says why"):
+        EncodedSet(str(tmp_path), "gs://sets/train", {}).manifest()
+    source = TarSource(urls="gs://sets/0.tar")
+    with pytest.raises(ConnectionError, match="cannot fetch gs://sets/0.tar: .*no answer that says why"):
+        list(source.read(source.shards()[0]))
+    options = {"download_retry": 2, "download_timeout": 60.0}
+    stream = WholeStream(local=str(tmp_path / "cache"), remote="gs://sets/train", **options)
+    with pytest.raises(ConnectionError, match="gs://sets/train/shard.00000.mds: no answer that says why"):
+        stream._download_file("shard.00000.mds")
+    assert len(calls) == 3 * 2
+
+
+def downloader(monkeypatch, download):
+    """Replaces streaming's downloaders. Returns the addresses that are asked for, each of them twice at most."""
     calls = []
 
     class Client:
         def download(self, remote, local, timeout):
             calls.append(remote)
-            raise answer(status)
+            download(remote, local, timeout)
 
-    monkeypatch.setattr(encoded_sets, "ATTEMPTS", 2)
-    monkeypatch.setattr(encoded_sets.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(encoded_sets.CloudDownloader, "get", lambda address: Client())
-    with pytest.raises(ValueError, match="gs://sets/train/manifest.json: cannot be fetched"):
-        EncodedSet(str(tmp_path), "gs://sets/train", {}).manifest()
-    assert len(calls) == asked
+        def clean_up(self):
+            pass
+
+    monkeypatch.setattr(downloads, "ATTEMPTS", 2)
+    monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(CloudDownloader, "get", lambda address: Client())
+    return calls

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from data import downloads
 from data.sources import tars
 from data.sources.base import Rejected, Sample
 from data.sources.tars import TarSource, expand
@@ -100,8 +101,8 @@ def test_tar_members_without_partner(tmp_path):
         ("c", ""),
         ("d", "duplicate_image"),
         ("e", "caption_not_utf8"),
-        ("f", "broken_metadata"),
-        ("g", "broken_metadata"),
+        ("f", ""),  # its JSON is not read
+        ("g", ""),
         ("c", "duplicate_key"),
         ("h", ""),
         ("h", "duplicate_key"),
@@ -123,14 +124,21 @@ def test_tar_links_are_not_followed(tmp_path):
 
 
 def test_tar_caption_out_of_json(tmp_path):
+    image = picture(4)
+    broken = {"d": b"{", "e": b"[1]", "f": b"[" * 200_000}
     members = [
         ("a.png", picture(1)),
         ("a.json", b'{"long": "told at length"}'),
         ("b.png", picture(2)),
         ("b.json", b"{}"),
+        ("c.png", picture(3)),
+        ("c.txt", b"in another file"),
     ]
-    rows = read(TarSource(urls=str(write_tar(tmp_path / "x.tar", members)), caption="json:long"))
-    assert rows[0].caption == "told at length" and rows[1].reason == "missing_caption"
+    members += [member for key, text in broken.items() for member in ((f"{key}.png", image), (f"{key}.json", text))]
+    source = TarSource(urls=str(write_tar(tmp_path / "x.tar", members)), caption="json:long")
+    assert read(source)[0].caption == "told at length"
+    missing = {"b": "missing_caption", "c": "missing_caption"}
+    assert reasons(source) == missing | dict.fromkeys(broken, "broken_metadata")
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
@@ -254,7 +262,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 def test_remote_tars_are_fetched_again_when_the_connection_breaks(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(tars.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
     Server.files = {"/0.tar": write_tar(tmp_path / "0.tar", layout()).read_bytes()}
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -278,17 +286,21 @@ def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
 
     asked = []
 
-    def download(remote, local, timeout):
-        asked.append(remote)
-        if len(asked) == 1:
-            raise TimeoutError("no answer")
-        if "gone" in remote:
-            raise FileNotFoundError(remote)
-        shutil.copy(tmp_path / "0.tar", local)
+    class Downloader:
+        def download(self, remote, local, timeout):
+            asked.append(remote)
+            if len(asked) == 1:
+                raise TimeoutError("no answer")
+            if "gone" in remote:
+                raise FileNotFoundError(remote)
+            shutil.copy(tmp_path / "0.tar", local)
+
+        def clean_up(self):
+            pass
 
     write_tar(tmp_path / "0.tar", layout())
-    monkeypatch.setattr(tars.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(CloudDownloader, "direct_download", staticmethod(download))
+    monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(CloudDownloader, "get", lambda address: Downloader())
     source = TarSource(urls=["s3://bucket/0.tar", "gs://bucket/gone.tar"])
     assert [row.key for row in source.read(source.shards()[0])] == [row[0] for row in ROWS]
     assert asked == ["s3://bucket/0.tar"] * 2

@@ -77,7 +77,7 @@ def test_dry_run_counts_shards_and_bytes(encoded, recipe, tmp_path):
     done = run(str(path), "--dry-run", cwd=tmp_path)
     columns = LatentColumns({16: (4, 8, 8), 32: (4, 16, 16)}, (12, 16))
     assert "train: 3 input shards, 3 done, 0 to do" in done.stdout
-    expected = columns.bytes_per_sample()
+    expected = sum(columns.bytes_by_part().values())
     size = int(done.stdout.partition("expected size: ")[2].partition(" bytes")[0].replace(",", ""))
     real = json.loads((encoded / "manifest.json").read_text())
     assert expected < size < expected + 200

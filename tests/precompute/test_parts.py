@@ -173,6 +173,7 @@ def test_a_folder_without_its_marker_is_replaced(tmp_path):
         ("done.json", b"{}", r"done.json: damaged \(it has no `options`\)"),
         ("rejected.jsonl", None, r"rejected.jsonl: damaged \(it is missing\)"),
         ("index.json", b"[]", r"index.json: damaged \(it is not a JSON object\)"),
+        ("index.json", b"[" * 200_000, r"index.json: damaged \(nested too deeply\)"),
     ],
 )
 def test_a_damaged_shard_does_not_get_into_the_index(tmp_path, name, content, message):
@@ -292,7 +293,7 @@ def test_a_claim_without_hard_links(tmp_path, monkeypatch):
 
 def test_sizes_of_stable_diffusion_2():
     columns = LatentColumns({256: (4, 32, 32), 512: (4, 64, 64)}, (77, 1024))
-    assert columns.bytes_per_sample() == 2 * 2 * 4 * (32**2 + 64**2) + 2 * 77 * 1024 + 2 * 16 + 16
+    assert sum(columns.bytes_by_part().values()) == 2 * 2 * 4 * (32**2 + 64**2) + 2 * 77 * 1024 + 2 * 16 + 16
     assert columns.encodings()["mean_512"] == "ndarray:float16:4,64,64"
 
 

@@ -204,6 +204,14 @@ def test_bad_input_in_one_line(job, changes, message, capsys):
     assert capsys.readouterr().err.startswith("error: --model: missing")
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", "null", "[" * 200_000])
+def test_scores_of_an_unknown_model_are_not_taken_for_this_ones(content, tmp_path):
+    (tmp_path / "facts.json").write_text(content)
+    with pytest.raises(ValueError, match=r"facts.json: damaged .*; delete .* and start precompute/scores.py") as error:
+        score_job.claim(tmp_path, {"model": "mine"})
+    assert "\n" not in str(error.value) and (tmp_path / "facts.json").read_text() == content
+
+
 def test_a_damaged_file_is_named(job, tmp_path):
     score_file(tmp_path, "a").parent.mkdir()
     score_file(tmp_path, "a").write_bytes(b"PK\x03\x04 and nothing more")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.killing import fork
-from data import encoded_sets
+from data import downloads
 from data.encoded_sets import remote_set
 from data.files import point_to
 from data.loading import Placement
@@ -389,7 +389,7 @@ def test_a_bucket_that_is_slow_and_fails_at_times_is_asked_again(bucket, encoded
 
 
 def test_a_bucket_that_fails_on_is_one_line(bucket, encoded, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoded_sets, "ATTEMPTS", 2)
+    monkeypatch.setattr(downloads, "ATTEMPTS", 2)
     bucket.failing = 10**6
     try:
         with pytest.raises(ValueError, match="s3://sets/latents/train/manifest.json: cannot be fetched .*500") as error:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from data.bpe import Vocabulary
 from data.image_grid import to_uint8
-from data.sources.filters import FORMATS, to_rgb
+from data.sources.base import Rejected, Sample
+from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_tokens, uniforms
 from recipes.models.autoregressive.task import load_transformer
@@ -103,15 +103,12 @@ class TokenPipeline:
         if not 0 <= rows <= side:
             raise ValueError(f"--rows: {rows}; the grid of tokens has {side} rows")
         try:
-            with Image.open(picture, formats=FORMATS) as image:
-                upright = ImageOps.exif_transpose(image)
-                # As in training: transparency on white, which a plain conversion drops; 16 bits scaled, not clipped.
-                rgb = to_rgb(upright)
-        except Exception as error:  # on damaged files, Pillow's decoders raise almost anything
-            raise ValueError(f"--picture: {picture} is not readable as a picture ({error})") from None
-        if rgb is None:
-            raise ValueError(f"--picture: {picture} has pixels of type {upright.mode}; save it with 8 or 16 bits")
-        pixels, _ = resize_and_crop(rgb, self.resolution)
+            found = Filter().decode(Sample(str(picture), picture.read_bytes(), "a picture"))  # as in training
+        except OSError as error:
+            raise ValueError(f"--picture: {picture} is not readable as a picture ({error.strerror})") from None
+        if isinstance(found, Rejected):
+            raise ValueError(f"--picture: {picture} is not readable as a picture ({found.detail})")
+        pixels = resize_and_crop(found.image, self.resolution)
         pixels = torch.from_numpy(pixels.copy())[None, None].to(self.device)  # (1, 1, R, R, 3)
         tokens = self.image_encoder.store(pixels).arrays["tokens"][:, 0].long()  # (1, N)
         return tokens[:, : rows * side]

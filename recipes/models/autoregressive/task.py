@@ -12,22 +12,20 @@ from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops, tensor_plan
 from recipes.models.earlier import separated
-from recipes.models.network_folder import CONFIG, FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
-from recipes.models.task import Task
+from recipes.models.network_folder import FOLDER, TransformerTask, load_network
 from recipes.models.tensor_plan import TensorPlan
-from recipes.models.weights import check_config, load_safetensors
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
 
 TEXT_TOKENS = "text_tokens"  # predicted text tokens per sample: in training their mean over the whole batch
 
 
-class Autoregressive(Task):
+class Autoregressive(TransformerTask):
     """A transformer over text tokens followed by image tokens (Ramesh et al. 2021, section 2.2), all precomputed."""
 
     entry_points = ("sample",)
     eval_weights = {"text_loss": TEXT_TOKENS}
-    exports_average_beside = True
+    upgrade = staticmethod(separated)
 
     def __init__(
         self,
@@ -168,22 +166,9 @@ class Autoregressive(Task):
     def _weighted(self, text: Tensor, image: Tensor) -> Tensor:
         return (1 - self.image_weight) * text + self.image_weight * image
 
-    def export(self, folder: Path) -> None:
-        """Write transformer/config.json and safetensors, which `load_transformer` opens."""
-        save_network(folder / FOLDER, self.network, self.sizes)
-
-    def export_average(self, folder: Path) -> None:
-        """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
-        save_network(folder / FOLDER_AVERAGE, self.network, self.sizes)
-
     def export_record(self) -> dict[str, Any]:
         """See `Task.export_record`."""
         return {"family": "autoregressive", "network": FOLDER}
-
-    def load_export(self, folder: Path) -> None:
-        """See `Task.load_export`."""
-        load_safetensors(self.network, folder / FOLDER / WEIGHTS, separated)
-        check_config(self.sizes, folder / FOLDER / CONFIG)
 
 
 def predicted(text: Tensor) -> Tensor:
@@ -193,26 +178,14 @@ def predicted(text: Tensor) -> Tensor:
 
 def transformer_of(
     *,
-    layers: int,
-    width: int,
-    heads: int,
     text_positions: int,
-    text_vocabulary: int,
     side: int,
-    codes: int,
     kernel: int,
     attention: Literal["auto", "flex", "local", "masked"] = "auto",
+    **sizes: int,
 ) -> TokenTransformer:
     """A new network of the sizes that `Autoregressive` takes and config.json holds."""
-    return TokenTransformer(
-        layout=TokenLayout(text_positions, side, kernel),
-        layers=layers,
-        width=width,
-        heads=heads,
-        text_vocabulary=text_vocabulary,
-        codes=codes,
-        implementation=attention,
-    )
+    return TokenTransformer(layout=TokenLayout(text_positions, side, kernel), implementation=attention, **sizes)
 
 
 def load_transformer(folder: Path) -> TokenTransformer:

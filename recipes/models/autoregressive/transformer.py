@@ -201,9 +201,8 @@ class TokenTransformer(nn.Module):
         x = self.embed_image(image, 0 if caches is None else caches.image)  # (B, n, d)
         if text is not None:
             x = torch.cat([self.embed_text(text), x], dim=1)  # (B, T + n, d)
-        x = x.to(
-            torch.promote_types(x.dtype, torch.float32)
-        )  # the identity path is float32, also with 16-bit embeddings
+        # The identity path is float32, also with 16-bit embeddings.
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         x = self.stream(x)
         attends = self._attends_on(x.device) if caches is None else caches.layers
         for number, attend in enumerate(attends):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from data.clip_library import open_clip
 from data.loading import WEIGHT
 from data.ranges import check_least
+from recipes.models.autocast import without_autocast
 from recipes.models.config_files import read_object
 from recipes.models.kl_autoencoder.task import to_signed
-from recipes.models.precision import without_autocast
 from recipes.models.task import Task
 from recipes.models.weights import check_config, load_safetensors
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.models.precision import without_autocast
+from recipes.models.autocast import without_autocast
 
 EPSILON = 0.1  # distance of mapped pixels from 0 and 1, where the logit is infinite
 GROUPS = 4

@@ -6,7 +6,6 @@ import torch
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from recipes.models.kernels import group_norm_kernels as kernels
 from recipes.models.kernels.group_norm_kernels import backward_with, forward_with, plan_for
@@ -123,17 +122,3 @@ def group_norm_silu(
     if torch.compiler.is_compiling():
         return _forward_op(x, weight, bias, groups, eps, silu, dtype)[0]
     return _GroupNormSiLU.apply(x, weight, bias, groups, eps, silu, dtype)
-
-
-def reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    groups: int,
-    eps: float = 1e-5,
-    silu: bool = True,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The same as `group_norm_silu`, computed by PyTorch."""
-    y = F.group_norm(x.float(), groups, weight.float(), bias.float(), eps)
-    return (F.silu(y) if silu else y).to(dtype or x.dtype)

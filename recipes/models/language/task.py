@@ -10,20 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from recipes.models.language.transformer import TextTransformer, forward_flops, tensor_plan
-from recipes.models.network_folder import CONFIG, FOLDER, FOLDER_AVERAGE, WEIGHTS, load_network, save_network
-from recipes.models.task import Task
+from recipes.models.network_folder import TransformerTask, load_network
 from recipes.models.tensor_plan import TensorPlan
-from recipes.models.weights import check_config, load_safetensors
 
 # Letters: B batch, S positions, V vocabulary.
 
 
-class Language(Task):
+class Language(TransformerTask):
     """GPT-2 with one table of tokens for input and output, as Shoeybi et al. (2019) train it, on packed texts."""
 
     eval_names = ("loss", "perplexity")
     eval_exponentials = {"perplexity": "loss"}
-    exports_average_beside = True
 
     def __init__(
         self,
@@ -103,19 +100,6 @@ class Language(Task):
         hidden = self.network(tokens[:, :-1])  # (B, S, d)
         targets = tokens[:, 1:]
         return self.network.tokens.losses(hidden.flatten(0, 1), targets.flatten()).view(targets.shape)
-
-    def export(self, folder: Path) -> None:
-        """Write transformer/config.json and safetensors, which `load_language` opens."""
-        save_network(folder / FOLDER, self.network, self.sizes)
-
-    def export_average(self, folder: Path) -> None:
-        """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
-        save_network(folder / FOLDER_AVERAGE, self.network, self.sizes)
-
-    def load_export(self, folder: Path) -> None:
-        """See `Task.load_export`."""
-        load_safetensors(self.network, folder / FOLDER / WEIGHTS)
-        check_config(self.sizes, folder / FOLDER / CONFIG)
 
 
 def load_language(folder: Path) -> TextTransformer:

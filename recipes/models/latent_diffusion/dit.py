@@ -10,18 +10,16 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from data.files import write_json
 from data.ranges import check_least
-from recipes.models.config_files import build_from
 from recipes.models.earlier import separated
 from recipes.models.latent_diffusion.denoiser import Denoiser
+from recipes.models.network_folder import load_into, load_network, save_network
 from recipes.models.tensor_plan import DividedBranch, TensorPlan
-from recipes.models.weights import check_config, load_tensors, read_safetensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+_separated = partial(separated, prefix="denoiser.")  # the tensors of an earlier version under their names of today
 FREQUENCIES = 256  # width of the sinusoidal time embedding, as in DiT
 
 # Letters: B batch, C latent channels, H W latent grid, N patches, L text positions, T text width, D width.
@@ -172,26 +170,16 @@ class DiT(Denoiser):
 
     def save(self, folder: Path) -> None:
         """Write config.json and safetensors."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "config.json", self.config)
-        save_file({name: tensor.contiguous() for name, tensor in self.state_dict().items()}, str(folder / WEIGHTS))
+        save_network(folder, self, self.config, WEIGHTS)
 
     def load(self, folder: Path) -> None:
         """See `Denoiser.load`."""
-        load_tensors(self, _tensors(folder), folder / WEIGHTS)
-        check_config(self.config, folder / "config.json")
+        load_into(self, folder, self.config, _separated, WEIGHTS)
 
     @classmethod
     def open(cls, folder: Path) -> Self:
         """See `Denoiser.open`."""
-        tensors = _tensors(folder)
-        network = build_from(folder / "config.json", lambda sizes: cls(**sizes), tensors)
-        load_tensors(network, tensors, folder / WEIGHTS)
-        return network
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    return read_safetensors(folder / WEIGHTS, partial(separated, prefix="denoiser."))
+        return load_network(folder, cls, _separated, WEIGHTS)
 
 
 class Block(nn.Module):

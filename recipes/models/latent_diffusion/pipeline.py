@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.arrays import read_array
+from data.arrays import read_matrix
 from data.image_grid import to_uint8
 from data.manifest import NULL_TEXT, Manifest
 from recipes.models.family import ExportParts
@@ -111,7 +111,7 @@ def load(parts: ExportParts) -> DiffusionPipeline:
     # Exports from before export.json named them have a U-Net and DDPM's scheduler.
     denoiser = parts.component_class("denoiser", parts.record.get("denoiser", "unet"))
     objective = parts.component_class("objective", parts.record.get("objective", "ddpm"))
-    null_text = read_array(parts.folder / NULL_TEXT, dimensions=2)
+    null_text = read_matrix(parts.folder / NULL_TEXT)
     return DiffusionPipeline(
         denoiser=denoiser.open(parts.network).to(parts.device).eval(),
         objective=objective.open(parts.folder / SCHEDULER),

@@ -9,7 +9,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from data.ranges import check_least, check_shares
-from recipes.models.blocks.formats import in_autocast_dtype
+from recipes.models.autocast import for_products
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.weights import load_diffusers, open_diffusers
 
@@ -33,7 +33,7 @@ class UNet(Denoiser):
 
     def forward(self, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """The network's prediction (B, C, H, W). See `Denoiser.forward`."""
-        text = in_autocast_dtype(text)  # read by two layers per transformer block
+        text = for_products(text)  # read by two layers per transformer block
         return self.network(latents, times, encoder_hidden_states=text, return_dict=False)[0]
 
     def blocks(self) -> list[nn.Module]:

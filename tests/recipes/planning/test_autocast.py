@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from recipes.algorithms.modules.low_precision_norms import lower_norms
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe, load_config
-from recipes.planning.autocast import MetaAutocast
+from recipes.models.autocast import for_products, without_autocast
+from recipes.planning.autocast import TOLD, MetaAutocast
 from recipes.planning.batches import blank_batch, traced_model
 from recipes.planning.gpu_kernels import GpuKernels
 from recipes.planning.trace import trace
@@ -100,14 +101,24 @@ def test_a_model_can_turn_it_off():
         assert (x @ x).dtype == torch.bfloat16
 
 
+def test_a_part_that_goes_without_it_is_planned_in_32_bits():
+    x = torch.empty(4, 4, device="meta")
+    with MetaAutocast():
+        assert for_products(x).dtype == torch.bfloat16
+        with without_autocast(x.device):
+            assert (x @ x).dtype == for_products(x).dtype == torch.float32
+    with without_autocast(x.device):  # PyTorch has no autocast for the meta device
+        assert (x @ x).dtype == for_products(x).dtype == torch.float32
+
+
 def test_other_devices_and_what_comes_after_are_left_alone():
-    before = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+    before = [getattr(place, name) for place, name in TOLD]
     x = torch.ones(4, 4)
     with pytest.raises(ZeroDivisionError), MetaAutocast():
         assert (x @ x).dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         with torch.autocast("cpu", torch.bfloat16):
             assert (x @ x).dtype == torch.bfloat16 and torch.get_autocast_dtype("cpu") == torch.bfloat16
         raise ZeroDivisionError
-    assert (torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype) == before
+    assert [getattr(place, name) for place, name in TOLD] == before
     with pytest.raises(RuntimeError, match="autocast"):
         torch.is_autocast_enabled("meta")

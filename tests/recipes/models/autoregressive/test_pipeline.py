@@ -55,6 +55,12 @@ def test_a_picture_of_unknown_range_is_named(tmp_path):
         seen(tmp_path / "depth.tiff")
 
 
+def test_a_picture_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"--picture: .*none.png is not readable as a picture \(No such file") as error:
+        seen(tmp_path / "none.png")
+    assert "\n" not in str(error.value)
+
+
 def test_tokens_that_the_text_positions_do_not_hold(token_sets):
     vocabulary = Vocabulary.read(token_sets / "vocabulary.json")
     captions = ["", "on", "on a wall, 17 stars and no dots"]

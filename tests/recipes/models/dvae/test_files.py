@@ -171,7 +171,7 @@ def test_tensors_must_fit_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "config.json: not readable as JSON"),
+        ("{", "config.json: expected a JSON object .*line 1"),
         ("[1]", "config.json: expected a JSON object"),
         ('{"kind": "unet"}', 'config.json: is not that of a dVAE, whose "kind" is "dvae"'),
         (json.dumps({"kind": "dvae", **SIZES, "codes": "24"}), "config.json: expected whole numbers for codes"),

@@ -14,8 +14,9 @@ from recipes.models.kernels.fused_norm import Case, FusedGroupNorm, Times, fuse
 from recipes.models.kernels.geglu import geglu
 from recipes.models.kernels.geglu import reference as plain_geglu
 from recipes.models.kernels.group_norm_kernels import backward_with, forward_with, make_plan
-from recipes.models.kernels.group_norm_silu import INTERPRETED, group_norm_silu, reference
+from recipes.models.kernels.group_norm_silu import INTERPRETED, group_norm_silu
 from recipes.models.latent_diffusion.unet import unet
+from tests.recipes.models.kernels.plain import reference
 
 # Largest difference, as a share of the largest number. The interpreter cuts to bfloat16 where a GPU rounds: 2^-7.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-7}

@@ -10,7 +10,8 @@ from triton.compiler import ASTSource
 from recipes.models.kernels import fused_norm, group_norm_kernels
 from recipes.models.kernels.fused_norm import Case
 from recipes.models.kernels.group_norm_kernels import SPLITS, make_plan
-from recipes.models.kernels.group_norm_silu import group_norm_silu, reference
+from recipes.models.kernels.group_norm_silu import group_norm_silu
+from tests.recipes.models.kernels.plain import reference
 
 # (N, C, rows, G): SD2's at 256 and 512 pixels, and odd ones.
 SHAPES = [(256, 320, 1024, 32), (16, 960, 1024, 32), (4, 1280, 64, 32), (96, 2560, 64, 32), (8, 320, 4096, 32)]

@@ -1,0 +1,84 @@
+"""Files of object stores and of HTTP servers, copied to this disk. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streaming.base.storage import CloudDownloader
+
+ATTEMPTS = 4  # to fetch a file, with pauses of 1, 2 and 4 s between them
+CREDENTIAL = "whether the address is right and the credential has expired"
+
+
+def fetch(
+    address: str, path: Path, timeout: float, attempts: int | None = None, downloader: CloudDownloader | None = None
+) -> None:
+    """Copy a file to this disk. After an error there is no file, also where a part of it had come.
+
+    Args:
+        address: http://, https://, or one that mosaicml-streaming has a downloader for.
+        path: of the copy. A file that is there is replaced.
+        timeout: seconds without a byte.
+        attempts: how often the file is asked for, with pauses; None: `ATTEMPTS`. A refusal is not asked again.
+        downloader: mosaicml-streaming's, which keeps its client for the next file; None: a new one.
+
+    Raises:
+        FileNotFoundError: some downloaders raise it where there is no such file.
+        ConnectionError: no file came, or only a part of it, and there was no error that says why.
+        Exception: each store's client has its own errors, without a common base class.
+    """
+    attempts = ATTEMPTS if attempts is None else max(1, attempts)
+    web = address.startswith(("http://", "https://"))
+    if downloader is None and not web:
+        from streaming.base.storage import CloudDownloader  # imports torch, so only where a store is read
+
+        downloader = CloudDownloader.get(address)
+    for attempt in range(attempts):
+        path.unlink(missing_ok=True)  # downloaders take a file that is there for whole
+        try:
+            if web:
+                return _fetch_http(address, path, timeout)
+            downloader.download(address, str(path), timeout)
+            if not path.is_file():  # Google's, with the keys of S3's protocol, passes over most errors
+                raise ConnectionError(f"{address}: no answer that says why")
+            return None
+        except Exception as error:
+            path.unlink(missing_ok=True)
+            if attempt + 1 == attempts or _is_refused(error):
+                raise
+            if downloader is not None:
+                downloader.clean_up()  # the next attempt makes a new client
+        time.sleep(2.0**attempt)
+
+
+def _fetch_http(address: str, path: Path, timeout: float) -> None:
+    try:
+        with urllib.request.urlopen(address, timeout=timeout) as answer, open(path, "wb") as out:
+            while block := answer.read(1 << 20):
+                out.write(block)
+            size = answer.headers.get("Content-Length")
+    except urllib.error.HTTPError as error:
+        if error.code in (404, 410):
+            raise FileNotFoundError(f"HTTP {error.code}") from None
+        raise
+    except http.client.HTTPException as error:  # not an OSError, unlike time-outs and resets
+        raise ConnectionError(f"{type(error).__name__} {error}") from error
+    if size is not None and path.stat().st_size != int(size):
+        raise ConnectionError(f"{path.stat().st_size} of {size} bytes came")
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether asking again gives the same answer: a missing file, or a status of HTTP from 400 to 499."""
+    answer = getattr(error, "response", None)
+    if isinstance(answer, dict):  # of boto3
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    else:  # of Azure's, of Google's, of Oracle's client, and of urllib
+        found = (getattr(error, name, None) for name in ("status_code", "code", "status"))
+        status = next((int(value) for value in found if isinstance(value, int)), 0)
+    return isinstance(error, FileNotFoundError) or (400 <= status < 500 and status not in (408, 429))
