@@ -313,7 +313,7 @@ GIVEN = {
     "data": {"placement", "requirements"},
     "optimizer": {"parameters", "task"},
     "algorithm": LOGGED | {"clips", "low_rank", "samples", "scaling"},
-    "callback": LOGGED | {"average", "scaling"},
+    "callback": LOGGED | {"average", "copies", "scaling"},
     "logger": LOGGED | {"tracked"},
 }
 TARGETS = [(group, target) for group, names in COMPONENTS.items() for target in names.values()]

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.algorithms.averaging.average import reshard
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.sharding import shards
 from recipes.training.callback import Callback
 
 
@@ -61,7 +62,7 @@ class Recorder(Callback):
 def whole(tensor):
     """A tensor that may be sharded, on the host."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    return (shards.whole(tensor) if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def record(engine, recipe, recorder=None):

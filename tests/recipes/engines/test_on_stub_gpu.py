@@ -10,11 +10,15 @@ from tests.stub_gpu import needs_stub_gpu, run_on_stub_gpu
 
 pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
 ENGINES = ("composer", "lightning")
+AVERAGED = ("dalle_12b", "dalle_2b")  # in host memory; FSDP2 under one engine each
 
 
 @pytest.fixture(scope="module")
 def seen(request, tmp_path_factory):
-    """Two runs of each recipe in one process, with and without FSDP2: (recipe, kind) -> what was seen of it."""
+    """Two runs of each recipe in one process, with and without FSDP2: (recipe, kind) -> what was seen of it.
+
+    Some go on with FSDP2 from the checkpoint that they wrote at their end.
+    """
     folder = tmp_path_factory.mktemp("stub")
     sets = {name: request.getfixturevalue(name) for name in ("latent_sets", "token_sets", "text_sets", "drawings")}
     plan = {}
@@ -28,6 +32,11 @@ def seen(request, tmp_path_factory):
             path.write_text(to_yaml(recipe))
             path.write_text(to_yaml(load_config(path, changes, Recipe)))
             plan[f"{name} {kind}"] = (ENGINES[(number + turn) % 2], str(path))
+    for name in AVERAGED:
+        engine, path = plan[f"{name} fsdp"]
+        longer = [f"training.duration={BATCHES + 1}ba", "checkpoints.allow_changes=[training]"]
+        (folder / f"{name}_again.yaml").write_text(to_yaml(load_config(path, longer, Recipe)))
+        plan[f"{name} again"] = (engine, str(folder / f"{name}_again.yaml"))
     (folder / "recipes.json").write_text(json.dumps(plan))
     done = run_on_stub_gpu(
         folder,
@@ -38,7 +47,7 @@ def seen(request, tmp_path_factory):
     file = folder / "seen.0.json"
     found = json.loads(file.read_text()) if file.is_file() else {}
     missing = {"error": "it was not reached:\n" + done.stdout[-2000:] + done.stderr[-4000:]}
-    return {(name, kind): found.get(f"{name} {kind}", missing) for name in SMALLER for kind in ("whole", "fsdp")}
+    return {tuple(name.split()): found.get(name, missing) for name in plan}
 
 
 @pytest.mark.slow
@@ -50,3 +59,12 @@ def test_it_runs_to_its_end(seen, name, kind):
         pytest.fail(report["error"], pytrace=False)
     assert len(report["losses"]) == BATCHES
     assert report["validated"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AVERAGED)
+def test_it_goes_on_from_its_sharded_checkpoint(seen, name):
+    report = seen[name, "again"]
+    if "error" in report:
+        pytest.fail(report["error"], pytrace=False)
+    assert len(report["losses"]) == 1
