@@ -27,7 +27,7 @@ from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.load_planner import LoadPlanner, Sharded
-from recipes.engines.composer.loggers import composer_logger
+from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.composer.workers import EndWorkers
@@ -35,6 +35,7 @@ from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
 from recipes.engines.lazy import copy_moments
+from recipes.engines.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
@@ -189,7 +190,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
             EndIfAsked(run, saver),
             EndWorkers(parts),
         ],
-        loggers=[composer_logger(logger) for logger in parts.loggers.values()],
+        loggers=[Destination(RunLoggers(parts.loggers))],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
         load_path=load_path,

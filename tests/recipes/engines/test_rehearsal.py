@@ -145,6 +145,14 @@ def test_what_another_machine_can_do(overrides, monkeypatch):
     rehearse(read("openmoji_unet", "training.device=auto", *overrides))
 
 
+def test_loggers_are_not_opened(tmp_path, monkeypatch):
+    """MLflow would get a run that never trains, and W&B a folder."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    loggers = "loggers={a: {name: mlflow, experiment: test}, b: {name: wandb, project: test}}"
+    rehearse(read("openmoji_vae", loggers))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_lengths_in_epochs_of_data_that_is_not_here():
     """Nobody knows whether they fit."""
     rehearse(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))
