@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from data.log import log
 from recipes.config.recipe import Recipe
@@ -20,12 +21,7 @@ from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import restore_generators, seed_all
 from recipes.engines.lightning.module import TaskModule
 from recipes.engines.lightning.moments import BetweenBatches, Moments
-from recipes.engines.lightning.processes import (
-    StartedProcesses,
-    local_rank,
-    local_world_size,
-    start_process_group,
-)
+from recipes.engines.lightning.processes import local_rank, local_world_size, start_process_group
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.strategies import strategy_of
 from recipes.engines.loggers import RunLoggers
@@ -182,7 +178,7 @@ def new_trainer(
         devices=place.local_world_size,
         num_nodes=world_size() // place.local_world_size,
         strategy=strategy_of(run, divided=parts.divided),
-        plugins=[StartedProcesses()],
+        plugins=[TorchElasticEnvironment()],  # of processes that exist, whatever started them
         precision="32-true",
         callbacks=[between],
         max_epochs=1,  # the whole run; see `RunBatches`
