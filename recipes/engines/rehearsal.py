@@ -92,23 +92,11 @@ class MetaRun(Run):
     """A run at its start, on the meta device. Nothing is trained or logged."""
 
     def __init__(self, task: Task, precision: Precision, optimizer: torch.optim.Optimizer, clock: Clock) -> None:
-        self.task = task
+        self.task = self.module = task
         self.device = torch.device("meta")
         self.precision = precision
-        self._optimizer = optimizer
-        self._clock = clock
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
-
-    @property
-    def module(self) -> nn.Module:
-        return self.task
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
+        self.optimizer = optimizer
+        self.clock = clock
 
     def autocast(self) -> AbstractContextManager:
         return nullcontext()
