@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from PIL import Image
@@ -194,3 +196,27 @@ class ReadOnce:
             return Rejected(sample.key, "duplicate_key")
         self._seen.add(sample.key)
         return sample
+
+
+def files_below(root: Path) -> Iterator[str]:
+    """Names of all files below a folder that are not hidden, relative to it, with "/" between folders.
+
+    Raises:
+        OSError: a folder cannot be listed. Without what is in it, a set would be complete all the same.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder above itself would never end
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = Path(folder).relative_to(root)
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield (inside / name).as_posix()

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.aliases import InputPath
 from data.memory import MEMORY
-from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id, try_again
+from data.sources.base import ReadOnce, Rejected, Sample, assemble, files_below, shard_id, try_again
 from data.sources.parquet_footer import RowGroup, row_groups
 from data.sources.parquet_pages import check_pages
 
@@ -44,7 +44,9 @@ class ParquetSource:
             raise FileNotFoundError(f"source.path: no file or folder {path}")
         if shard_size < 1:
             raise ValueError(f"source.shard_size is {shard_size}: give 1 or more rows")
-        files = sorted(root.rglob("*.parquet")) if root.is_dir() else [root]
+        files = [root]
+        if root.is_dir():
+            files = sorted(root / name for name in files_below(root) if name.lower().endswith(".parquet"))
         if not files:
             raise FileNotFoundError(f"source.path: no .parquet file in {path}")
         self.image, self.caption, self.key = image, caption, key
