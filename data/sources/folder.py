@@ -7,7 +7,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data.aliases import InputPath
-from data.sources.base import IMAGE_SUFFIXES, MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, files_below, shard_id
+from data.sources.base import (
+    IMAGE_SUFFIXES,
+    MAX_FILE_BYTES,
+    ReadOnce,
+    Rejected,
+    Sample,
+    assemble,
+    files_below,
+    shard_id,
+)
 
 _NAME_COLUMNS = ("file_name", "file")
 _CAPTION_COLUMNS = ("text", "caption")

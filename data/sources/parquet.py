@@ -7,11 +7,14 @@ from typing import Any
 
 from data.aliases import InputPath
 from data.memory import MEMORY
-from data.sources.base import ReadOnce, Rejected, Sample, assemble, files_below, shard_id, try_again
+from data.sources.base import ReadOnce, Rejected, Sample, assemble, files_below, shard_ids, try_again
 from data.sources.parquet_footer import RowGroup, row_groups
 from data.sources.parquet_pages import check_pages
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
+
+Part = tuple[Path, list[int], int]
+"""File, row groups, and number of the first row."""
 
 
 class ParquetSource:
@@ -51,11 +54,16 @@ class ParquetSource:
             raise FileNotFoundError(f"source.path: no .parquet file in {path}")
         self.image, self.caption, self.key = image, caption, key
         self.columns = list(dict.fromkeys(name for name in (image, caption, key) if name is not None))
-        self.parts: dict[str, tuple[Path, list[int], int]] = {}  # id -> file, row groups, number of the first row
+        found: list[tuple[str, tuple[object, ...], Part]] = []
         for file in files:
-            self._divide(file, file.relative_to(root) if root.is_dir() else Path(file.name), shard_size)
+            found += self._divide(file, file.relative_to(root) if root.is_dir() else Path(file.name), shard_size)
+        ids = shard_ids([(name, identity) for name, identity, _ in found])
+        self.parts = dict(zip(ids, (part for *_, part in found), strict=True))
 
-    def _divide(self, file: Path, name: Path, shard_size: int) -> None:
+    def _divide(
+        self, file: Path, name: Path, shard_size: int
+    ) -> Iterator[tuple[str, tuple[object, ...], Part]]:
+        """The shards of a file, each with what its id is made of."""
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
         parts = row_groups(file)
@@ -75,8 +83,7 @@ class ParquetSource:
             groups.append(index)
             done += parts[index].rows
             if done - first >= shard_size or index == filled[-1]:
-                shard = shard_id(f"{name.stem}_{first:08d}", name.as_posix(), size, first, done)
-                self.parts[shard] = (file, groups, first)
+                yield f"{name.stem}_{first:08d}", (name.as_posix(), size, first, done), (file, groups, first)
                 groups, first = [], done
 
     def _check(self, file: Path, schema: Any) -> None:

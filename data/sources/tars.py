@@ -18,6 +18,7 @@ import tempfile
 import urllib.parse
 import urllib.request
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -35,7 +36,7 @@ from data.sources.base import (
     Rejected,
     Sample,
     assemble,
-    shard_id,
+    shard_ids,
     try_again,
 )
 
@@ -68,17 +69,18 @@ class TarSource:
             ValueError: an address of another kind (`pipe:` and commands are refused), or the same tar twice.
         """
         self.caption = caption
-        self.urls: dict[str, str] = {}
-        for url in itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)):
-            # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
-            # padded, so the size can stay. The time is left out: a copy would be another shard.
-            size = None if "://" in url else Path(url).stat().st_size
-            name = shard_id(Path(urllib.parse.urlparse(url).path).name.split(".")[0], url, size)
-            if name in self.urls:
-                raise ValueError(f"source.urls names {url} twice: list each tar once")
-            self.urls[name] = url
-        if not self.urls:
+        found = list(itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)))
+        if not found:
             raise ValueError("source.urls is empty: name at least one tar")
+        url, times = Counter(found).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"source.urls names {url} twice: list each tar once")
+        # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
+        # padded, so the size can stay. The time is left out: a copy would be another shard.
+        sizes = [None if "://" in url else Path(url).stat().st_size for url in found]
+        names = [Path(urllib.parse.urlparse(url).path).name.split(".")[0] for url in found]
+        ids = shard_ids(list(zip(names, zip(found, sizes, strict=True), strict=True)))
+        self.urls = dict(zip(ids, found, strict=True))
 
     def shards(self) -> list[str]:
         """One id per tar, in the given order; it changes when the address does, or the size of a local tar."""
