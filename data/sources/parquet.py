@@ -157,6 +157,8 @@ def _open(file: Path) -> Any:
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
+        if try_again(error):
+            raise
         raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}") from None
 
 

@@ -387,6 +387,7 @@ def test_mds_bombs_are_not_read_to_their_end(tmp_path, compression):
     ("name", "place"),
     [
         ("parquet", "data.sources.parquet.check_pages"),
+        ("parquet", "pyarrow.parquet.ParquetFile"),
         ("mds", "streaming.base.format.mds.reader.MDSReader.get_sample_data"),
         ("mds, zstd", "data.sources.mds._decompressed"),
     ],
