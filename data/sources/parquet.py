@@ -144,8 +144,7 @@ class ParquetSource:
         if isinstance(given, bytes):
             given = given.decode("utf-8", "replace")
         key = f"{file.stem}_{number:08d}" if given is None else str(given)
-        image = row[self.image]["bytes"] if isinstance(row[self.image], dict) else row[self.image]
-        return assemble(key, image, row[self.caption])
+        return assemble(key, row[self.image], row[self.caption])
 
 
 def _open(file: Path) -> Any:
@@ -184,10 +183,14 @@ def _is_text(kind: Any) -> bool:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column. Text is given as bytes, because Arrow raises for a batch if one value is not UTF-8."""
+    """The values of a column, or of its field `bytes`. Text is given as bytes, because Arrow raises for a batch if one
+    value is not UTF-8; so the other fields, such as a file's name, are left out."""
     import pyarrow as pa
+    import pyarrow.compute
     import pyarrow.types as types
 
+    if types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        column = pa.compute.struct_field(column, "bytes")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if types.is_string(column.type) or types.is_large_string(column.type):
