@@ -48,7 +48,7 @@ class ScoredSource:
                 yield sample
             elif sample.key not in similarities:
                 yield Rejected(sample.key, "low_similarity", "not scored: the scores' filter rejected it")
-            elif (found := similarities[sample.key]) < self.at_least:
+            elif not (found := similarities[sample.key]) >= self.at_least:  # also where it is not a number
                 yield Rejected(sample.key, "low_similarity", f"{found:.4f}")
             else:
                 yield sample
