@@ -160,20 +160,20 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
     if not re.match(r"[a-z0-9]+://", url):
         if not Path(url).is_file():
             raise FileNotFoundError(f"no file {url}: a shard of the source is gone")
-        with open(url, "rb") as file:
-            yield file
-        return
-    with tempfile.TemporaryDirectory(prefix="precompose-") as folder:
-        local = Path(folder) / "shard.tar"
-        try:
-            fetch(url, local, TIMEOUT)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
-        except Exception as error:  # each cloud's client has its own errors, without a common base class
-            problem = f"cannot fetch {url}: {one_line(error)}"
-            raise ConnectionError(f"{problem}; start again when the server answers") from error
-        with open(local, "rb") as file:
-            yield file
+        file = open(url, "rb")  # noqa: SIM115 - closed below
+    else:
+        with tempfile.TemporaryDirectory(prefix="precompose-", ignore_cleanup_errors=True) as folder:  # of NFS
+            local = Path(folder) / "shard.tar"
+            try:
+                fetch(url, local, TIMEOUT)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
+            except Exception as error:  # each cloud's client has its own errors, without a common base class
+                problem = f"cannot fetch {url}: {one_line(error)}"
+                raise ConnectionError(f"{problem}; start again when the server answers") from error
+            file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
+    with file:
+        yield file
 
 
 class _CheckedHeader(tarfile.TarInfo):

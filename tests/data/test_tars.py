@@ -302,7 +302,12 @@ def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
     monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(CloudDownloader, "get", lambda address: Downloader())
     source = TarSource(urls=["s3://bucket/0.tar", "gs://bucket/gone.tar"])
-    assert [row.key for row in source.read(source.shards()[0])] == [row[0] for row in ROWS]
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    rows = source.read(source.shards()[0])
+    assert next(rows).key == ROWS[0][0]
+    assert not list((tmp_path / "scratch").iterdir())  # which a process that is killed now would leave
+    assert [row.key for row in rows] == [row[0] for row in ROWS[1:]]
     assert asked == ["s3://bucket/0.tar"] * 2
     with pytest.raises(FileNotFoundError, match="gs://bucket/gone.tar"):
         list(source.read(source.shards()[1]))
