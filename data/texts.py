@@ -70,7 +70,7 @@ def texts(
             vocabularies.
     """
     check_sets("texts", streams)
-    manifests = {label: TextManifest.read(encoded.file(NAME)) for label, encoded in streams.items()}
+    manifests = {label: TextManifest.read(encoded.current(NAME)) for label, encoded in streams.items()}
     first, *others = manifests
     for label, manifest in manifests.items():
         manifest.check(Path(streams[label].local, NAME), **requirements)

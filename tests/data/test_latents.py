@@ -264,7 +264,7 @@ def test_ranks_fetch_at_the_same_moment(latent_sets, tmp_path):
 def test_a_cache_of_another_set_is_an_error(latent_sets, tmp_path):
     remote(latent_sets, tmp_path).manifest()
     other = EncodedSet(str(tmp_path / "cache"), str(latent_sets / "val"), {})
-    with pytest.raises(ValueError, match="cache/manifest.json is not the manifest at .*val: delete the folder"):
+    with pytest.raises(ValueError, match="cache/manifest.json is not the one at .*val: the cache is of another set"):
         other.manifest()
 
 
