@@ -104,6 +104,7 @@ class Filter:
         """Decodes a sample to upright RGB.
 
         The EXIF orientation is applied, transparent images are put on white, and animations give their first frame.
+        Colour profiles are ignored, as by img2dataset, which leaves them out of its files, and by CLIP.
 
         Args:
             sample: a sample of a source.
