@@ -27,6 +27,7 @@ from typing import BinaryIO
 
 import braceexpand
 
+from data.disk_errors import disk_error
 from data.downloads import fetch
 from data.errors import one_line
 from data.sources.base import (
@@ -169,8 +170,10 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
             except Exception as error:  # each cloud's client has its own errors, without a common base class
-                problem = f"cannot fetch {url}: {one_line(error)}"
-                raise ConnectionError(f"{problem}; start again when the server answers") from error
+                advice = "start again when the server answers"
+                if disk_error(error) is not None:
+                    advice = f"make room in {tempfile.gettempdir()} (TMPDIR)"
+                raise ConnectionError(f"cannot fetch {url}: {one_line(error)}; {advice}") from error
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
         yield file
