@@ -41,7 +41,7 @@ class ScoredSource:
         Raises:
             FileNotFoundError: the shard has not been scored.
         """
-        scores = read_scores(self.scores, shard)
+        scores = read_scores(self.scores, shard, embeddings=False)
         similarities = dict(zip(scores.keys, scores.similarities.tolist(), strict=True))
         for sample in self.source.read(shard):
             if isinstance(sample, Rejected):

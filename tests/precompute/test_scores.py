@@ -170,6 +170,9 @@ def test_a_source_without_pairs_that_do_not_fit(job, tmp_path):
     root, _ = job
     folder, (shard,) = root / "out" / "train" / "scores", shards_of(root, "train")
     found = read_scores(folder, shard)
+    short = read_scores(folder, shard, embeddings=False)
+    assert short.keys == found.keys and (short.similarities == found.similarities).all()
+    assert len(found.embeddings) == 5 and not len(short.embeddings)
     threshold = float(np.sort(found.similarities)[2])
     source = ScoredSource(source=FolderSource(path=str(root / "train")), scores=str(folder), at_least=threshold)
     assert source.shards() == [shard]
