@@ -230,7 +230,8 @@ def files_below(root: Path) -> Iterator[str]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        # At the top of ext4 file systems, lost+found can be read by nobody else than root.
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")
         inside = Path(folder).relative_to(root)
         for name in sorted(files):
             if not name.startswith("."):

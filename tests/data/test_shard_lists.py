@@ -25,14 +25,17 @@ def test_a_folder_that_cannot_be_listed_is_an_error(build, number, tmp_path, mon
         (tmp_path / name / "0.txt").write_text("a text")
         pq.write_table(pa.table({"image": [b""], "text": ["a text"]}), tmp_path / name / f"0.{suffix}")
     assert len(build(path=str(tmp_path), shard_size=1).shards()) == 2
-    scandir = os.scandir
+    (tmp_path / "lost+found").mkdir()
+    scandir, unreadable = os.scandir, ["lost+found"]
 
     def refused(path="."):
-        if os.path.basename(path) == "b":
+        if os.path.basename(path) in unreadable:
             raise OSError(number, os.strerror(number), path)
         return scandir(path)
 
     monkeypatch.setattr("os.scandir", refused)
+    assert len(build(path=str(tmp_path), shard_size=1).shards()) == 2
+    unreadable.append("b")
     with pytest.raises(OSError, match=os.strerror(number)):
         build(path=str(tmp_path))
 
