@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.cost import size_text
 from recipes.config.recipe import Recipe
-from recipes.planning.data_checks import caches, encoders, fetch_indexes, local_manifests, shards
+from recipes.planning.data_checks import caches, encoders, fetch_indexes, hashes, local_manifests, shards
 from recipes.planning.finding import Finding
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def cheap_recipe_checks(recipe: Recipe) -> Iterator[Finding]:
     """What every run is checked for when it starts: milliseconds, without torch."""
     yield from encoders(local_manifests(recipe))
     yield from caches(recipe)
+    yield from hashes(recipe)
     yield from shards(recipe)
     # A checkpoint is as large as the last one; before the first one only the doctor, who builds the model, knows.
     if recipe.checkpoints.save and (held := held_checkpoints(recipe)):

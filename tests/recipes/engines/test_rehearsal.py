@@ -105,6 +105,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_diffusion", "data.workers=-1", "latents: workers: -1; give 0 or more"),
         ("openmoji_diffusion", "data.flip=2", "latents: flip is a share from 0 to 1, got 2.0"),
         ("openmoji_diffusion", "data.streams.train.repeat=0", "stream: repeat: 0.0; give a number above 0"),
+        ("openmoji_diffusion", "data.streams.train.validate_hash=xxh3", "stream: validate_hash: xxh3; give a hash that"),
         ("openmoji_dalle", "data.epoch_size=0", "tokens: epoch_size: 0; give 1 or more"),
         ("docs_gpt2", "data.predownload=0", "texts: predownload: 0; give 1 or more"),
         ("openmoji_diffusion", "data={streams: {train: null}}", "latents: streams is empty; name at least one encoded"),

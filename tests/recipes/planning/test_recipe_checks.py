@@ -13,7 +13,7 @@ from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.doctor import main
 from recipes.planning import recipe_checks as checks
-from recipes.planning.data_checks import caches, fetch_indexes, shards
+from recipes.planning.data_checks import caches, fetch_indexes, hashes, shards
 from recipes.planning.dry_run import disk_bytes, problems, survey
 from recipes.planning.recipe_checks import cheap_recipe_checks, disk, recipe_checks
 
@@ -58,6 +58,15 @@ def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
+
+
+def test_a_hash_that_the_shards_do_not_have(small_recipe, tmp_path):
+    """The run would be refused when it opens the set."""
+    recipe = small_recipe(tmp_path / "run", "evals.val.streams.val.validate_hash=sha1")
+    (found,) = hashes(recipe)
+    assert found.level == "error" and found in list(cheap_recipe_checks(recipe))
+    assert found.text.startswith("evals.val.streams.val.validate_hash is sha1, and the set was written with xxh3_64; ")
+    assert not list(hashes(small_recipe(tmp_path / "run", "evals.val.streams.val.validate_hash=xxh3_64")))
 
 
 def test_a_dry_run_refuses_what_the_start_would(small_recipe, tmp_path, monkeypatch, capsys):
