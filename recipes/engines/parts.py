@@ -228,6 +228,9 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
             sharded=recipe.training.fsdp is not None,
             precision=place.precision,
         )
+    compiled = the_one(levers, Compile)
+    if compiled is not None and (recipe.training.fsdp is not None or recipe.training.tensor_parallel > 1):
+        compiled.check_divided()
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
     if recipe.training.tensor_parallel > 1:
@@ -235,9 +238,9 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     if recipe.training.fsdp is not None:
         levers.append(new_sharding(recipe, place, context["task"], levers))
     if recipe.training.microbatch == "auto" and place.use_gpu:
-        compiled = [lever for lever in levers if isinstance(lever, Compile)]
         average = the_one(levers, ScheduledEMA)
-        levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=compiled))
+        to_compile = [] if compiled is None else [compiled]
+        levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=to_compile))
     return levers
 
 
@@ -283,6 +286,7 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
         averaging=averaging,
         scaling=the_one(levers, ResblockGradScaling),
         tensor=the_one(levers, TensorParallel),
+        compiled=the_one(levers, Compile),
     )
 
 

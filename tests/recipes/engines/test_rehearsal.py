@@ -43,6 +43,26 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         ("openmoji_dalle", ["algorithms.x={name: attention}"], "no diffusers attention block to change"),
         ("openmoji_dalle", ["algorithms.x={name: channels_last}"], "no convolution over images to change"),
         ("openmoji_text", ["algorithms.x={name: compile}"], "the model names no blocks; set whole: true"),
+        (
+            "openmoji_unet",
+            ["algorithms.x={name: compile, mode: reduce-overhead}", "training.fsdp={}"],
+            "mode reduce-overhead captures CUDA graphs, .* max-autotune-no-cudagraphs",
+        ),
+        (
+            "openmoji_dalle",
+            ["algorithms.x={name: compile, mode: max-autotune}", "training.tensor_parallel=2"],
+            "mode max-autotune captures CUDA graphs",
+        ),
+        (
+            "openmoji_unet",
+            ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={}", BF16],
+            "training.fsdp gathers GroupNorm inside of a compiled module",
+        ),
+        (
+            "openmoji_unet",
+            ["algorithms.x={name: compile, fullgraph: true, whole: true}", "training.fsdp={parameters: fp32}", BF16],
+            "training.fsdp gathers .*Block2D inside of a compiled module",
+        ),
         ("openmoji_dalle", ["algorithms.x={name: cudnn_benchmark}"], "the model has no convolution"),
         ("openmoji_text", ["algorithms.x={name: fp8}"], "fp8: nothing to change"),
         ("openmoji_dalle", ["algorithms.x={name: fused_geglu}"], "no GEGLU of diffusers to fuse"),
@@ -105,7 +125,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_diffusion", "data.workers=-1", "latents: workers: -1; give 0 or more"),
         ("openmoji_diffusion", "data.flip=2", "latents: flip is a share from 0 to 1, got 2.0"),
         ("openmoji_diffusion", "data.streams.train.repeat=0", "stream: repeat: 0.0; give a number above 0"),
-        ("openmoji_diffusion", "data.streams.train.validate_hash=xxh3", "stream: validate_hash: xxh3; give a hash that"),
+        ("openmoji_diffusion", "data.streams.train.validate_hash=xxh3", "stream: validate_hash: xxh3; give a hash"),
         ("openmoji_dalle", "data.epoch_size=0", "tokens: epoch_size: 0; give 1 or more"),
         ("docs_gpt2", "data.predownload=0", "texts: predownload: 0; give 1 or more"),
         ("openmoji_diffusion", "data={streams: {train: null}}", "latents: streams is empty; name at least one encoded"),
@@ -139,6 +159,8 @@ def test_numbers_out_of_range(yaml, override, message):
         ["algorithms.x={name: low_precision_norms}"],  # precision: auto is bf16 on a GPU
         ["training.fsdp={replicas: 2}"],  # which torch 2.7 averages on GPUs alone
         ["training.microbatch=auto"],
+        ["algorithms.x={name: compile, mode: reduce-overhead}"],
+        ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={parameters: fp32}"],
     ],
 )
 def test_what_another_machine_can_do(overrides, monkeypatch):
