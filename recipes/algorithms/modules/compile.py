@@ -16,7 +16,8 @@ from recipes.algorithms.sharding.shard import Unit
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # that capture CUDA graphs
+# Modes that capture CUDA graphs, and what they are without.
+GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 # Trainers' own options, such as Composer's compile_config, are not used: they compile the whole model with its random
 # draws, which compiled code makes differently, and not what validation calls.
@@ -172,9 +173,9 @@ class Compile(Lever):
         """
         if self.graphs:
             raise ValueError(
-                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses; with "
-                "training.fsdp, which gathers them at new ones, or training.tensor_parallel use default or "
-                "max-autotune-no-cudagraphs"
+                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses; take "
+                f"{GRAPH_MODES[self.mode]} with training.fsdp, which gathers them at new ones, and "
+                "training.tensor_parallel"
             )
 
     def check_units(self, units: Iterable[Unit]) -> None:
