@@ -27,6 +27,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
+from recipes.engines.first_weights import load_first_weights
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
 from recipes.engines.resuming import prepare_folder
@@ -133,7 +134,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     task = build(recipe.model)
     check_sharding(recipe, task)
     if recipe.checkpoints.load_weights:
-        task.load_export(Path(recipe.checkpoints.load_weights))
+        load_first_weights(recipe, task)
     copies = training.tensor_parallel
     load = partial(
         Placement,
