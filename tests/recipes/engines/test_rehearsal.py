@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.rehearsal import rehearse
 from recipes.planning.dry_run import problems
@@ -171,3 +172,15 @@ def test_what_another_machine_can_do(overrides, monkeypatch):
 def test_lengths_in_epochs_of_data_that_is_not_here():
     """Nobody knows whether they fit."""
     rehearse(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))
+
+
+def test_weights_that_are_here(small_recipe, quick_recipe, tmp_path, recwarn):
+    """They are compared with the model, and not read into memory."""
+    weights = f"checkpoints.load_weights={tmp_path}/export"
+    build(quick_recipe(tmp_path).model).export(tmp_path / "export")
+    rehearse(quick_recipe(tmp_path / "run", weights))
+    assert not [warning for warning in recwarn if "meta" in str(warning.message)]
+    with pytest.raises(ValueError, match="width is 32, the recipe's network has 64|does not fit the model"):
+        rehearse(quick_recipe(tmp_path / "run", weights, "model.denoiser.width=64"))
+    with pytest.raises(FileNotFoundError, match="no such weights"):
+        rehearse(small_recipe(tmp_path / "run", weights))
