@@ -30,8 +30,7 @@ def build(component: Any, **context: Any) -> Any:
         return type(component)(build(value, **context) for value in component)
     if not isinstance(component, Component):
         return component
-    builder = import_builder(component)
-    wanted = [p.name for p in inspect.signature(builder).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    wanted = asked_for(component)
     missing = [name for name in wanted if name not in context]
     if missing:
         raise ValueError(
@@ -39,7 +38,13 @@ def build(component: Any, **context: Any) -> Any:
             "the keys of a component come after * (docs/extending.md)"
         )
     arguments = {key: build(value, **context) for key, value in component.args.items()}
-    return builder(*(context[name] for name in wanted), **arguments)
+    return import_builder(component)(*(context[name] for name in wanted), **arguments)
+
+
+def asked_for(component: Component) -> list[str]:
+    """Names of the objects that a component's builder requests."""
+    parameters = inspect.signature(import_builder(component)).parameters.values()
+    return [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
 
 
 def import_builder(component: Component) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch import nn
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
-from recipes.config.build import build, build_on_meta
+from recipes.config.build import asked_for, build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
 from recipes.engines.first_weights import load_first_weights
@@ -73,7 +73,9 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
-        if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
+        own_data = any(isinstance(value, Component) for value in component.args.values())
+        # Loggers that know a run by an identifier write it into the run's folder, and begin a run on a server.
+        if not own_data and "tracked" not in asked_for(component):
             build(component, **context)
     for lever in levers:
         lever.change_modules(run)

@@ -169,6 +169,12 @@ def test_what_another_machine_can_do(overrides, monkeypatch):
     rehearse(read("openmoji_unet", "training.device=auto", *overrides))
 
 
+def test_loggers_that_begin_a_run_elsewhere_are_left_alone(tmp_path):
+    own = ["loggers={b: {name: mlflow, experiment: x}, w: {name: wandb, project: x}}"]
+    rehearse(read("openmoji_vae", *own))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_lengths_in_epochs_of_data_that_is_not_here():
     """Nobody knows whether they fit."""
     rehearse(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))
