@@ -87,6 +87,12 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], steps: 0}"], "steps: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], batch: 0}"], "batch: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], sampler: no}"], "sampler"),
+        ("openmoji_unet", ["callbacks.x={name: sample_grid, prompts: [a], steps: 1000}"], "steps must be below the 1000"),
+        (
+            "openmoji_unet",
+            ["callbacks.x={name: sample_grid, prompts: [a], steps: 600, sampler: ddim}"],
+            "600 steps of ddim begin at timestep 600",
+        ),
         ("openmoji_dalle", ["callbacks.x={name: token_grid, prompts: [a], temperature: 0}"], "temperature: 0.0; give"),
         ("openmoji_text", ["callbacks.x={name: exponents}"], "exponents: ContrastiveText does not say which"),
         ("openmoji_dvae", ["callbacks.x={name: scheduled_value, value: y, start: 1, end: 2}"], "has no value `y`"),
