@@ -13,6 +13,7 @@ from recipes.planning.dry_run import problems
 ROOT = Path(__file__).resolve().parents[3]
 YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\ntraining:" in path.read_text())
 BF16 = "training.precision=amp_bf16"
+FID = "callbacks.x={name: fid, reference: {name: folder, path: nowhere}%s}"
 MACHINES = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 
 
@@ -87,13 +88,18 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], steps: 0}"], "steps: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], batch: 0}"], "batch: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], sampler: no}"], "sampler"),
-        ("openmoji_unet", ["callbacks.x={name: sample_grid, prompts: [a], steps: 1000}"], "steps must be below the 1000"),
+        ("openmoji_unet", ["callbacks.x={name: sample_grid, prompts: [a], steps: 1000}"], "steps must be below the"),
         (
             "openmoji_unet",
             ["callbacks.x={name: sample_grid, prompts: [a], steps: 600, sampler: ddim}"],
             "600 steps of ddim begin at timestep 600",
         ),
         ("openmoji_dalle", ["callbacks.x={name: token_grid, prompts: [a], temperature: 0}"], "temperature: 0.0; give"),
+        ("openmoji_vae", [FID % ""], "fid: a KLAutoencoder draws no images of captions"),
+        ("openmoji_diffusion", [FID % ", images: 1"], "fid needs 2 generated pictures, and there are 1"),
+        ("openmoji_diffusion", [FID % ", extractor: contrastive"], "fid: path is missing"),
+        ("openmoji_diffusion", [FID % ", sampling: {stesp: 1}"], "fid: sampling.stesp: no option of"),
+        ("openmoji_dalle", [FID % ", sampling: {top_k: 0}"], "top_k: 0; give 1 or more"),
         ("openmoji_text", ["callbacks.x={name: exponents}"], "exponents: ContrastiveText does not say which"),
         ("openmoji_dvae", ["callbacks.x={name: scheduled_value, value: y, start: 1, end: 2}"], "has no value `y`"),
     ],
