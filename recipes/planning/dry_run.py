@@ -15,6 +15,7 @@ from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs, cost_of, costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
+from recipes.planning.input_checks import absent_inputs
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 from recipes.planning.sharding import check_sharding
 from recipes.planning.tensor_parallel import check_tensor_parallel
@@ -99,7 +100,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         missing: input paths that do not exist, one line each that names its key.
 
     Raises:
-        ValueError: as `survey`.
+        ValueError: as `survey`, and as `absent_inputs`.
     """
     found = survey(recipe)
     task, devices, costs, length = found.task, found.devices, found.costs, found.length
@@ -113,7 +114,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         *evals_lines(recipe, costs, length),
         checkpoints_text(recipe, checkpoint_bytes(found), costs.averaged_bytes, length),
         *callback_lines(costs, length),
-        *(f"missing: {path}" for path in missing),
+        *(f"missing: {path}" for path in absent_inputs(recipe, missing)),
     ]
     return "\n".join(lines)
 

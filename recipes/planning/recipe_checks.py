@@ -44,9 +44,14 @@ def recipe_checks(
     """
     from recipes.planning.attention_checks import attentions
     from recipes.planning.dry_run import disk_bytes, problems, survey
+    from recipes.planning.input_checks import absent_inputs
 
-    yield from (Finding("error", "input", f"not there: {path}") for path in missing)
     yield from fetch_indexes(recipe)
+    try:
+        missing = absent_inputs(recipe, missing)
+    except ValueError as error:
+        yield Finding("error", "input", str(error))
+    yield from (Finding("error", "input", f"not there: {path}") for path in missing)
     yield from (finding for finding in cheap_recipe_checks(recipe) if finding.subject != "disk")
     wrong = list(problems(recipe, whole or survey))
     yield from (Finding("error", "recipe", text) for text in wrong)

@@ -15,6 +15,7 @@ from recipes.doctor import main
 from recipes.planning import recipe_checks as checks
 from recipes.planning.data_checks import caches, fetch_indexes, hashes, shards
 from recipes.planning.dry_run import disk_bytes, problems, survey
+from recipes.planning.input_checks import absent_inputs
 from recipes.planning.recipe_checks import cheap_recipe_checks, disk, recipe_checks
 
 EXPORT = "callbacks.export={name: export, every: 4ba}"
@@ -53,6 +54,21 @@ def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder
     (found,) = (finding for finding in cheap_recipe_checks(recipe) if finding.subject == "encoders")
     assert found.level == "error" and encoder.replace("_", " ") in found.text
     assert found.text.startswith("evals.val.streams.val and data.streams.train were encoded with different weights")
+
+
+def test_what_draws_images_needs_the_encoders_of_the_data(small_recipe, latent_sets, tmp_path):
+    """They may lie on the machine that encoded it only."""
+    shutil.copytree(latent_sets / "train", tmp_path / "set")
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    manifest["image_encoder"]["component"]["path"] = "/nowhere/vae"
+    (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
+    grid = "callbacks.grid={name: sample_grid, prompts: [a]}"
+    for changes, lines in (([grid], []), ([grid, f"data.streams.train.path={tmp_path}/set"], ["data.streams.train: "])):
+        recipe = small_recipe(tmp_path / "run", *changes)
+        found = [finding for finding in recipe_checks(recipe, []) if finding.subject == "input"]
+        assert [finding.text.partition("not there: ")[2].partition("manifest.")[0] for finding in found] == lines
+        assert all("image_encoder.path: `/nowhere/vae` does not exist" in finding.text for finding in found)
+    assert not absent_inputs(small_recipe(tmp_path / "run", changes[1]), [])  # nothing draws
 
 
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
