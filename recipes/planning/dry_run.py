@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,9 +85,12 @@ def problems(recipe: Recipe, whole: Callable[[Recipe], Any] = survey) -> Iterato
     if task is not None and devices is not None:
         attempt(check_tensor_parallel, recipe, devices, task)
         plan = attempt(plan_of, recipe, task, devices)
-        parts = (recipe.data, recipe.optimizer, *recipe.evals.values(), *recipe.algorithms.values())
-        for component in (*parts, *recipe.callbacks.values()) if plan is not None else ():
-            attempt(cost_of, component, plan)
+        if plan is not None:
+            others = (recipe.optimizer, *recipe.algorithms.values(), *recipe.callbacks.values())
+            for component in (recipe.data, *others):
+                attempt(cost_of, component, plan)
+            for component in recipe.evals.values():
+                attempt(cost_of, component, dataclasses.replace(plan, training=False))
         if not errors:
             attempt(whole, recipe)
     yield from errors

@@ -156,6 +156,8 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_dvae", "callbacks.beta.start=-1", "scheduled_value: start: dvae: beta: -1.0; give 0 or more"),
         ("openmoji_vae", "loggers.tensorboard={name: tensorboard, flush_every: 0}", "flush_every: 0; give 1 or more"),
         ("openmoji_vae", "data.resolution=0", "pictures: resolution: 0; give 1 or more"),
+        ("openmoji_vae", "data.filter={name: pictures, min_side: 0}", "filter.min_side is 0: give 1 or more"),
+        ("openmoji_vae", "data={keep_decoded: true, crop: random}", "pictures: keep_decoded holds one crop per image"),
     ],
 )
 def test_numbers_out_of_range(yaml, override, message):
