@@ -73,12 +73,12 @@ class Fid(PeriodicCallback):
             images: number of images, one per caption, drawn from the reference's without replacement.
             reference_images: number of pictures of the reference, drawn without replacement; null: all.
             metrics: figures to log.
-            extractor: network whose features are compared: InceptionV3, as published figures, or the picture tower of a
+            extractor: network whose features are compared: InceptionV3, as published figures, or the image tower of a
                 contrastive model.
             path: inception: local file of the weights, null to fetch them; contrastive: an open_clip folder, or
                 MODEL/TAG.
             sampling: options of sample_grid, or of token_grid for a model of tokens, such as guidance or steps.
-            seed: of the draws from the reference; image i is drawn from seed + i.
+            seed: seed of the draws from the reference; image i is drawn from seed + i.
             batch: number of images that a rank draws at once.
 
         Raises:

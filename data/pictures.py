@@ -87,8 +87,8 @@ def pictures(
             its transformer (training only), which also vary the size.
         flip: share of images that are flipped horizontally (training only).
         tokens: number of caption tokens, by open_clip's byte-pair tokenizer; null: none.
-        word_dropout: probability that a word of a caption is left out, so that each word has to say what it means
-            (training only). One word stays at least.
+        word_dropout: probability that a word of a caption is left out, so that the model learns each word (training
+            only). At least one word stays.
         workers: number of worker processes that decode; 0 decodes in the training process.
         shuffle_buffer: number of samples within which the order is shuffled, in addition to the order of shards.
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.

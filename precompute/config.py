@@ -78,7 +78,7 @@ class EncodeConfig:
     """Checksums of the MDS files in the index, by which `validate_hash` finds damaged files in training."""
     leave_out_unreadable: bool = False
     """Whether the set is completed without input shards that cannot be read. They are named, tried again when the job
-    is started again, and the job ends with an error status all the same. false: the set is completed when all are."""
+    is started again, and the job still ends with an error status. false: the set is completed when all are."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU with the number of this process on its machine, or the CPU where there is no GPU."""
     seed: int = 17
