@@ -17,7 +17,7 @@ from recipes.models.autoregressive.task import Autoregressive
 
 
 class TokenGrid(PromptGrid):
-    """Samples a grid of captioned images from a transformer over tokens to <output>/samples, by the same draws.
+    """Samples a grid of captioned images from a transformer over tokens to <output>/samples.
 
     The weights are the averaged ones if the run has an average.
     """

@@ -17,6 +17,7 @@ from data.downloads import CREDENTIAL, fetch
 from data.errors import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
+from data.mds_index import HASHES
 from data.stores import STORES, malformed, require_account, scheme_of
 
 READ = ("s3", "gs", "oci", "azure", "azure-dl", "hf", "dbfs")  # of mosaicml-streaming's downloaders
@@ -43,6 +44,11 @@ class EncodedSet:
                 raise ValueError(f"stream: {name}: {value}; give a number above 0, or remove the stream")
         if None not in given.values():
             raise ValueError("stream: proportion and repeat contradict each other; give one of them")
+        check = self.options.get("validate_hash")
+        if check is not None and check not in HASHES:
+            raise ValueError(
+                f"stream: validate_hash: {check}; give a hash that the set was written with, such as xxh3_64, or null"
+            )
 
     def file(self, name: str) -> Path:
         """The path of a file beside the shards, which is fetched first if the set is remote.

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from time import sleep
+from time import sleep, time_ns
 from typing import Any
 
 from streaming import Stream, StreamingDataset
@@ -58,15 +58,25 @@ class FetchingDataset(StreamingDataset):
         arguments: of StreamingDataset.
     """
 
-    _failure: str | None = None
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._failure: str | None = None
+        self._prepared: set[int] = set()  # shards that this process has prepared
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """See `StreamingDataset.prepare_shard`. A shard that could not be fetched can be tried again.
 
         Copies of it are removed: one whose hash is wrong would be taken for whole at the next look.
         """
+        # streaming prepares the shard of each sample, and each time takes a file lock that all processes of the machine
+        # share, and looks for the file. Neither is needed for a shard that this process has prepared, until it is gone.
+        if not blocking and shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL:
+            self._shard_access_times[shard_id] = time_ns()
+            return
         try:
             super().prepare_shard(shard_id, blocking)
+            if self._shard_states[shard_id] == _ShardState.LOCAL:
+                self._prepared.add(shard_id)
         except Exception as error:
             self._failure = f"{self.shards[shard_id].raw_data.basename}: {one_line(error)}"
             lock = self._cache_filelock

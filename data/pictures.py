@@ -30,11 +30,13 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """That training has no epochs, see `data.cost`."""
-    _check(**args)
+    _check(training=plan.training, **args)
+    plan.build(args["filter"])  # which refuses what no sample can pass
     return Cost(epoch=Epoch(None, endless=True))
 
 
 def _check(
+    training: bool,
     resolution: int,
     tokens: int | None,
     limit: int,
@@ -42,11 +44,15 @@ def _check(
     workers: int,
     flip: float,
     word_dropout: float,
+    keep_decoded: bool,
+    crop: str,
     **others: Any,
 ) -> None:
     check_least("pictures", 1, resolution=resolution, tokens=tokens, limit=limit)
     check_least("pictures", 0, shuffle_buffer=shuffle_buffer, workers=workers)
     check_shares("pictures", flip=flip, word_dropout=word_dropout)
+    if keep_decoded and crop != "center" and training:
+        raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
 
 
 @with_cost(pictures_cost)
@@ -82,16 +88,16 @@ def pictures(
             its transformer (training only), which also vary the size.
         flip: share of images that are flipped horizontally (training only).
         tokens: number of caption tokens, by open_clip's byte-pair tokenizer; null: none.
-        word_dropout: probability that a word of a caption is left out, so that each word has to say what it means
-            (training only). One word stays at least.
+        word_dropout: probability that a word of a caption is left out, so that the model learns each word (training
+            only). At least one word stays.
         workers: number of worker processes that decode; 0 decodes in the training process.
         shuffle_buffer: number of samples within which the order is shuffled, in addition to the order of shards.
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
         limit: maximum number of images of a validation set, per device.
     """
-    _check(resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout)
-    if keep_decoded and crop != "center" and placement.training:
-        raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
+    _check(
+        placement.training, resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout, keep_decoded, crop
+    )
     stream = ImageStream(
         source=source,
         filter=filter or Filter(),

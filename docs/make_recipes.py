@@ -54,10 +54,10 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
   python recipes/train.py yamls/sd2_base.yaml --dry-run
   ```
 
-- All keys are checked before anything is built. The message for a misspelled key gives its full path and the most
-  similar allowed key. All errors are reported at once, one line each.
-- A component that is given another name does not keep the arguments of the component that it replaces. The order of
-  overrides on the command line does not matter:
+- All keys are checked before anything is built. All errors are reported at once, one line each; the message for a
+  misspelled key gives its full path and the most similar allowed key.
+- Giving a component another name removes the arguments of the component that it replaces. The order of overrides on
+  the command line does not matter:
 
   ```bash
   composer recipes/train.py yamls/openmoji_vae.yaml schedule.name=constant schedule.warmup=100ba
@@ -72,7 +72,6 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
       'loggers.wandb={name: wandb, project: precompose}'
   ```
 
-- `training.engine` selects the library whose trainer runs the recipe: `composer` or `lightning`.
 - `base: other.yaml`, a path relative to this YAML file, inherits the keys of that file, which this one may override.
   Lists are replaced as a whole.
 - `${training.duration}` inserts the value of another key. A text that contains `${` itself is written `\\${`.
@@ -84,8 +83,8 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
 
 ## Objectives
 
-`model.objective` of a `latent_diffusion` model is what the denoiser learns to predict at which noise levels. It also
-determines how latents are sampled:
+`model.objective` of a `latent_diffusion` model determines what the denoiser learns to predict, at which noise levels,
+and how latents are sampled:
 
 | objective | the denoiser predicts | noise levels in training | samplers |
 | --- | --- | --- | --- |
@@ -100,8 +99,8 @@ composer recipes/train.py yamls/openmoji_unet.yaml run_name=openmoji_unet_flow m
 python recipes/generate.py runs/openmoji_unet_flow/export --prompts "red heart" --sampler euler --steps 50
 ```
 
-An export names its objective in `export.json` and holds the configuration of its sampler, in the format of diffusers,
-in `scheduler/scheduler_config.json`. `recipes/generate.py` reads both, so no option has to name the objective.
+An export contains its objective and the configuration of its sampler, so `recipes/generate.py` needs no option for
+them.
 """
 
 

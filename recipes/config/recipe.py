@@ -95,19 +95,19 @@ class Training:
     The update of each such batch is skipped."""
     watchdog: float | None = 300.0
     """Seconds without progress after which each rank prints the call in which it waits and writes its stacks into the
-    output folder. Validation, sample grids and compilation that take longer give such a line, too. null: never."""
+    output folder. Compiling, or drawing a sample grid, for longer causes this line, too. null: never."""
     watchdog_ends: bool = False
-    """Whether a rank that has printed this line ends, with status 86: soon after it within a batch, after an hour where
-    a run may be compiling its first batch, validating, drawing, exporting or saving a checkpoint."""
+    """Whether a rank that has printed this line exits with status 86: within a batch shortly after the line; while it
+    may be compiling the first batch, validating, drawing, exporting or saving a checkpoint, after an hour."""
     fsdp: FSDP | None = None
     """Sharding over devices; null: each device holds the whole model (DDP)."""
     tensor_parallel: int = 1
     """Number of neighbouring devices that divide each layer's matrices and compute a batch together; 1: every device
-    computes its own batch. The model must name a plan, as `autoregressive`, `language` and the denoiser `dit` do, and
-    more than one such group needs `fsdp`."""
+    computes its own batch. The models `autoregressive`, `language` and the denoiser `dit` support it. More than one
+    such group needs `fsdp`."""
     sequence_parallel: bool = False
-    """Whether these devices also divide the positions of what lies between the divided matrices: norms, residual stream
-    and dropout. Activations of a layer then take 1/N of the memory on each, and a quarter more is sent."""
+    """Whether these devices also divide the positions of norms, residual stream and dropout. The activations of a layer
+    then take 1/N of the memory on each device, and a quarter more is sent."""
     tensor_between_machines: bool = False
     """Whether such a group may be spread over machines, whose links are slower than those within one."""
     progress_bar: bool = False
@@ -186,17 +186,17 @@ class Checkpoints:
     keep: int = 2
     """How many of the newest checkpoints are kept on disk; -1 keeps all."""
     bucket: str | None = None
-    """Address in a bucket, to which each checkpoint is copied too, and from which a run goes on whose output folder has
-    none, or an older one: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or
-    azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER; null: no copies."""
+    """Address in an object store to which each checkpoint is also copied: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or
+    azure://ACCOUNT.blob.core.windows.net/CONTAINER/FOLDER. A run whose output folder has no checkpoint, or an older
+    one, resumes from there. null: no copies."""
     load_path: InputPath | None = None
     """Checkpoint to resume from, a file or a remote address. Weights, the optimizer's state and step are restored."""
     load_weights: InputPath | None = None
     """Folder to load only the weights from: an export, or diffusers' (safetensors). Step, optimizer and schedule start
-    anew."""
+    at the beginning."""
     autoresume: bool = True
-    """Whether a run whose folder has checkpoints goes on from the newest one. It must be the run that it was: a recipe
-    that has changed since is refused, except for its length, which may grow, and for `allow_changes`."""
+    """Whether a run whose output folder has checkpoints resumes from the newest one. A recipe that has changed since is
+    refused, except for a longer duration and for `allow_changes`."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys of the recipe that may have changed since the run was begun, such as optimizer.lr; a key stands for all
     below it."""
@@ -273,7 +273,7 @@ class Recipe:
     algorithms: dict[str, Annotated[Any, "algorithm"]] = field(default_factory=dict)
     """Changes to the model or to the training loop, by label."""
     callbacks: dict[str, Annotated[Any, "callback"]] = field(default_factory=dict)
-    """What happens besides training, such as sample grids and exports, by label."""
+    """Sample grids, exports, statistics and other observers of the run, by label."""
     loggers: dict[str, Annotated[Any, "logger"]] = field(default_factory=_tensorboard)
     """Where metrics and images are logged, by label."""
 

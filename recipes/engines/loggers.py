@@ -88,7 +88,7 @@ def wandb(
     tags: list[str] | None = None,
     offline: bool = False,
 ) -> WandB:
-    """Weights & Biases. A run that goes on from a checkpoint goes on there, too, unless it is offline.
+    """Weights & Biases. A resumed run continues the same W&B run, unless it is offline.
 
     Args:
         project: project that the run belongs to.
@@ -106,7 +106,7 @@ def wandb(
 def mlflow(
     run_name: str, output: str, tracked: Callable[[], str], *, experiment: str, tracking_uri: str | None = None
 ) -> MLflow:
-    """MLflow. A run that goes on from a checkpoint goes on there, too.
+    """MLflow. A resumed run continues the same MLflow run.
 
     Args:
         experiment: experiment that the run belongs to.

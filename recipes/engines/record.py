@@ -83,15 +83,23 @@ def check_record(recipe: Recipe) -> list[str]:
 def check_copy(recipe: Recipe, texts: dict[str, str]) -> None:
     """Compare a recipe with the record in `checkpoints.bucket`, texts by names of files.
 
+    Earlier versions had it in an object of its own, which may be that of a start that saved nothing. It is not read: a
+    line says that nothing is compared.
+
     Raises:
         ValueError: a key has changed that may not: the checkpoints there are another run's.
     """
-    if CONFIG in texts:
-        with TemporaryDirectory() as folder:
-            record = Path(folder, CONFIG)
-            record.write_text(texts[CONFIG], encoding="utf-8")
-            address = recipe.checkpoints.bucket
-            _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}", "address")
+    address = recipe.checkpoints.bucket
+    if CONFIG not in texts:
+        log.warning(
+            f"checkpoints.bucket: {address}/latest.json has no recipe, as earlier versions wrote it; whether its "
+            "checkpoints are this run's is not known"
+        )
+        return
+    with TemporaryDirectory() as folder:
+        record = Path(folder, CONFIG)
+        record.write_text(texts[CONFIG], encoding="utf-8")
+        _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}", "address")
 
 
 def _compare_recipes(record: Path, recipe: Recipe, refusal: str, other: str) -> list[str]:

@@ -13,7 +13,7 @@ class Extractor:
     """The network whose features the metrics compare."""
 
     kind: Literal["inception", "contrastive"] = "inception"
-    """inception: InceptionV3 as FID defines it (torch-fidelity); contrastive: the picture tower of an open_clip model,
+    """inception: InceptionV3 as FID defines it (torch-fidelity); contrastive: the image tower of an open_clip model,
     whose figures compare with those of the same tower only."""
     path: str | None = None
     """inception: local file of the weights, null to fetch them from torch-fidelity's release; contrastive: an open_clip

@@ -111,6 +111,18 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
             yield Finding("ok", "cache", text)
 
 
+def hashes(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the shards of each set have the hash that they are to be compared with."""
+    for key, stream in _streams(recipe):
+        asked = stream.args.get("validate_hash")
+        for shard in _shards(stream) if asked else ():
+            known = shard["raw_data"].get("hashes") or {}
+            if asked not in known:
+                text = f"{key}.validate_hash is {asked}, and the set was written with {', '.join(known) or 'none'}"
+                yield Finding("error", "hashes", f"{text}; encode with hashes=[{asked}], or set it to null")
+                break
+
+
 def shards(recipe: Recipe) -> Iterator[Finding]:
     """Whether the training data has parts enough for the processes that read it.
 

@@ -4,7 +4,7 @@ import os
 import threading
 
 import pytest
-from streaming import MDSWriter
+from streaming import MDSWriter, StreamingDataset
 from streaming.base.dataset import _ShardState
 
 from data.fetching import FetchingDataset, NotFetched, WholeStream
@@ -48,6 +48,29 @@ def test_a_shard_that_was_evicted_before_it_was_seen_is_fetched_again(open_set):
     dataset._shard_states[0] = _ShardState.REMOTE  # it was here, and a third one has evicted it
     reading.join(60)
     assert found == list(range(SAMPLES))
+
+
+def test_a_shard_is_prepared_once_and_not_for_each_sample(open_set, tmp_path, monkeypatch):
+    """streaming takes a lock that all processes of the machine share each time."""
+    prepared, prepare = [], StreamingDataset.prepare_shard
+
+    def count(dataset, shard, blocking=True):
+        prepared.append(int(shard))
+        prepare(dataset, shard, blocking)
+
+    monkeypatch.setattr(StreamingDataset, "prepare_shard", count)
+    dataset = open_set()
+    for _ in range(2):
+        assert [sample["number"] for sample in dataset] == list(range(SAMPLES))
+    assert set(prepared) == set(range(dataset.num_shards))
+    assert len(prepared) <= 2 * dataset.num_shards < SAMPLES  # two threads can meet the same shard first
+    before = dataset._shard_access_times[0]
+    dataset.prepare_shard(0, blocking=False)
+    assert dataset._shard_access_times[0] > before  # it is not the next one to be evicted
+    dataset.evict_shard(0)
+    assert not (tmp_path / "cache" / dataset.shards[0].raw_data.basename).exists()
+    dataset.prepare_shard(0, blocking=False)
+    assert dataset[0]["number"] == 0 and prepared[-1] == 0
 
 
 def test_nothing_of_an_epochs_size_is_kept_until_the_process_ends(open_set):

@@ -18,6 +18,7 @@ from precompute import pack
 from precompute.packing import Packed
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
+from recipes.planning.dry_run import survey
 from tests.recipes.engines.recording import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +68,18 @@ def test_texts_that_do_not_fit_the_model(text_sets, tmp_path):
         record("composer", recipe(text_sets, tmp_path, "model.positions=8"))
     with pytest.raises(ValueError, match="the texts have 301 tokens, the model 300; give the model as many or more"):
         record("composer", recipe(text_sets, tmp_path, "model.vocabulary=300"))
+
+
+def test_sets_of_several_vocabularies(text_sets, tmp_path):
+    """Dry runs refuse them in the words of the run, and a set that is not there says nothing."""
+    (tmp_path / "other").mkdir()
+    other = json.loads((text_sets / "captions" / NAME).read_text()) | {"vocabulary_hash": "0"}
+    (tmp_path / "other" / NAME).write_text(json.dumps(other))
+    both = recipe(text_sets, tmp_path, f"data.streams.captions.path={tmp_path}/other")
+    with pytest.raises(ValueError, match="streams.captions was packed with another vocabulary than streams.docs"):
+        survey(both)
+    (tmp_path / "other" / NAME).unlink()
+    assert survey(both).length.epoch_steps is None
 
 
 def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys):

@@ -116,7 +116,7 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8(Lever):
-    """Multiplies the matrices of a model's blocks in 8 bits, with one scale per tensor, on GPUs that can.
+    """Multiplies the matrices of a model's blocks in 8 bits, with one scale per tensor; needs compute capability 8.9.
 
     Forward, factors are e4m3; backward, gradients are e5m2. Sums have 32 bits, and weights, their gradients and the
     optimizer keep their formats. On a CPU, the same numbers are computed in 32 bits.

@@ -11,7 +11,7 @@ from recipes.training.run import Run
 
 
 class LeanBlocks(Lever):
-    """Leaves out what diffusers' blocks do in vain: copies between memory formats, divisions by 1, separate biases."""
+    """Removes needless work of diffusers' blocks: copies between memory formats, divisions by 1, separate biases."""
 
     def __init__(self, task: nn.Module) -> None:
         """See `recipes.models.blocks.lean`."""

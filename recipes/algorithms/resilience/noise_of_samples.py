@@ -22,7 +22,7 @@ class NoiseOfSamples(Lever):
         """
         Args:
             task: what is trained.
-            seed: of the numbers.
+            seed: seed of these draws.
         """
         self.task = task
         self.seed = seed

@@ -48,8 +48,8 @@ class ResblockGradScaling(Lever):
             least: binary logarithm of the smallest scale.
             most: binary logarithm of the largest scale.
             weights: number format in which the matrices of blocks and their gradients are stored. fp16 takes half the
-                memory, and rounds each update of a weight to its 11 bits; it needs the optimizer adam16, and is not
-                for training.fsdp and powersgd.
+                memory, and rounds each update of a weight to its 11 bits; it needs the optimizer adam16 and
+                cannot be combined with training.fsdp or powersgd.
 
         Raises:
             ValueError: blocks without a branch, bounds that contradict each other, or 16-bit weights with powersgd.

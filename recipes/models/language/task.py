@@ -39,8 +39,8 @@ class Language(TransformerTask):
             width: width of the residual stream, a multiple of the number of heads.
             heads: number of attention heads.
             positions: number of tokens that are predicted per sample.
-            vocabulary: number of tokens. It may be larger than that of the data: those that do not occur fill up the
-                table to a size that devices divide well.
+            vocabulary: number of tokens. It may be larger than that of the data: the rest pads the table to a size
+                that is easy to divide over devices.
             dropout: share of the embeddings, of the attention weights and of the outputs of attention and MLP that
                 training drops.
 

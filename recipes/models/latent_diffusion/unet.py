@@ -86,7 +86,7 @@ def unet(
         heads: attention heads of each level.
         text_width: width of the text embedding.
         latent_channels: channels of the latents.
-        sample_size: side of the latent grid that the published configuration names; any side runs.
+        sample_size: side of the latent grid in the network's configuration; any side can be used.
         blocks: residual blocks per level on the way down; one more on the way up.
         norm_groups: groups of every GroupNorm.
         dropout: dropout of the residual and transformer blocks.
