@@ -10,7 +10,7 @@ from data.clip_library import open_clip
 from data.word_cache import bound
 
 
-@pytest@pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_full_cache_is_emptied_and_tokens_stay(copied, monkeypatch):
     monkeypatch.setattr(word_cache, "CACHED_WORDS", 20)
     plain = open_clip.SimpleTokenizer(context_length=12)
