@@ -78,23 +78,28 @@ class EncodedSet:
             raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); see {CREDENTIAL}") from error
         return copy
 
-    def manifest(self) -> Manifest:
-        """Reads the manifest of the set.
+    def current(self, name: str) -> Path:
+        """As `file`, for one that says what the set holds; a copy of it in the cache is compared with the remote one.
 
         Raises:
-            FileNotFoundError: the set has no manifest.
+            FileNotFoundError: there is no such file.
             ValueError: the cache holds shards of another set than the one at the remote address.
         """
-        path = Path(self.local, MANIFEST)
+        path = Path(self.local, name)
         if self.remote and path.is_file():
-            fresh = self._fetch(MANIFEST)
+            fresh = self._fetch(name)
             same = fresh.read_bytes() == path.read_bytes()
             fresh.unlink()
             if not same:
                 raise ValueError(
-                    f"{path} is not the manifest at {self.remote}: delete the folder, or give another cache"
+                    f"{path} is not the one at {self.remote}: the cache is of another set; delete the folder, or give "
+                    "another cache"
                 )
-        return Manifest.read(self.file(MANIFEST).parent)
+        return self.file(name)
+
+    def manifest(self) -> Manifest:
+        """Reads the manifest of the set. Errors are those of `current` and of `Manifest.read`."""
+        return Manifest.read(self.current(MANIFEST).parent)
 
     def null_text(self) -> Tensor:
         """(L, D) float16, the embedding of the empty caption."""

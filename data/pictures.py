@@ -22,6 +22,7 @@ from data.ranges import check_least, check_shares
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
+from data.word_cache import bound
 
 StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 """Number of batches, and per worker the pass and the number of its samples drawn so far."""
@@ -271,7 +272,7 @@ class ImageStream(IterableDataset):
         if self.tokens is not None:
             from data.clip_library import open_clip
 
-            tokenizer = open_clip.SimpleTokenizer(context_length=self.tokens)
+            tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         turn, drawn = self.places[worker]
         kept: list[tuple[np.ndarray, str]] = []
         if self.keep_decoded and turn:

@@ -82,7 +82,7 @@ def texts(
             vocabularies.
     """
     check_sets("texts", streams)
-    manifests = _manifests({label: encoded.file(NAME) for label, encoded in streams.items()}, requirements)
+    manifests = _manifests({label: encoded.current(NAME) for label, encoded in streams.items()}, requirements)
     first = next(iter(manifests))
     dataset = TextDataset(
         row=manifests[first].positions + 1,

@@ -181,7 +181,7 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
         write_text(output / f"config-{number}.yaml", before)
     write_text(record, text)
     if data.manifest is not None:
-        write_json(output / ENCODED, encoders(data.manifest), indent=1)
+        write_json(output / ENCODED, data.manifest.encoders(), indent=1)
 
 
 def keep_with(output: Path, checkpoint: Path, anew: bool = True) -> None:
@@ -220,16 +220,6 @@ def record_with(output: Path, checkpoint: Path, default: Path | None = None) -> 
     return folder if default is None or folder.is_dir() else default
 
 
-def encoders(manifest: Manifest) -> dict[str, Any]:
-    """What says that two encoded sets are of the same kind, as `Manifest.check` takes it."""
-    images, texts = manifest.image_encoder, manifest.text_encoder
-    found = {"image_weights": images["weights_hash"]}
-    found |= {name: images[name] for name in ("scaling_factor", "shift_factor") if name in images}
-    if texts is not None:
-        found |= {"text_weights": texts["weights_hash"], "tokenizer": texts["tokenizer"]}
-    return {"kind": manifest.kind, **found}
-
-
 def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) -> None:
     """Compare what encoded the training data with the validation sets, and with the run that goes on.
 
@@ -240,7 +230,7 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         return
     for label, loading in evals.items():
         if loading.manifest is not None:
-            _compare(loading.manifest, encoders(data.manifest), f"evals.{label}: not encoded as the training data is")
+            _compare(loading.manifest, data.manifest.encoders(), f"evals.{label}: not encoded as the training data is")
     if "data" in recipe.checkpoints.allow_changes:
         return
     if recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output)):

@@ -10,7 +10,10 @@ import torch
 
 from callbacks.unigram import unigram_loss
 from data.bpe import Vocabulary
+from data.encoded_sets import remote_set
+from data.loading import Placement
 from data.text_manifest import NAME, TextManifest
+from data.texts import texts
 from precompute import pack
 from precompute.packing import Packed
 from recipes.config.recipe import Recipe, load_config
@@ -83,6 +86,14 @@ def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys):
     with pytest.raises(SystemExit):
         pack.main([str(text_sets / "docs" / "config.yaml"), "sources.docs.column=other"])
     assert "holds values made with source {" in capsys.readouterr().err
+
+
+def test_a_cache_of_other_texts_is_an_error(text_sets, tmp_path):
+    cache = str(tmp_path / "cache")
+    remote_set(url=str(text_sets / "docs"), cache=cache).file(NAME)
+    other = remote_set(url=str(text_sets / "captions"), cache=cache)
+    with pytest.raises(ValueError, match="text.json is not the one at .*captions: the cache is of another set"):
+        texts(Placement(2, True), {"positions": 16, "vocabulary": 512}, streams={"a": other}, workers=0)
 
 
 @pytest.mark.parametrize("positions", [3, 7])
