@@ -214,3 +214,15 @@ def test_a_remote_set_is_known_before_its_first_run(small_recipe, latent_sets, t
     recipe.data.args["streams"] = {"train": remote_stream("/nowhere", tmp_path / "none")}
     (found,) = fetch_indexes(recipe)
     assert found.level == "error" and "data.streams.train: /nowhere/manifest.json: cannot be fetched" in found.text
+
+
+def test_a_remote_set_of_texts_has_a_manifest_of_its_own(small_recipe, tmp_path):
+    recipe = small_recipe(tmp_path / "run")
+    streams = {"train": remote_stream(tmp_path / "packed", tmp_path / "cache")}
+    recipe.data = Component("data", "texts", {"streams": streams}, COMPONENTS["data"]["texts"], "data")
+    recipe.evals = {}
+    (tmp_path / "packed").mkdir()
+    for name in ("text.json", "index.json"):
+        (tmp_path / "packed" / name).write_text("{}")
+    assert list(fetch_indexes(recipe)) == []
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"text.json", "index.json"}
