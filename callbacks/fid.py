@@ -14,10 +14,12 @@ from callbacks.prompt_grid import PromptGrid
 from callbacks.sample_grid import SampleGrid
 from callbacks.token_grid import TokenGrid
 from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.cost import Cost, Plan
 from data.loading import Loading
 from data.log import log
 from data.sources.base import Sample
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.encoders.base import ModelPath
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
@@ -59,7 +61,7 @@ class Fid(PeriodicCallback):
         reference_images: int | None = None,
         metrics: list[Literal["fid", "kid"]] = ("fid", "kid"),
         extractor: Literal["inception", "contrastive"] = "inception",
-        path: str | None = None,
+        path: ModelPath | None = None,
         sampling: dict[str, Any] | None = None,
         seed: int = 0,
         batch: int = 16,
@@ -83,16 +85,7 @@ class Fid(PeriodicCallback):
             ValueError: a model that draws no images, an unknown option of sampling, fewer pictures than a metric needs.
         """
         super().__init__(every)
-        grid = next((grid for kind, grid in GRIDS.items() if isinstance(task, kind)), None)
-        if grid is None:
-            raise ValueError(f"fid: a {type(task).__name__} draws no images of captions; remove the callback")
-        if extractor == "contrastive" and path is None:
-            raise ValueError("fid: path is missing; name the contrastive model's folder")
-        options = {p.name for p in inspect.signature(grid).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        for name in sampling or {}:
-            if name not in options or name in NOT_OF_A_SAMPLE:
-                known = ", ".join(sorted(options - {*NOT_OF_A_SAMPLE}))
-                raise ValueError(f"fid: sampling.{name}: no option of {type(task).__name__} models, which have {known}")
+        grid = _grid_of(task, extractor, path, sampling)
         self.settings = Settings(metrics=list(metrics))
         self.extractor = extractor, path
         self.side = loading.resolution
@@ -112,6 +105,18 @@ class Fid(PeriodicCallback):
         )
         self.features: Features | None = None
         self.reference: np.ndarray | None = None
+
+    @classmethod
+    def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
+        """Nothing that is counted. What is refused without the reference is refused here, see `data.cost`."""
+        settings, images = Settings(metrics=args["metrics"]), args["images"]
+        check_counts(replace(settings, kid_subset_size=2), images, images)
+        grid = _grid_of(plan.task, args["extractor"], args["path"], args["sampling"])
+        grid(
+            plan.task, plan.output, None, None, None, 1,
+            prompts=[""] * images, batch=args["batch"], **(args["sampling"] or {}),
+        )  # fmt: skip
+        return Cost()
 
     def _read(self, source: Any, pictures: int | None, images: int, seed: int) -> list[str]:
         self.samples = read_reference(source, pictures, seed)
@@ -150,3 +155,22 @@ class Fid(PeriodicCallback):
         found = figures(self.settings, arrays, self.reference)
         run.log({f"images/{name}": value for name, value in found.items()})
         log.info(f"fid: batch {run.clock.batch}: " + ", ".join(f"{name} {value:g}" for name, value in found.items()))
+
+
+def _grid_of(task: Task, extractor: str, path: str | None, sampling: dict[str, Any] | None) -> type[PromptGrid]:
+    """What draws the images of a model; the arguments are those of `Fid`.
+
+    Raises:
+        ValueError: nothing does, or it has no such option; or the extractor has no path.
+    """
+    grid = next((grid for kind, grid in GRIDS.items() if isinstance(task, kind)), None)
+    if grid is None:
+        raise ValueError(f"fid: a {type(task).__name__} draws no images of captions; remove the callback")
+    if extractor == "contrastive" and path is None:
+        raise ValueError("fid: path is missing; name the contrastive model's folder")
+    options = {p.name for p in inspect.signature(grid).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for name in sampling or {}:
+        if name not in options or name in NOT_OF_A_SAMPLE:
+            known = ", ".join(sorted(options - {*NOT_OF_A_SAMPLE}))
+            raise ValueError(f"fid: sampling.{name}: no option of {type(task).__name__} models, which have {known}")
+    return grid

@@ -60,6 +60,7 @@ class SampleGrid(PromptGrid):
         self.steps = steps
         self.guidance = guidance
         self.sampler = task.objective.check_sampler(sampler)
+        task.objective.check_steps(steps, self.sampler)  # now, and not when the first grid is due
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """See `PromptGrid.prepare`."""

@@ -39,6 +39,7 @@ class Plan:
         build: builds a component that is an argument of this one, such as the streams of a data component.
         tensor: devices of those `shards` that divide the matrices of each layer.
         matrices: share of the parameters that these divide; they all have the others.
+        training: whether a data component is for training, and not a validation set.
     """
 
     task: Any
@@ -51,6 +52,7 @@ class Plan:
     build: Callable[[Any], Any]
     tensor: int = 1
     matrices: float = 1.0
+    training: bool = True
 
     @property
     def share(self) -> float:

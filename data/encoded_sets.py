@@ -17,6 +17,7 @@ from data.downloads import CREDENTIAL, fetch
 from data.errors import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
+from data.mds_index import HASHES
 from data.stores import STORES, malformed, require_account, scheme_of
 
 READ = ("s3", "gs", "oci", "azure", "azure-dl", "hf", "dbfs")  # of mosaicml-streaming's downloaders
@@ -43,6 +44,11 @@ class EncodedSet:
                 raise ValueError(f"stream: {name}: {value}; give a number above 0, or remove the stream")
         if None not in given.values():
             raise ValueError("stream: proportion and repeat contradict each other; give one of them")
+        check = self.options.get("validate_hash")
+        if check is not None and check not in HASHES:
+            raise ValueError(
+                f"stream: validate_hash: {check}; give a hash that the set was written with, such as xxh3_64, or null"
+            )
 
     def file(self, name: str) -> Path:
         """The path of a file beside the shards, which is fetched first if the set is remote.
@@ -72,23 +78,28 @@ class EncodedSet:
             raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); see {CREDENTIAL}") from error
         return copy
 
-    def manifest(self) -> Manifest:
-        """Reads the manifest of the set.
+    def current(self, name: str) -> Path:
+        """As `file`, for one that says what the set holds; a copy of it in the cache is compared with the remote one.
 
         Raises:
-            FileNotFoundError: the set has no manifest.
+            FileNotFoundError: there is no such file.
             ValueError: the cache holds shards of another set than the one at the remote address.
         """
-        path = Path(self.local, MANIFEST)
+        path = Path(self.local, name)
         if self.remote and path.is_file():
-            fresh = self._fetch(MANIFEST)
+            fresh = self._fetch(name)
             same = fresh.read_bytes() == path.read_bytes()
             fresh.unlink()
             if not same:
                 raise ValueError(
-                    f"{path} is not the manifest at {self.remote}: delete the folder, or give another cache"
+                    f"{path} is not the one at {self.remote}: the cache is of another set; delete the folder, or give "
+                    "another cache"
                 )
-        return Manifest.read(self.file(MANIFEST).parent)
+        return self.file(name)
+
+    def manifest(self) -> Manifest:
+        """Reads the manifest of the set. Errors are those of `current` and of `Manifest.read`."""
+        return Manifest.read(self.current(MANIFEST).parent)
 
     def null_text(self) -> Tensor:
         """(L, D) float16, the embedding of the empty caption."""

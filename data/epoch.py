@@ -51,7 +51,8 @@ def encoded_samples(kind: str, args: dict[str, Any], requirements: dict[str, Any
     if not (folder / MANIFEST).is_file():
         return None
     manifest = Manifest.read(folder)
-    manifest.check(kind=kind, resolution=args["resolution"], **requirements, **(args["expect"] or {}))
+    manifest.check(kind=kind, resolution=args["resolution"], **requirements)
+    manifest.check(**{"resolution": args["resolution"], **(args["expect"] or {})})
     column = args.get("text")
     if column is not None and manifest.columns and column not in manifest.columns:
         raise ValueError(f"{folder}: no column `{column}`; the set has {', '.join(manifest.columns)}")

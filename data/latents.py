@@ -77,9 +77,10 @@ def latents(
     check_shares("latents", caption_dropout=caption_dropout, flip=flip)
     manifests = manifests_of("latents", streams)
     first = manifests[0]
-    same = {"image_weights": first.image_encoder["weights_hash"], "text_weights": first.text_encoder["weights_hash"]}
     for manifest in manifests:
-        manifest.check(resolution=resolution, **requirements, **(expect or {}), **same)
+        manifest.check(resolution=resolution, **requirements)
+        manifest.check(**{"resolution": resolution, **(expect or {})})
+        manifest.check(**first.encoders())
     dataset = LatentDataset(
         resolution=resolution,
         text=text,

@@ -27,6 +27,7 @@ _IMAGES = {
     "latents": {"channels": int, "downsample": int, "scaling_factor": _NUMBER, "shift_factor": _NUMBER},
     "tokens": {"codes": int, "downsample": int},
 }
+_NORMALISATION = ("scaling_factor", "shift_factor")
 _TEXTS = {"length": int, "width": int, "tokenizer": str}
 
 # What to do when a recipe expects something else, by field of `Manifest.check`.
@@ -38,6 +39,7 @@ _ADVICE = {
     "shift_factor": "the latents are normalised already: remove the shift from the recipe, or encode again",
     "text_width": "set the denoiser's cross-attention width to the set's, or encode again with the other text encoder",
     "text_length": "train with the set's number of tokens, or encode again with the other text encoder",
+    "text_layer": "encode again with the layer that the recipe means",
     "tokenizer": "encode again with the tokenizer that the recipe means",
     "image_weights": "encode again: these latents come from other VAE weights",
     "text_weights": "encode again: these embeddings come from other text encoder weights",
@@ -184,14 +186,24 @@ class Manifest:
         """Side of the grid of latent pixels or tokens at a resolution in pixels."""
         return resolution // self.downsample
 
+    def encoders(self) -> dict[str, Any]:
+        """What sets that are trained on together have in common, as arguments of `check`."""
+        found = {"kind": self.kind, "image_weights": self.image_encoder["weights_hash"]}
+        found |= {name: self.image_encoder[name] for name in _NORMALISATION if name in self.image_encoder}
+        if self.text_encoder is not None:
+            texts = self.text_encoder
+            found |= {"text_weights": texts["weights_hash"], "text_layer": texts.get("layer")}
+            found["tokenizer"] = texts["tokenizer"]
+        return found
+
     def check(self, **expected: Any) -> None:
         """Compares the set with what a recipe expects.
 
         Args:
             expected: any of kind, resolution, downsample, image_weights (sha256), dtype, crop, crops, upscale; for
-                latents also channels, scaling_factor, shift_factor, text_weights (sha256), text_width, text_length and
-                tokenizer; for tokens also codes; with a resolution the side of the grid, and grid_multiple, of which it
-                must be a multiple. None is not checked.
+                latents also channels, scaling_factor, shift_factor, text_weights (sha256), text_layer, text_width,
+                text_length and tokenizer; for tokens also codes; with a resolution the side of the grid, and
+                grid_multiple, of which it must be a multiple. None is not checked.
 
         Raises:
             ValueError: a field differs. The message names it, the set's value, the expected one, and what to do.
@@ -211,15 +223,13 @@ class Manifest:
     def _found(self, resolution: int | None) -> dict[str, Any]:
         """The values that `check` compares, by name."""
         images, texts = self.image_encoder, self.text_encoder or {}
-        found = {
-            name: images[name]
-            for name in ("channels", "downsample", "scaling_factor", "shift_factor", "codes")
-            if name in images
-        }
+        names = ("channels", "downsample", *_NORMALISATION, "codes")
+        found = {name: images[name] for name in names if name in images}
         found["image_weights"] = images["weights_hash"]
         if texts:
-            found |= {"text_weights": texts["weights_hash"], "text_width": texts["width"]}
-            found |= {"text_length": texts["length"], "tokenizer": texts["tokenizer"]}
+            found |= {"text_weights": texts["weights_hash"], "text_layer": texts.get("layer")}
+            found |= {f"text_{name}": texts[name] for name in ("width", "length")}
+            found["tokenizer"] = texts["tokenizer"]
         if resolution is not None:
             found["side"] = found["grid_multiple"] = self.side(resolution)
         found |= {name: getattr(self, name) for name in ("kind", "dtype", "crop", "crops", "upscale")}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data.files import read_object
 
 Shard = dict[str, Any]  # one entry of the index
+# Names of the hashes that a shard may have.
+HASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"} | {
+    name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")
+}
 
 
 def read_index(folder: str | Path) -> list[Shard]:

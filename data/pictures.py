@@ -22,6 +22,7 @@ from data.ranges import check_least, check_shares
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
+from data.word_cache import bound
 
 StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 """Number of batches, and per worker the pass and the number of its samples drawn so far."""
@@ -29,11 +30,13 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """That training has no epochs, see `data.cost`."""
-    _check(**args)
+    _check(training=plan.training, **args)
+    plan.build(args["filter"])  # which refuses what no sample can pass
     return Cost(epoch=Epoch(None, endless=True))
 
 
 def _check(
+    training: bool,
     resolution: int,
     tokens: int | None,
     limit: int,
@@ -41,11 +44,15 @@ def _check(
     workers: int,
     flip: float,
     word_dropout: float,
+    keep_decoded: bool,
+    crop: str,
     **others: Any,
 ) -> None:
     check_least("pictures", 1, resolution=resolution, tokens=tokens, limit=limit)
     check_least("pictures", 0, shuffle_buffer=shuffle_buffer, workers=workers)
     check_shares("pictures", flip=flip, word_dropout=word_dropout)
+    if keep_decoded and crop != "center" and training:
+        raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
 
 
 @with_cost(pictures_cost)
@@ -88,9 +95,9 @@ def pictures(
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
         limit: maximum number of images of a validation set, per device.
     """
-    _check(resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout)
-    if keep_decoded and crop != "center" and placement.training:
-        raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
+    _check(
+        placement.training, resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout, keep_decoded, crop
+    )
     stream = ImageStream(
         source=source,
         filter=filter or Filter(),
@@ -265,7 +272,7 @@ class ImageStream(IterableDataset):
         if self.tokens is not None:
             from data.clip_library import open_clip
 
-            tokenizer = open_clip.SimpleTokenizer(context_length=self.tokens)
+            tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         turn, drawn = self.places[worker]
         kept: list[tuple[np.ndarray, str]] = []
         if self.keep_decoded and turn:

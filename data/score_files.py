@@ -48,8 +48,13 @@ def write_scores(file: Path, scores: ShardScores) -> None:
         np.savez(stream, keys=np.array(json.dumps(scores.keys)), **arrays)
 
 
-def read_scores(folder: Path, shard: str) -> ShardScores:
+def read_scores(folder: Path, shard: str, embeddings: bool = True) -> ShardScores:
     """Read a shard's scores.
+
+    Args:
+        folder: of the scores.
+        shard: id of the input shard.
+        embeddings: whether they are read, which are nearly all of the file; if not, they are (0, 0).
 
     Raises:
         FileNotFoundError: there are none.
@@ -60,8 +65,9 @@ def read_scores(folder: Path, shard: str) -> ShardScores:
         raise FileNotFoundError(f"no file {file}; finish precompute/scores.py first")
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            scores = ShardScores(json.loads(str(arrays["keys"])), arrays["embeddings"], arrays["similarities"])
-        if not len(scores.keys) == len(scores.embeddings) == len(scores.similarities):
+            found = arrays["embeddings"] if embeddings else np.empty((0, 0), np.float16)
+            scores = ShardScores(json.loads(str(arrays["keys"])), found, arrays["similarities"])
+        if len({len(scores.keys), len(scores.similarities), *([len(found)] if embeddings else [])}) > 1:
             raise ValueError("columns of different lengths")
     except Exception as error:  # zipfile and NumPy raise many kinds
         raise ValueError(f"{file}: damaged ({error}); delete it and start precompute/scores.py again") from None

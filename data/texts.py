@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,17 +23,29 @@ from data.tokens import widen
 def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """The size of an epoch, see `data.cost`."""
     check_reading("texts", **args)
-    needs = plan.task.requirements()
+    sets = plan.build(args["streams"])
+    here = {label: path for label, encoded in sets.items() if (path := Path(encoded.local, NAME)).is_file()}
+    manifests = _manifests(here, plan.task.requirements())
+    samples = {here[label].parent: manifest.samples for label, manifest in manifests.items()}
+    return Cost(epoch=epoch_of("texts", sets, args, samples.get))
 
-    def stored(folder: Path) -> int | None:
-        path = folder / NAME
-        if not path.is_file():
-            return None
-        manifest = TextManifest.read(path)
-        manifest.check(path, **needs)
-        return manifest.samples
 
-    return Cost(epoch=epoch_of("texts", plan.build(args["streams"]), args, stored))
+def _manifests(paths: Mapping[str, Path], requirements: dict[str, Any]) -> dict[str, TextManifest]:
+    """The manifests of sets, by label.
+
+    Raises:
+        ValueError: texts that do not fit the model, or of several vocabularies.
+    """
+    manifests = {label: TextManifest.read(path) for label, path in paths.items()}
+    for label, manifest in manifests.items():
+        manifest.check(paths[label], **requirements)
+        first = next(iter(manifests))
+        if manifest.vocabulary_hash != manifests[first].vocabulary_hash:
+            raise ValueError(
+                f"texts: streams.{label} was packed with another vocabulary than streams.{first}; pack one of them "
+                "again"
+            )
+    return manifests
 
 
 @with_cost(texts_cost)
@@ -70,16 +82,8 @@ def texts(
             vocabularies.
     """
     check_sets("texts", streams)
-    manifests = {label: TextManifest.read(encoded.file(NAME)) for label, encoded in streams.items()}
-    first, *others = manifests
-    for label, manifest in manifests.items():
-        manifest.check(Path(streams[label].local, NAME), **requirements)
-    for label in others:
-        if manifests[label].vocabulary_hash != manifests[first].vocabulary_hash:
-            raise ValueError(
-                f"texts: streams.{label} was packed with another vocabulary than streams.{first}; pack one of them "
-                "again"
-            )
+    manifests = _manifests({label: encoded.current(NAME) for label, encoded in streams.items()}, requirements)
+    first = next(iter(manifests))
     dataset = TextDataset(
         row=manifests[first].positions + 1,
         **dataset_arguments(

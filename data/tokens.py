@@ -94,8 +94,9 @@ def tokens(
     manifests = manifests_of("tokens", streams)
     first = manifests[0]
     for manifest in manifests:
-        manifest.check(resolution=resolution, **needs, **(expect or {}))
-        manifest.check(image_weights=first.image_encoder["weights_hash"])
+        manifest.check(resolution=resolution, **needs)
+        manifest.check(**{"resolution": resolution, **(expect or {})})
+        manifest.check(**first.encoders())
     dataset = TokenDataset(
         resolution=resolution,
         vocabulary=bpe,

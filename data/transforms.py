@@ -14,6 +14,9 @@ Box = tuple[int, int, int, int]
 # photographs.
 REDUCING_GAP = 3.0
 
+# A JPEG can be decoded at 1 / one of them of its size.
+JPEG_SCALES = (1, 2, 4, 8)
+
 
 def crop_box(size: tuple[int, int], crop: Crop, rng: np.random.Generator | None = None) -> Box:
     """The largest square inside an image: (left, top, right, bottom) in its pixels.
@@ -52,7 +55,7 @@ def resize(
     """Resamples a square of an image, in one step.
 
     Args:
-        image: RGB; may have been decoded at a fraction of `original_size`.
+        image: RGB; a JPEG may have been decoded at a fraction of `original_size` (see `JPEG_SCALES`).
         box: (left, top, right, bottom) of the square, in pixels of `original_size`; may be fractional.
         resolution: side of the result in pixels.
         original_size: (width, height) that `box` refers to; the image's own if None.
@@ -61,16 +64,10 @@ def resize(
     Returns:
         uint8 (resolution, resolution, 3).
     """
-    width, height = original_size or image.size
-    scale_x, scale_y = image.width / width, image.height / height
-    left, top, right, bottom = box
-    # The minimum, because rounding may put the product slightly outside of the image, which Pillow refuses.
-    scaled = (
-        left * scale_x,
-        top * scale_y,
-        min(right * scale_x, image.width),
-        min(bottom * scale_y, image.height),
-    )
+    # The sides of a JPEG that is decoded at a fraction are rounded up: their quotient is not quite the fraction.
+    sides = list(zip(original_size or image.size, image.size, strict=True))
+    scale = next(scale for scale in JPEG_SCALES if all(-(-whole // scale) <= part for whole, part in sides))
+    scaled = tuple(edge / scale for edge in box)
     if area:
         return area_average(image, scaled, resolution)
     wanted = (resolution, resolution)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from data.mds_index import HASHES
 from data.stores import malformed
 from recipes.config.components import COMPONENTS
 from recipes.config.differences import parts_of
@@ -24,9 +25,6 @@ ENCODER_FILES = (".json", ".safetensors", ".pt", ".pth", ".bin", ".txt")
 UPLOADED = ("s3", "gs", "oci", "azure", "azure-dl")
 # Of the MDS format.
 COMPRESSIONS = re.compile(r"br(:(\d|1[01]))?|bz2(:[1-9])?|gz(:\d)?|snappy|zstd(:([1-9]|1\d|2[0-2]))?", re.ASCII)
-HASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"} | {
-    name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")
-}
 # Arguments of sources that say where the data lies and how it is divided, which the ids of shards tell apart, or (of
 # scores) the weights of their model.
 PLACES = ("urls", "path", "files", "exclude", "shard_size", "shard_mb", "scores")

@@ -1,4 +1,8 @@
-"""Decoding workers -> encoders -> writer thread. The encoders start on a batch before the last one is written."""
+"""Decoding workers -> encoders -> writer thread -> publisher thread.
+
+The encoders start on a batch before the last one is written, and the writer on a shard before the last one is
+published.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +49,13 @@ class EncodePipeline:
         images: the image encoder, on its device.
         texts: the text encoder, on the same device; None where captions are not embedded.
         open_writer: returns the writer of a shard's output.
-        publish: called with a shard whose folder is complete.
+        publish: called with a shard whose folder is complete, for one shard at a time, in a thread of its own: a shard
+            may have to be uploaded.
         progress: counts images and shards.
 
     Attributes:
         failed: after `run`, the shards that could not be read, each with its reason.
-        finished: shards whose folders are complete.
+        finished: shards that were published.
         waited: seconds in which the encoders had nothing to do.
     """
 
@@ -78,7 +84,8 @@ class EncodePipeline:
         Raises:
             Any error of a worker, of the encoders or of the writer.
         """
-        thread = threading.Thread(target=self._write_all, name="writer", daemon=True)
+        publisher = ThreadPoolExecutor(1, "publisher")
+        thread = threading.Thread(target=self._write_all, args=[publisher], name="writer", daemon=True)
         thread.start()
         try:
             before: EncodedBatch | None = None
@@ -96,6 +103,7 @@ class EncodePipeline:
         finally:
             self._put(None)
             thread.join()
+            publisher.shutdown()
             for writer in self.writers.values():
                 writer.abandon()
             self.writers.clear()
@@ -144,10 +152,19 @@ class EncodePipeline:
 
     # --- in the writer thread ---------------------------------------------------------------------------------
 
-    def _write_all(self) -> None:
+    def _write_all(self, publisher: ThreadPoolExecutor) -> None:
+        publication: Future | None = None
         try:
             while (result := self._results.get()) is not None:
                 self._write(result)
+                for shard in [shard for shard, writer in self.writers.items() if writer.complete]:
+                    if publication is not None:  # what waits is lost when the job is killed
+                        publication.result()
+                    done = self.writers[shard].finish()  # where that fails, `run` removes what it has written
+                    del self.writers[shard]
+                    publication = publisher.submit(self._publish, shard, done)
+            if publication is not None:
+                publication.result()
         except BaseException as error:  # raised again in the main thread
             self._error = error
 
@@ -170,12 +187,6 @@ class EncodePipeline:
                     self._fail(end.shard, str(error))
         for shard, problem in batch.failures:
             self._fail(shard, problem)
-        for shard in [shard for shard, writer in self.writers.items() if writer.complete]:
-            done = self.writers[shard].finish()  # where that fails, `run` removes what it has written
-            del self.writers[shard]
-            self.publish(shard)
-            self.finished.add(shard)
-            self.progress.shard_done(done["samples"] + sum(done["rejected"].values()))
         rejected = len(batch.rejected) + len(result.rejected)
         self.progress.update(len(batch.images) - len(result.rejected), rejected)
 
@@ -214,3 +225,10 @@ class EncodePipeline:
             tuple(resolution for resolution in values.images if image.short_side < resolution),
             row in result.reencoded,
         )
+
+    # --- in the publisher thread ------------------------------------------------------------------------------
+
+    def _publish(self, shard: InputShard, done: dict[str, Any]) -> None:
+        self.publish(shard)
+        self.finished.add(shard)
+        self.progress.shard_done(done["samples"] + sum(done["rejected"].values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,23 @@ def _judge(result: Reencoded, manifest: Manifest) -> None:
                     f"column {name}, {way}: {what} {difference.worst:.3g} in record {difference.key}; rounding "
                     f"makes up to {limit:g}"
                 )
+
+
+def null_text_faults(file: Path, texts: TextEncoder, manifest: Manifest) -> list[str]:
+    """A line if the embedding of the empty caption in a file is not what the text encoder makes.
+
+    Args:
+        file: float16 (L, D), as the manifest says.
+        texts: the text encoder, on its device.
+        manifest: of the set.
+    """
+    stored = np.load(file, allow_pickle=False)
+    fresh = texts.encode([""])[0].half().cpu().numpy()
+    found = _difference(stored[None], fresh[None], [Record("", "", "", {})]).worst
+    limit = LIMITS[manifest.text_encoder["precision"]]
+    if found <= limit:
+        return []
+    return [f"{file}: relative error of the empty caption's embedding {found:.3g}; rounding makes up to {limit:g}"]
 
 
 def decoded(records: list[Record], images: ImageEncoder, resolution: int) -> np.ndarray:

@@ -119,10 +119,11 @@ def _summarise(folder: Path, shards: list[str], facts: dict[str, Any]) -> bool:
     if left:
         every_rank.info(f"{folder}: {left} of {len(shards)} shards are left to other ranks")
         return False
-    values = np.concatenate([scores.similarities for _, scores in all_scores(folder, shards)])
+    values = np.concatenate([read_scores(folder, shard, embeddings=False).similarities for shard in shards])
     if not len(values):
         raise ValueError(f"{folder}: no pair passed the filter; see the source and its filter")
-    quantiles = {f"{share:g}": round(float(np.quantile(values, share)), 5) for share in QUANTILES}
+    found = np.quantile(values, QUANTILES).tolist()  # at once: each call sorts a copy of them all
+    quantiles = {f"{share:g}": round(value, 5) for share, value in zip(QUANTILES, found, strict=True)}
     figures = {"pairs": len(values), "mean": round(float(values.mean(dtype=np.float64)), 6), "quantiles": quantiles}
     write_json(folder / SUMMARY, {**facts, **figures}, indent=1)
     _chart(values, folder / "similarities.png")

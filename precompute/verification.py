@@ -12,12 +12,12 @@ import torch
 from data.files import write_json
 from data.image_grid import picture_grid, save_png
 from data.log import log
-from data.manifest import Manifest
+from data.manifest import NULL_TEXT, Manifest
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
 from precompute.job import columns_of, pick_device, preparation_of
 from precompute.provenance import manifest_fields
-from precompute.reencode import Reencoded, as_values, decoded, encode_again, psnr
+from precompute.reencode import Reencoded, as_values, decoded, encode_again, null_text_faults, psnr
 from precompute.survey import Survey, figures, survey
 from recipes.config.build import build
 from recipes.encoders.base import ImageEncoder, TextEncoder
@@ -63,6 +63,8 @@ def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out
             # Where the set is damaged or was made with other options, other values say nothing more.
             again = encode_again(found.records, label, sources[label], preparation, images, texts, manifest)
             faults += again.faults
+            if texts is not None:
+                faults += null_text_faults(folder / NULL_TEXT, texts, manifest)
         values: dict[str, Any] = {"holds": not faults, "faults": faults, **figures(found), "again": as_values(again)}
         if again.records:
             values["psnr"] = _contact_sheet(again, images, max(config.resolutions), out / f"{label}.png")

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from PIL import Image
@@ -140,15 +143,29 @@ def rejected_line(shard: str, rejected: Rejected) -> str:
     return json.dumps(row, ensure_ascii=True)
 
 
-def shard_id(name: str, *identity: object) -> str:
-    """An id that is safe as a folder name: a readable part and eight hex digits of a hash of the shard's identity.
+def shard_id(name: str, *identity: object, digits: int = 8) -> str:
+    """An id that is safe as a folder name: a readable part and hex digits of a hash of the shard's identity.
 
     The digits tell shards of the same name apart. They also prevent an encoded folder from being taken for that of
     another shard after a list of shards was reordered, or a file was replaced by one of another size.
     """
     readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:64] or "shard"
-    digits = hashlib.sha256("\0".join(map(str, identity)).encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    return f"{readable}-{digits}"
+    hashed = hashlib.sha256("\0".join(map(str, identity)).encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{readable}-{hashed[:digits]}"
+
+
+def shard_ids(shards: Sequence[tuple[str, tuple[object, ...]]]) -> list[str]:
+    """The ids of all shards of a source, each from its name and identity. Those that would be the same get more digits.
+
+    Of 100,000 files with one name, as folders of MDS shards hold them, two have the same eight digits more often than
+    not, and one of the two would take the place of the other.
+    """
+    ids = [shard_id(name, *identity) for name, identity in shards]
+    counts = Counter(ids)
+    return [
+        one if counts[one] == 1 else shard_id(name, *identity, digits=16)
+        for one, (name, identity) in zip(ids, shards, strict=True)
+    ]
 
 
 def try_again(error: BaseException) -> bool:
@@ -194,3 +211,28 @@ class ReadOnce:
             return Rejected(sample.key, "duplicate_key")
         self._seen.add(sample.key)
         return sample
+
+
+def files_below(root: Path) -> Iterator[str]:
+    """Names of all files below a folder that are not hidden, relative to it, with "/" between folders.
+
+    Raises:
+        OSError: a folder cannot be listed. Without what is in it, a set would be complete all the same.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a link to a folder above itself would never end
+            folders.clear()
+            continue
+        seen.add(real)
+        # At the top of ext4 file systems, lost+found can be read by nobody else than root.
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")
+        inside = Path(folder).relative_to(root)
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield (inside / name).as_posix()

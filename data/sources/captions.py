@@ -61,7 +61,7 @@ class CaptionRules:
 
         Cheap checks come first. Returns None if the caption is accepted.
         """
-        if all(one.isspace() or unicodedata.category(one) == "Cf" for one in caption):  # zero-width marks and the like
+        if all(one.isspace() or unicodedata.category(one) in ("Cc", "Cf") for one in caption):  # NUL, zero-width marks
             return "empty_caption", ""
         if len(caption) < self.min_chars:
             return "short_caption", f"{len(caption)} characters"

@@ -7,6 +7,7 @@ from PIL import ExifTags, Image
 
 from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.captions import CaptionRules
+from data.transforms import JPEG_SCALES
 
 # Formats that are read. Pillow knows more, but some of them start other programs on the data (EPS runs Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -103,6 +104,7 @@ class Filter:
         """Decodes a sample to upright RGB.
 
         The EXIF orientation is applied, transparent images are put on white, and animations give their first frame.
+        Colour profiles are ignored, as by img2dataset, which leaves them out of its files, and by CLIP.
 
         Args:
             sample: a sample of a source.
@@ -135,7 +137,7 @@ class Filter:
             return Rejected(sample.key, "too_many_pixels", f"{width}x{height}")
         if min(width, height) < self.min_side:
             return Rejected(sample.key, "too_small", f"{width}x{height}")
-        if shrink_to is not None and image.format in ("JPEG", "MPO"):  # MPO is a JPEG format of some cameras
+        if shrink_to is not None and image.format in ("JPEG", "MPO") and _shrinks_well(image):  # MPO: of some cameras
             image.draft(None, (JPEG_MARGIN * shrink_to, JPEG_MARGIN * shrink_to))
         image.load()
         orientation = _orientation(image)  # some formats store it behind the pixels
@@ -183,3 +185,12 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # a damaged EXIF block can raise anything, and the pixels are still good
         return 1
     return value if value in _UPRIGHT else 1
+
+
+def _shrinks_well(image: Image.Image) -> bool:
+    """Whether the pixels of a decode at a fraction of a JPEG's size lie where `resize` expects them.
+
+    Those of its last row and column may stand for fewer pixels than the others, and come first in a picture that is
+    turned.
+    """
+    return _orientation(image) == 1 or not any(side % JPEG_SCALES[-1] for side in image.size)

@@ -2,13 +2,21 @@
 
 import csv
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data.aliases import InputPath
-from data.sources.base import IMAGE_SUFFIXES, MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id
+from data.sources.base import (
+    IMAGE_SUFFIXES,
+    MAX_FILE_BYTES,
+    ReadOnce,
+    Rejected,
+    Sample,
+    assemble,
+    files_below,
+    shard_id,
+)
 
 _NAME_COLUMNS = ("file_name", "file")
 _CAPTION_COLUMNS = ("text", "caption")
@@ -38,7 +46,7 @@ class FolderSource:
             raise FileNotFoundError(f"source.path: no folder {path}")
         if shard_size < 1:
             raise ValueError(f"source.shard_size is {shard_size}: give 1 or more images")
-        names = list(_walk(self.root))
+        names = list(files_below(self.root))
         self.images = _keys([name for name in names if _suffix(name) in IMAGE_SUFFIXES])
         self.texts: dict[str, str] = {}  # name without suffix -> .txt, where each image has its own
         self.table: dict[str, str] | None = None  # name in the folder -> caption, where one table has them
@@ -113,22 +121,6 @@ class FolderSource:
         if not text.is_file():
             return Rejected(key, "missing_caption", f"no file {text.name}")
         return assemble(key, path.read_bytes(), text.read_bytes())
-
-
-def _walk(root: Path) -> Iterator[str]:
-    """Names of all files that are not hidden, relative to the root, with "/" between folders."""
-    seen: set[str] = set()
-    for folder, folders, files in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:  # a link to a folder above itself would never end
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inside = Path(folder).relative_to(root)
-        for name in sorted(files):
-            if not name.startswith("."):
-                yield (inside / name).as_posix()
 
 
 def _suffix(name: str) -> str:

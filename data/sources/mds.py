@@ -10,7 +10,7 @@ import numpy as np
 from data.aliases import InputPath
 from data.mds_index import read_index
 from data.memory import MEMORY
-from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_id, try_again
+from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_ids, try_again
 
 _FILES = ("bytes", "jpeg", "png")  # encodings that hold an image's file as it is
 _IMAGES = (*_FILES, "pil")
@@ -40,15 +40,8 @@ class MDSSource:
         self.root = Path(path)
         index = self.root / "index.json"
         infos = read_index(self.root)
-        self.infos = {
-            shard_id(
-                PurePosixPath(_basename(info)).name.removesuffix(".mds"),
-                _basename(info),
-                info["samples"],
-                info["raw_data"]["bytes"],
-            ): info
-            for info in infos
-        }
+        named = [(_stem(info), (_basename(info), info["samples"], info["raw_data"]["bytes"])) for info in infos]
+        self.infos = dict(zip(shard_ids(named), infos, strict=True))
         self.image, self.caption, self.key = image, caption, key
         for info in infos:
             self._check(index, info)
@@ -77,7 +70,7 @@ class MDSSource:
         if shard not in self.infos:
             raise ValueError(f"no shard {shard!r} in this source: it has {len(self.infos)}")
         info = self.infos[shard]
-        name = PurePosixPath(_basename(info)).name.removesuffix(".mds")
+        name = _stem(info)
         with tempfile.TemporaryDirectory(prefix="precompose-") as scratch:
             try:
                 file = locate(self.root, info, Path(scratch))
@@ -132,6 +125,10 @@ class MDSSource:
 
 def _basename(info: dict[str, Any], kind: str = "raw_data") -> str:
     return info[kind]["basename"]
+
+
+def _stem(info: dict[str, Any]) -> str:
+    return PurePosixPath(_basename(info)).name.removesuffix(".mds")
 
 
 def locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:

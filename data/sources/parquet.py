@@ -7,11 +7,14 @@ from typing import Any
 
 from data.aliases import InputPath
 from data.memory import MEMORY
-from data.sources.base import ReadOnce, Rejected, Sample, assemble, shard_id, try_again
+from data.sources.base import ReadOnce, Rejected, Sample, assemble, files_below, shard_ids, try_again
 from data.sources.parquet_footer import RowGroup, row_groups
 from data.sources.parquet_pages import check_pages
 
 BATCH_ROWS = 32  # a batch is held in memory, and an image may have megabytes
+
+Part = tuple[Path, list[int], int]
+"""File, row groups, and number of the first row."""
 
 
 class ParquetSource:
@@ -44,16 +47,23 @@ class ParquetSource:
             raise FileNotFoundError(f"source.path: no file or folder {path}")
         if shard_size < 1:
             raise ValueError(f"source.shard_size is {shard_size}: give 1 or more rows")
-        files = sorted(root.rglob("*.parquet")) if root.is_dir() else [root]
+        files = [root]
+        if root.is_dir():
+            files = sorted(root / name for name in files_below(root) if name.lower().endswith(".parquet"))
         if not files:
             raise FileNotFoundError(f"source.path: no .parquet file in {path}")
         self.image, self.caption, self.key = image, caption, key
         self.columns = list(dict.fromkeys(name for name in (image, caption, key) if name is not None))
-        self.parts: dict[str, tuple[Path, list[int], int]] = {}  # id -> file, row groups, number of the first row
+        found: list[tuple[str, tuple[object, ...], Part]] = []
         for file in files:
-            self._divide(file, file.relative_to(root) if root.is_dir() else Path(file.name), shard_size)
+            found += self._divide(file, file.relative_to(root) if root.is_dir() else Path(file.name), shard_size)
+        ids = shard_ids([(name, identity) for name, identity, _ in found])
+        self.parts = dict(zip(ids, (part for *_, part in found), strict=True))
 
-    def _divide(self, file: Path, name: Path, shard_size: int) -> None:
+    def _divide(
+        self, file: Path, name: Path, shard_size: int
+    ) -> Iterator[tuple[str, tuple[object, ...], Part]]:
+        """The shards of a file, each with what its id is made of."""
         with _open(file) as parquet:
             self._check(file, parquet.schema_arrow)
         parts = row_groups(file)
@@ -73,8 +83,7 @@ class ParquetSource:
             groups.append(index)
             done += parts[index].rows
             if done - first >= shard_size or index == filled[-1]:
-                shard = shard_id(f"{name.stem}_{first:08d}", name.as_posix(), size, first, done)
-                self.parts[shard] = (file, groups, first)
+                yield f"{name.stem}_{first:08d}", (name.as_posix(), size, first, done), (file, groups, first)
                 groups, first = [], done
 
     def _check(self, file: Path, schema: Any) -> None:
@@ -135,8 +144,7 @@ class ParquetSource:
         if isinstance(given, bytes):
             given = given.decode("utf-8", "replace")
         key = f"{file.stem}_{number:08d}" if given is None else str(given)
-        image = row[self.image]["bytes"] if isinstance(row[self.image], dict) else row[self.image]
-        return assemble(key, image, row[self.caption])
+        return assemble(key, row[self.image], row[self.caption])
 
 
 def _open(file: Path) -> Any:
@@ -148,6 +156,8 @@ def _open(file: Path) -> Any:
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
+        if try_again(error):
+            raise
         raise ValueError(f"{file} is not a Parquet file: {' '.join(str(error).split())}") from None
 
 
@@ -173,10 +183,14 @@ def _is_text(kind: Any) -> bool:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column. Text is given as bytes, because Arrow raises for a batch if one value is not UTF-8."""
+    """The values of a column, or of its field `bytes`. Text is given as bytes, because Arrow raises for a batch if one
+    value is not UTF-8; so the other fields, such as a file's name, are left out."""
     import pyarrow as pa
+    import pyarrow.compute
     import pyarrow.types as types
 
+    if types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        column = pa.compute.struct_field(column, "bytes")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if types.is_string(column.type) or types.is_large_string(column.type):

@@ -41,14 +41,14 @@ class ScoredSource:
         Raises:
             FileNotFoundError: the shard has not been scored.
         """
-        scores = read_scores(self.scores, shard)
+        scores = read_scores(self.scores, shard, embeddings=False)
         similarities = dict(zip(scores.keys, scores.similarities.tolist(), strict=True))
         for sample in self.source.read(shard):
             if isinstance(sample, Rejected):
                 yield sample
             elif sample.key not in similarities:
                 yield Rejected(sample.key, "low_similarity", "not scored: the scores' filter rejected it")
-            elif (found := similarities[sample.key]) < self.at_least:
+            elif not (found := similarities[sample.key]) >= self.at_least:  # also where it is not a number
                 yield Rejected(sample.key, "low_similarity", f"{found:.4f}")
             else:
                 yield sample

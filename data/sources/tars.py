@@ -18,6 +18,7 @@ import tempfile
 import urllib.parse
 import urllib.request
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -26,6 +27,7 @@ from typing import BinaryIO
 
 import braceexpand
 
+from data.disk_errors import disk_error
 from data.downloads import fetch
 from data.errors import one_line
 from data.sources.base import (
@@ -35,7 +37,7 @@ from data.sources.base import (
     Rejected,
     Sample,
     assemble,
-    shard_id,
+    shard_ids,
     try_again,
 )
 
@@ -68,17 +70,18 @@ class TarSource:
             ValueError: an address of another kind (`pipe:` and commands are refused), or the same tar twice.
         """
         self.caption = caption
-        self.urls: dict[str, str] = {}
-        for url in itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)):
-            # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
-            # padded, so the size can stay. The time is left out: a copy would be another shard.
-            size = None if "://" in url else Path(url).stat().st_size
-            name = shard_id(Path(urllib.parse.urlparse(url).path).name.split(".")[0], url, size)
-            if name in self.urls:
-                raise ValueError(f"source.urls names {url} twice: list each tar once")
-            self.urls[name] = url
-        if not self.urls:
+        found = list(itertools.chain.from_iterable(map(expand, [urls] if isinstance(urls, str) else urls)))
+        if not found:
             raise ValueError("source.urls is empty: name at least one tar")
+        url, times = Counter(found).most_common(1)[0]
+        if times > 1:
+            raise ValueError(f"source.urls names {url} twice: list each tar once")
+        # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
+        # padded, so the size can stay. The time is left out: a copy would be another shard.
+        sizes = [None if "://" in url else Path(url).stat().st_size for url in found]
+        names = [Path(urllib.parse.urlparse(url).path).name.split(".")[0] for url in found]
+        ids = shard_ids(list(zip(names, zip(found, sizes, strict=True), strict=True)))
+        self.urls = dict(zip(ids, found, strict=True))
 
     def shards(self) -> list[str]:
         """One id per tar, in the given order; it changes when the address does, or the size of a local tar."""
@@ -158,20 +161,22 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
     if not re.match(r"[a-z0-9]+://", url):
         if not Path(url).is_file():
             raise FileNotFoundError(f"no file {url}: a shard of the source is gone")
-        with open(url, "rb") as file:
-            yield file
-        return
-    with tempfile.TemporaryDirectory(prefix="precompose-") as folder:
-        local = Path(folder) / "shard.tar"
-        try:
-            fetch(url, local, TIMEOUT)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
-        except Exception as error:  # each cloud's client has its own errors, without a common base class
-            problem = f"cannot fetch {url}: {one_line(error)}"
-            raise ConnectionError(f"{problem}; start again when the server answers") from error
-        with open(local, "rb") as file:
-            yield file
+        file = open(url, "rb")  # noqa: SIM115 - closed below
+    else:
+        with tempfile.TemporaryDirectory(prefix="precompose-", ignore_cleanup_errors=True) as folder:  # of NFS
+            local = Path(folder) / "shard.tar"
+            try:
+                fetch(url, local, TIMEOUT)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
+            except Exception as error:  # each cloud's client has its own errors, without a common base class
+                advice = "start again when the server answers"
+                if disk_error(error) is not None:
+                    advice = f"make room in {tempfile.gettempdir()} (TMPDIR)"
+                raise ConnectionError(f"cannot fetch {url}: {one_line(error)}; {advice}") from error
+            file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
+    with file:
+        yield file
 
 
 class _CheckedHeader(tarfile.TarInfo):

@@ -44,14 +44,17 @@ class TextSource:
         if not names:
             raise ValueError("source.files: there are files, and exclude leaves out all of them")
         self.parts: dict[str, list[str]] = {}
-        part: list[tuple[str, int]] = []
+        part: list[str] = []
+        identity: list[object] = []
+        size = 0
         for name in names:
-            part.append((name, Path(name).stat().st_size))
-            if sum(size for _, size in part) >= shard_mb << 20 or name == names[-1]:
-                self.parts[shard_id(f"{len(self.parts):05d}", *(value for one in part for value in one))] = [
-                    one for one, _ in part
-                ]
-                part = []
+            length = Path(name).stat().st_size
+            part.append(name)
+            identity += [name, length]
+            size += length
+            if size >= shard_mb << 20 or name == names[-1]:
+                self.parts[shard_id(f"{len(self.parts):05d}", *identity)] = part
+                part, identity, size = [], [], 0
 
     def shards(self) -> list[str]:
         """One id per group of files; it changes when a name or a size does."""

@@ -30,8 +30,7 @@ def build(component: Any, **context: Any) -> Any:
         return type(component)(build(value, **context) for value in component)
     if not isinstance(component, Component):
         return component
-    builder = import_builder(component)
-    wanted = [p.name for p in inspect.signature(builder).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    wanted = asked_for(component)
     missing = [name for name in wanted if name not in context]
     if missing:
         raise ValueError(
@@ -39,7 +38,13 @@ def build(component: Any, **context: Any) -> Any:
             "the keys of a component come after * (docs/extending.md)"
         )
     arguments = {key: build(value, **context) for key, value in component.args.items()}
-    return builder(*(context[name] for name in wanted), **arguments)
+    return import_builder(component)(*(context[name] for name in wanted), **arguments)
+
+
+def asked_for(component: Component) -> list[str]:
+    """Names of the objects that a component's builder requests."""
+    parameters = inspect.signature(import_builder(component)).parameters.values()
+    return [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
 
 
 def import_builder(component: Component) -> Callable[..., Any]:
@@ -66,6 +71,27 @@ def _import_all(value: Any) -> None:
             _import_all(item)
 
 
+def encoder_components(manifest: Manifest, bundle: Path | None = None) -> dict[str, Component | None]:
+    """The image encoder and the text encoder of an encoded set, not yet built. Arguments as of `encoders_of`.
+
+    Raises:
+        ValueError: the manifest names encoders that do not exist, or folders that are not here.
+    """
+    found: dict[str, Component | None] = {}
+    for group, record in (("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)):
+        if record is None:
+            found[group] = None
+            continue
+        values = dict(record["component"])
+        if bundle is not None and (bundle / group).is_dir():
+            values["path"] = str(bundle / group)
+        checker = Checker(all_components())
+        found[group] = checker.component(group, values, f"manifest.{group}")
+        if checker.errors or checker.missing:
+            raise ValueError("; ".join(checker.errors + checker.missing))
+    return found
+
+
 def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, Any]:
     """Build the image encoder and the text encoder of an encoded set from its manifest.
 
@@ -80,22 +106,13 @@ def encoders_of(manifest: Manifest, bundle: Path | None = None) -> tuple[Any, An
         ValueError: the manifest names encoders that do not exist, or whose weights have changed.
     """
     built = []
-    for group, record in (("image_encoder", manifest.image_encoder), ("text_encoder", manifest.text_encoder)):
-        if record is None:
-            built.append(None)
-            continue
-        values = dict(record["component"])
-        if bundle is not None and (bundle / group).is_dir():
-            values["path"] = str(bundle / group)
-        checker = Checker(all_components())
-        component = checker.component(group, values, f"manifest.{group}")
-        if checker.errors or checker.missing:
-            raise ValueError("; ".join(checker.errors + checker.missing))
+    for group, component in encoder_components(manifest, bundle).items():
         encoder = build(component)
-        if encoder.weights_hash != record["weights_hash"]:
+        built.append(encoder)
+        expected = None if encoder is None else getattr(manifest, group)["weights_hash"]
+        if encoder is not None and encoder.weights_hash != expected:
             raise ValueError(
                 f"manifest.{group}: the weights of {encoder.id} are not those that encoded the set "
-                f"(sha256 {encoder.weights_hash[:12]}, expected {record['weights_hash'][:12]}); encode it again"
+                f"(sha256 {encoder.weights_hash[:12]}, expected {expected[:12]}); encode it again"
             )
-        built.append(encoder)
     return built[0], built[1]

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
+from data.word_cache import bound
 from recipes.encoders.base import cannot_load
 from recipes.models.config_files import build_from, is_number, read_object
 from recipes.models.weights import read_safetensors
@@ -62,13 +63,13 @@ def open_clip_tokenizer(model: str) -> Any:
     from data.clip_library import open_clip
 
     if not model.startswith(LOCAL_PREFIX):
-        return open_clip.get_tokenizer(model)
+        return bound(open_clip.get_tokenizer(model))
     file = Path(model.removeprefix(LOCAL_PREFIX)) / CONFIG
     _check_config(file)
     # Without this option transformers would ask at the terminal whether to run a Python file of the folder.
     of_transformers = read_object(file)["model_cfg"]["text_cfg"].get("hf_tokenizer_name")
     try:
-        return open_clip.get_tokenizer(model, **({"trust_remote_code": False} if of_transformers else {}))
+        return bound(open_clip.get_tokenizer(model, **({"trust_remote_code": False} if of_transformers else {})))
     except Exception as error:  # open_clip and transformers raise nearly anything for options of other types
         raise cannot_load(str(file), "its tokenizer", error) from error
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from data.aliases import InputPath
+from data.word_cache import bound
 from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
 from recipes.encoders.open_clip_models import (
     LOCAL_PREFIX,
@@ -183,7 +184,7 @@ def hf_clip_text(
     try:
         if not local:  # transformers goes on without a vocabulary that it could not fetch, and fails with a TypeError
             hf_hub_download(path, "vocab.json", subfolder=words or None, revision=source["revision"])
-        tokenize = CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source)
+        tokenize = bound(CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source))
     except Exception as error:  # on files in another format, transformers raises nearly anything
         raise cannot_load("text_encoder.path", path, error) from error
     return HFClipText(load, id, precision, layer, tokenize)

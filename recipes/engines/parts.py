@@ -27,6 +27,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
+from recipes.engines.first_weights import load_first_weights
 from recipes.engines.loggers import Opener
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
@@ -134,7 +135,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     task = build(recipe.model)
     check_sharding(recipe, task)
     if recipe.checkpoints.load_weights:
-        task.load_export(Path(recipe.checkpoints.load_weights))
+        load_first_weights(recipe, task)
     copies = training.tensor_parallel
     load = partial(
         Placement,
@@ -229,6 +230,9 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
             sharded=recipe.training.fsdp is not None,
             precision=place.precision,
         )
+    compiled = the_one(levers, Compile)
+    if compiled is not None and (recipe.training.fsdp is not None or recipe.training.tensor_parallel > 1):
+        compiled.check_divided()
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
     if recipe.training.tensor_parallel > 1:
@@ -236,9 +240,9 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     if recipe.training.fsdp is not None:
         levers.append(new_sharding(recipe, place, context["task"], levers))
     if recipe.training.microbatch == "auto" and place.use_gpu:
-        compiled = [lever for lever in levers if isinstance(lever, Compile)]
         average = the_one(levers, ScheduledEMA)
-        levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=compiled))
+        to_compile = [] if compiled is None else [compiled]
+        levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=to_compile))
     return levers
 
 
@@ -284,6 +288,7 @@ def new_sharding(recipe: Recipe, place: Place, task: nn.Module, levers: list[Lev
         averaging=averaging,
         scaling=the_one(levers, ResblockGradScaling),
         tensor=the_one(levers, TensorParallel),
+        compiled=the_one(levers, Compile),
     )
 
 

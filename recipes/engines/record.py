@@ -83,15 +83,23 @@ def check_record(recipe: Recipe) -> list[str]:
 def check_copy(recipe: Recipe, texts: dict[str, str]) -> None:
     """Compare a recipe with the record in `checkpoints.bucket`, texts by names of files.
 
+    Earlier versions had it in an object of its own, which may be that of a start that saved nothing. It is not read: a
+    line says that nothing is compared.
+
     Raises:
         ValueError: a key has changed that may not: the checkpoints there are another run's.
     """
-    if CONFIG in texts:
-        with TemporaryDirectory() as folder:
-            record = Path(folder, CONFIG)
-            record.write_text(texts[CONFIG], encoding="utf-8")
-            address = recipe.checkpoints.bucket
-            _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}", "address")
+    address = recipe.checkpoints.bucket
+    if CONFIG not in texts:
+        log.warning(
+            f"checkpoints.bucket: {address}/latest.json has no recipe, as earlier versions wrote it; whether its "
+            "checkpoints are this run's is not known"
+        )
+        return
+    with TemporaryDirectory() as folder:
+        record = Path(folder, CONFIG)
+        record.write_text(texts[CONFIG], encoding="utf-8")
+        _compare_recipes(record, recipe, f"checkpoints.bucket: the recipe is not the one that {address}", "address")
 
 
 def _compare_recipes(record: Path, recipe: Recipe, refusal: str, other: str) -> list[str]:
@@ -173,7 +181,7 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
         write_text(output / f"config-{number}.yaml", before)
     write_text(record, text)
     if data.manifest is not None:
-        write_json(output / ENCODED, encoders(data.manifest), indent=1)
+        write_json(output / ENCODED, data.manifest.encoders(), indent=1)
 
 
 def keep_with(output: Path, checkpoint: Path, anew: bool = True) -> None:
@@ -212,16 +220,6 @@ def record_with(output: Path, checkpoint: Path, default: Path | None = None) -> 
     return folder if default is None or folder.is_dir() else default
 
 
-def encoders(manifest: Manifest) -> dict[str, Any]:
-    """What says that two encoded sets are of the same kind, as `Manifest.check` takes it."""
-    images, texts = manifest.image_encoder, manifest.text_encoder
-    found = {"image_weights": images["weights_hash"]}
-    found |= {name: images[name] for name in ("scaling_factor", "shift_factor") if name in images}
-    if texts is not None:
-        found |= {"text_weights": texts["weights_hash"], "tokenizer": texts["tokenizer"]}
-    return {"kind": manifest.kind, **found}
-
-
 def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) -> None:
     """Compare what encoded the training data with the validation sets, and with the run that goes on.
 
@@ -232,7 +230,7 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
         return
     for label, loading in evals.items():
         if loading.manifest is not None:
-            _compare(loading.manifest, encoders(data.manifest), f"evals.{label}: not encoded as the training data is")
+            _compare(loading.manifest, data.manifest.encoders(), f"evals.{label}: not encoded as the training data is")
     if "data" in recipe.checkpoints.allow_changes:
         return
     if recipe.checkpoints.resumes and has_checkpoints(Path(recipe.output)):

@@ -7,8 +7,10 @@ would refuse, in its words, and no check is written twice.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,10 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
+from recipes.engines.first_weights import load_first_weights
 from recipes.engines.parts import Place, build_levers, context_of, the_one
 from recipes.engines.precision import resolve
+from recipes.engines.resuming import check_folder
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
 from recipes.planning.dry_run import survey
@@ -39,13 +43,18 @@ def rehearse(recipe: Recipe) -> None:
     Raises:
         ValueError: what the run would refuse.
     """
-    epoch_batches = survey(recipe).length.epoch_steps
+    check_folder(recipe, recipe.training.engine)
+    found = survey(recipe)
+    if recipe.checkpoints.load_weights and Path(recipe.checkpoints.load_weights).exists():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            load_first_weights(recipe, found.task)
     kinds = {"auto": (True, False), "gpu": (True,), "cpu": (False,)}[recipe.training.device]
     errors = []
     with _quiet():
         for use_gpu in kinds:
             try:
-                return _rehearse(recipe, use_gpu, epoch_batches)
+                return _rehearse(recipe, use_gpu, found.length.epoch_steps)
             except ValueError as error:
                 errors.append(error)
     raise errors[0]

@@ -58,6 +58,18 @@ def _prepare(recipe: Recipe, engine: str) -> list[str]:
     return check_record(recipe)
 
 
+def check_folder(recipe: Recipe, engine: str) -> None:
+    """Whether a run may go on from the checkpoints in its folder, in which nothing is changed. A bucket, which may have
+    a newer one, is not asked.
+
+    Raises:
+        ValueError: the other engine wrote the newest one, or with another recipe.
+    """
+    if recipe.checkpoints.resumes and recipe.checkpoints.bucket is None:
+        check_engine(Path(recipe.output) / "checkpoints", engine)
+        check_record(recipe)
+
+
 def remove_halves(output: Path) -> None:
     """Remove what killed processes have left of checkpoints, of files that they fetched, and of pictures and records.
 

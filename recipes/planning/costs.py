@@ -84,7 +84,8 @@ def costs_of(recipe: Recipe, plan: Plan) -> Costs:
         ValueError: what a component finds wrong, such as a manifest that does not fit the recipe.
     """
     data, optimizer = cost_of(recipe.data, plan), cost_of(recipe.optimizer, plan)
-    evals = {label: cost_of(component, plan) for label, component in recipe.evals.items()}
+    validation = dataclasses.replace(plan, training=False)
+    evals = {label: cost_of(component, validation) for label, component in recipe.evals.items()}
     algorithms = {label: cost_of(component, plan) for label, component in recipe.algorithms.items()}
     averaged = any(cost.averaged_bytes is not None for cost in algorithms.values())
     plan = dataclasses.replace(plan, averaged=averaged)

@@ -13,6 +13,7 @@ from data.cost import count_text, size_text
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from data.ranges import bytes_of
+from data.text_manifest import NAME as TEXT_MANIFEST
 from recipes.config.recipe import Recipe
 from recipes.config.schema import read_signature
 from recipes.config.values import Component
@@ -31,15 +32,16 @@ def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
     """
     from recipes.config.build import build
 
-    for key, stream in _streams(recipe):
-        if not stream.args.get("cache"):
-            continue
-        try:
-            encoded = build(stream)
-            for name in (MANIFEST, INDEX):
-                encoded.file(name)
-        except (ValueError, OSError) as error:
-            yield Finding("error", "input", f"{key}: {error}")
+    for label, data in _data(recipe):
+        for name, stream in (data.args.get("streams") or {}).items():
+            if not stream.args.get("cache"):
+                continue
+            try:
+                encoded = build(stream)
+                encoded.file(TEXT_MANIFEST if data.name == "texts" else MANIFEST)
+                encoded.file(INDEX)
+            except (ValueError, OSError) as error:
+                yield Finding("error", "input", f"{label}.streams.{name}: {error}")
 
 
 def local_manifests(recipe: Recipe) -> dict[str, Manifest]:
@@ -109,6 +111,18 @@ def caches(recipe: Recipe) -> Iterator[Finding]:
             )
         else:
             yield Finding("ok", "cache", text)
+
+
+def hashes(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the shards of each set have the hash that they are to be compared with."""
+    for key, stream in _streams(recipe):
+        asked = stream.args.get("validate_hash")
+        for shard in _shards(stream) if asked else ():
+            known = shard["raw_data"].get("hashes") or {}
+            if asked not in known:
+                text = f"{key}.validate_hash is {asked}, and the set was written with {', '.join(known) or 'none'}"
+                yield Finding("error", "hashes", f"{text}; encode with hashes=[{asked}], or set it to null")
+                break
 
 
 def shards(recipe: Recipe) -> Iterator[Finding]:

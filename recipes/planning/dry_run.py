@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs, cost_of, costs_of, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
+from recipes.planning.input_checks import absent_inputs
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 from recipes.planning.sharding import check_sharding
 from recipes.planning.tensor_parallel import check_tensor_parallel
@@ -83,9 +85,12 @@ def problems(recipe: Recipe, whole: Callable[[Recipe], Any] = survey) -> Iterato
     if task is not None and devices is not None:
         attempt(check_tensor_parallel, recipe, devices, task)
         plan = attempt(plan_of, recipe, task, devices)
-        parts = (recipe.data, recipe.optimizer, *recipe.evals.values(), *recipe.algorithms.values())
-        for component in (*parts, *recipe.callbacks.values()) if plan is not None else ():
-            attempt(cost_of, component, plan)
+        if plan is not None:
+            others = (recipe.optimizer, *recipe.algorithms.values(), *recipe.callbacks.values())
+            for component in (recipe.data, *others):
+                attempt(cost_of, component, plan)
+            for component in recipe.evals.values():
+                attempt(cost_of, component, dataclasses.replace(plan, training=False))
         if not errors:
             attempt(whole, recipe)
     yield from errors
@@ -99,7 +104,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         missing: input paths that do not exist, one line each that names its key.
 
     Raises:
-        ValueError: as `survey`.
+        ValueError: as `survey`, and as `absent_inputs`.
     """
     found = survey(recipe)
     task, devices, costs, length = found.task, found.devices, found.costs, found.length
@@ -113,7 +118,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         *evals_lines(recipe, costs, length),
         checkpoints_text(recipe, checkpoint_bytes(found), costs.averaged_bytes, length),
         *callback_lines(costs, length),
-        *(f"missing: {path}" for path in missing),
+        *(f"missing: {path}" for path in absent_inputs(recipe, missing)),
     ]
     return "\n".join(lines)
 

@@ -106,7 +106,8 @@ def passes_of(task: Task, batch_of: Callable[[int], dict[str, Tensor]]) -> Passe
     tokens = sum(x.numel() for x in batch_of(1).values() if x.dtype == torch.long)
     few = max(FEWEST, 2 * CHUNK // tokens + 1 if tokens else 0)
     batches = batch_of(few), batch_of(FACTOR * few)
-    follow(task, batches[0])  # a first call may make masks, which later ones have
+    with torch.no_grad(), _as_on_a_gpu():
+        task(_in_16_bits(batches[0]))  # a first call may make masks, which later ones have
     kept, recomputed = ([follow(task, batch, again) for batch in batches] for again in (False, True))
     return Passes(PassMemory(few, *kept), PassMemory(few, *recomputed))
 
@@ -119,13 +120,13 @@ def follow(task: Task, batch: dict[str, Tensor], recomputed: bool = False) -> li
         batch: on the meta device.
         recomputed: whether blocks are computed again in the backward pass.
     """
-    batch = {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+    batch = _in_16_bits(batch)
     recorder = _Recorder([*task.parameters(), *task.buffers()])
     trained = [p for p in task.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(recorder.complete) for p in trained]
     recorder.note(batch)  # layers that multiply it keep it
     try:
-        with _recomputing(task, recomputed), recorder, GpuKernels(lambda *_: None), MetaAutocast(wide_norms=True):
+        with _recomputing(task, recomputed), recorder, _as_on_a_gpu():
             loss = task(batch)["total"]
             del batch
             recorder.end_forward()
@@ -139,6 +140,16 @@ def follow(task: Task, batch: dict[str, Tensor], recomputed: bool = False) -> li
         for handle in handles:
             handle.remove()
     return recorder.found()
+
+
+def _in_16_bits(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.bfloat16() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    with GpuKernels(lambda *_: None), MetaAutocast(wide_norms=True):
+        yield
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.cost import size_text
 from recipes.config.recipe import Recipe
-from recipes.planning.data_checks import caches, encoders, fetch_indexes, local_manifests, shards
+from recipes.planning.data_checks import caches, encoders, fetch_indexes, hashes, local_manifests, shards
 from recipes.planning.finding import Finding
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def cheap_recipe_checks(recipe: Recipe) -> Iterator[Finding]:
     """What every run is checked for when it starts: milliseconds, without torch."""
     yield from encoders(local_manifests(recipe))
     yield from caches(recipe)
+    yield from hashes(recipe)
     yield from shards(recipe)
     # A checkpoint is as large as the last one; before the first one only the doctor, who builds the model, knows.
     if recipe.checkpoints.save and (held := held_checkpoints(recipe)):
@@ -43,9 +44,14 @@ def recipe_checks(
     """
     from recipes.planning.attention_checks import attentions
     from recipes.planning.dry_run import disk_bytes, problems, survey
+    from recipes.planning.input_checks import absent_inputs
 
-    yield from (Finding("error", "input", f"not there: {path}") for path in missing)
     yield from fetch_indexes(recipe)
+    try:
+        missing = absent_inputs(recipe, missing)
+    except ValueError as error:
+        yield Finding("error", "input", str(error))
+    yield from (Finding("error", "input", f"not there: {path}") for path in missing)
     yield from (finding for finding in cheap_recipe_checks(recipe) if finding.subject != "disk")
     wrong = list(problems(recipe, whole or survey))
     yield from (Finding("error", "recipe", text) for text in wrong)

@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from data.cost import FLOAT
-from recipes.algorithms.modules.compile import GRAPH_MODES
+from recipes.algorithms.modules.compile import GRAPH_MODES, Compile
+from recipes.algorithms.sharding.shard import units_of
 from recipes.config.recipe import FSDP, Recipe
+from recipes.config.values import Component
 from recipes.models.task import Task
 from recipes.planning.batches import batch_bytes
 from recipes.planning.costs import Costs, costs_of, plan_of
 from recipes.planning.devices import Devices
-from recipes.planning.footprint import gathered_sizes, replica_traffic, shard_traffic, state_bytes
+from recipes.planning.footprint import gathered_format, gathered_sizes, replica_traffic, shard_traffic, state_bytes
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.pass_memory import Passes
 from recipes.planning.sharding import check_sharding
@@ -172,13 +175,16 @@ def runs_of(
     for tensor in tensors:
         for name, fsdp in DIVISIONS.items():
             training = dataclasses.replace(recipe.training, fsdp=fsdp, tensor_parallel=tensor)
-            divided = dataclasses.replace(recipe, training=training)
+            whole = fsdp is None and tensor == 1
+            algorithms = recipe.algorithms if whole else _without_graphs(recipe.algorithms)
+            divided = dataclasses.replace(recipe, training=training, algorithms=algorithms)
             try:
                 batch = training.device_batch(place.world)
                 devices = Devices.of(training, place.world, machine)
                 check_tensor_parallel(divided, devices, task)
                 check_sharding(divided, task)
                 costs = costs_of(divided, plan_of(divided, task, devices))
+                _check_one_graph(divided, task, costs)
             except ValueError:
                 continue
             # What FSDP would not divide is DDP, and what it divides within one machine only is FULL_SHARD.
@@ -186,9 +192,28 @@ def runs_of(
                 continue
             ways += 1
             label = "no FSDP" if fsdp is None and tensor == place.world > 1 else name
+            label += ", without CUDA graphs" if algorithms != recipe.algorithms else ""
             yield Run(label, divided, task, traces(tensor), passes(tensor), costs, devices, place, samples, batch)
     if not ways:
         _raise_indivisible(recipe, place)
+
+
+def _without_graphs(algorithms: dict[str, Component]) -> dict[str, Component]:
+    """Algorithms with `compile` in a mode that a run takes where the model is divided."""
+    changed = {}
+    for label, lever in algorithms.items():
+        mode = GRAPH_MODES.get(lever.args.get("mode")) if lever.name == "compile" else None
+        changed[label] = lever if mode is None else dataclasses.replace(lever, args={**lever.args, "mode": mode})
+    return changed
+
+
+def _check_one_graph(recipe: Recipe, task: Task, costs: Costs) -> None:
+    """Raises ValueError where FSDP ends the graph of a module that must be one; see `Compile.check_units`."""
+    fsdp = recipe.training.fsdp
+    levers = [] if fsdp is None else [lever for lever in recipe.algorithms.values() if lever.name == "compile"]
+    for lever in levers:
+        low = None if gathered_format(recipe, costs) == "fp32" else torch.bfloat16
+        Compile(task, **lever.args).check_units(units_of(task, by_block=fsdp.wrap == "blocks", parameters=low))
 
 
 def _raise_indivisible(recipe: Recipe, place: Place) -> None:
@@ -327,9 +352,9 @@ class Run:
 
     @property
     def graphs(self) -> bool:
-        """Whether CUDA graphs launch the blocks. A run with FSDP refuses them."""
+        """Whether CUDA graphs launch the blocks."""
         levers = (lever for lever in self.recipe.algorithms.values() if lever.name == "compile")
-        return self.recipe.training.fsdp is None and any(lever.args.get("mode") in GRAPH_MODES for lever in levers)
+        return any(lever.args.get("mode") in GRAPH_MODES for lever in levers)
 
     def exposed(self, passes: float, recompute: bool) -> float:
         """Seconds of the messages for which the devices that divide matrices wait."""

@@ -120,8 +120,9 @@ def traces_of(task: Task, batches: tuple[dict[str, Tensor], dict[str, Tensor]], 
         visible: see `trace`.
     """
     task.to(torch.bfloat16)
-    trace(task, batches[0])  # a first call may make masks, which later ones have
     low, high = (trace(task, batch, visible) for batch in batches)
+    if len(low.operations) != len(high.operations):
+        low = trace(task, batches[0], visible)  # the first call has made masks, which later ones have
     return Traces(low, high)
 
 

@@ -56,6 +56,8 @@ def test_share_of_ascii_letters(text):
 def test_what_cannot_be_stored_or_seen():
     assert judge("cut emoji \ud83d here") == judge("cut emoji \ud83d here", boilerplate=DATES) == "cut emoji ? here"
     assert judge("\u200b \ufeff\u00ad") == ("empty_caption", "")
+    assert judge("\0\x07\x7f\x9d") == ("empty_caption", "")
+    assert judge("a\0b") == "a\0b"
     assert judge("\u200bdog") == "\u200bdog"
 
 

@@ -214,15 +214,30 @@ def test_what_does_not_fit_is_named(load, arguments, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("encoder", "field"), [("image_encoder", "image_weights"), ("text_encoder", "text_weights")])
-def test_streams_of_different_encoders_do_not_mix(load, latent_sets, tmp_path, encoder, field):
+@pytest.mark.parametrize(
+    ("encoder", "name", "value", "field"),
+    [
+        ("image_encoder", "weights_hash", "0" * 64, "image_weights"),
+        ("image_encoder", "scaling_factor", 0.13, "scaling_factor"),
+        ("image_encoder", "shift_factor", 0.1, "shift_factor"),
+        ("text_encoder", "weights_hash", "0" * 64, "text_weights"),
+        ("text_encoder", "layer", "last", "text_layer"),
+        ("text_encoder", "tokenizer", "another", "tokenizer"),
+    ],
+)
+def test_streams_of_different_encoders_do_not_mix(load, latent_sets, tmp_path, encoder, name, value, field):
+    """Nor do those that were normalised in other ways, or of other layers."""
     other = tmp_path / "other"
     shutil.copytree(latent_sets / "val", other)
     values = json.loads((other / "manifest.json").read_text())
-    values[encoder]["weights_hash"] = "0" * 64
+    values[encoder][name] = value
     (other / "manifest.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=f"other/manifest.json: {field} is 000.*, the recipe expects .*; encode again"):
+    with pytest.raises(ValueError, match=f"other/manifest.json: {field} is {value}, the recipe expects .*; .*encode"):
         load(sets={"a": latent_sets / "train", "b": other})
+
+
+def test_what_the_model_needs_may_be_expected_as_well(load):
+    load(expect={"channels": 4, "resolution": 16, "side": 8, "scaling_factor": 0.5})
 
 
 def test_a_set_that_is_not_there_or_not_finished(load, latent_sets, tmp_path):
@@ -264,7 +279,7 @@ def test_ranks_fetch_at_the_same_moment(latent_sets, tmp_path):
 def test_a_cache_of_another_set_is_an_error(latent_sets, tmp_path):
     remote(latent_sets, tmp_path).manifest()
     other = EncodedSet(str(tmp_path / "cache"), str(latent_sets / "val"), {})
-    with pytest.raises(ValueError, match="cache/manifest.json is not the manifest at .*val: delete the folder"):
+    with pytest.raises(ValueError, match="cache/manifest.json is not the one at .*val: the cache is of another set"):
         other.manifest()
 
 

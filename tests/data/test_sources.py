@@ -281,6 +281,17 @@ def test_parquet_oddities(tmp_path):
     assert [row.key for row in read(ParquetSource(path=str(tmp_path)))][:2] == ["a_00000000", "a_00000001"]
 
 
+def test_file_names_beside_the_images_of_parquet_need_not_be_text(tmp_path):
+    names = pa.array([b"a.png", b"\xff.png", None, None], pa.binary())
+    names = pa.Array.from_buffers(pa.string(), 4, names.buffers())
+    bodies = pa.array([picture(1), picture(2), None, picture(3)])
+    images = pa.StructArray.from_arrays([bodies, names], ["bytes", "path"], mask=pa.array([False, False, False, True]))
+    pq.write_table(pa.table({"image": images, "text": ["a", "b", "c", "d"]}), tmp_path / "a.parquet")
+    rows = read(ParquetSource(path=str(tmp_path)))
+    assert [getattr(row, "reason", "") for row in rows] == ["", "", "missing_image", "missing_image"]
+    assert [row.image for row in rows[:2]] == [picture(1), picture(2)]
+
+
 def test_parquet_dictionary_captions(tmp_path):
     text = pa.array(["x", "y", "x"]).dictionary_encode()
     pq.write_table(pa.table({"image": [picture(i) for i in range(3)], "text": text}), tmp_path / "a.parquet")
@@ -387,6 +398,7 @@ def test_mds_bombs_are_not_read_to_their_end(tmp_path, compression):
     ("name", "place"),
     [
         ("parquet", "data.sources.parquet.check_pages"),
+        ("parquet", "pyarrow.parquet.ParquetFile"),
         ("mds", "streaming.base.format.mds.reader.MDSReader.get_sample_data"),
         ("mds, zstd", "data.sources.mds._decompressed"),
     ],

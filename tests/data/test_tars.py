@@ -1,9 +1,11 @@
 """data/sources/tars.py: brace ranges, remote tars, and everything that can be wrong in a tar."""
 
+import errno
 import gzip
 import http.server
 import io
 import json
+import os
 import shutil
 import tarfile
 import threading
@@ -293,6 +295,8 @@ def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
                 raise TimeoutError("no answer")
             if "gone" in remote:
                 raise FileNotFoundError(remote)
+            if "large" in remote:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             shutil.copy(tmp_path / "0.tar", local)
 
         def clean_up(self):
@@ -301,11 +305,18 @@ def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
     write_tar(tmp_path / "0.tar", layout())
     monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(CloudDownloader, "get", lambda address: Downloader())
-    source = TarSource(urls=["s3://bucket/0.tar", "gs://bucket/gone.tar"])
-    assert [row.key for row in source.read(source.shards()[0])] == [row[0] for row in ROWS]
+    source = TarSource(urls=["s3://bucket/0.tar", "gs://bucket/gone.tar", "s3://bucket/large.tar"])
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    rows = source.read(source.shards()[0])
+    assert next(rows).key == ROWS[0][0]
+    assert not list((tmp_path / "scratch").iterdir())  # which a process that is killed now would leave
+    assert [row.key for row in rows] == [row[0] for row in ROWS[1:]]
     assert asked == ["s3://bucket/0.tar"] * 2
     with pytest.raises(FileNotFoundError, match="gs://bucket/gone.tar"):
         list(source.read(source.shards()[1]))
+    with pytest.raises(ConnectionError, match=f"large.tar: .*No space left on device; make room in {tmp_path}/scratch"):
+        list(source.read(source.shards()[2]))
 
 
 def test_gzip_is_read_without_its_suffix(tmp_path):

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFilter
 
+from data.sources.base import Sample
+from data.sources.filters import Filter
 from data.transforms import crop_box, resize, resize_and_crop
 
 sides = st.integers(1, 5000)
@@ -80,16 +82,25 @@ def test_box_selects_what_it_says():
     assert array[:, -1, 0].mean() == pytest.approx(255 * 0.995, abs=4)
 
 
-def test_reduced_decode_gives_the_same_crop():
-    buffer = io.BytesIO()
-    smooth(1600, 1200).save(buffer, "JPEG", quality=95)
-    full, part = Image.open(buffer), Image.open(buffer)
-    part.draft(None, (256, 256))
-    part.load()
-    assert part.size == (400, 300)
-    expected = resize_and_crop(full.convert("RGB"), 128)
-    array = resize_and_crop(part.convert("RGB"), 128, original_size=(1600, 1200))
-    assert psnr(array, expected) > 40
+@pytest.mark.parametrize("size", [(1200, 904), (1033, 1025), (773, 2041)])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_reduced_decode_gives_the_same_crop(size, orientation):
+    """Also where the reduced sides are rounded up."""
+    buffer, exif = io.BytesIO(), Image.Exif()
+    exif[274] = orientation
+    checks = np.indices(size[::-1]).sum(0) // 50 % 2 * 200  # edges all over the image
+    picture = Image.fromarray(checks.astype(np.uint8)).filter(ImageFilter.BoxBlur(8)).convert("RGB")
+    picture.save(buffer, "JPEG", quality=95, exif=exif)
+    sample = Sample("k", buffer.getvalue(), "a caption")
+    full, part = Filter().decode(sample), Filter().decode(sample, 128)
+    assert part.original_size == full.image.size
+    rounded = orientation != 1 and any(side % 8 for side in size)
+    assert (part.image.size == full.image.size) == rounded
+    expected = resize_and_crop(full.image, 128)
+    assert psnr(resize_and_crop(part.image, 128, original_size=part.original_size), expected) > 40
+    box = (7.3, 5.1, 900.7, 898.5)
+    expected = resize(full.image, box, 128, area=True)
+    assert psnr(resize(part.image, box, 128, part.original_size, area=True), expected) > 40
 
 
 def test_wrong_arguments_are_named():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from data.sources.tars import TarSource
 from data.transforms import crop_box, resize_and_crop
 from precompute import job as job_module
 from precompute.encode import main
+from precompute.output import OutputSet
 from precompute.writer import ShardWriter
 from recipes.encoders import base
 from recipes.encoders.vae import KLVae
@@ -135,6 +137,29 @@ def test_interrupted_job_continues_where_it_stopped(encoded, read, recipe, tmp_p
     main([path])
     assert "already complete" in capsys.readouterr().out
     assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*") if file.is_file()}
+
+
+def test_the_next_shard_is_encoded_while_one_is_published(recipe, tmp_path, monkeypatch):
+    """It may have to be uploaded. At most one shard waits meanwhile, which a kill would cost."""
+    publish, add = OutputSet.publish, ShardWriter.add
+    encoded, events = threading.Event(), []
+
+    def slow(self, shard, rank):
+        if shard.startswith("00000"):
+            events.append(encoded.wait(20))
+        publish(self, shard, rank)
+        events.append(shard[:5])
+
+    def noted(self, number, sample):
+        add(self, number, sample)
+        if self.shard.startswith("00001") and number == 4:
+            encoded.set()
+
+    monkeypatch.setattr(OutputSet, "publish", slow)
+    monkeypatch.setattr(ShardWriter, "add", noted)
+    main([recipe(batch=2)])
+    assert events == [True, "00000", "00001", "00002"]
+    assert Manifest.read(tmp_path / "out" / "train").shards == 3
 
 
 def test_ranks_share_the_shards(encoded, read, recipe, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from data.score_files import read_scores, score_file
+from data.score_files import read_scores, score_file, write_scores
 from data.sources.base import Rejected, Sample
 from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
@@ -166,10 +166,13 @@ def test_two_ranks_write_what_one_does(job, monkeypatch, tmp_path):
             ).read_bytes(), name
 
 
-def test_a_source_without_pairs_that_do_not_fit(job):
+def test_a_source_without_pairs_that_do_not_fit(job, tmp_path):
     root, _ = job
     folder, (shard,) = root / "out" / "train" / "scores", shards_of(root, "train")
     found = read_scores(folder, shard)
+    short = read_scores(folder, shard, embeddings=False)
+    assert short.keys == found.keys and (short.similarities == found.similarities).all()
+    assert len(found.embeddings) == 5 and not len(short.embeddings)
     threshold = float(np.sort(found.similarities)[2])
     source = ScoredSource(source=FolderSource(path=str(root / "train")), scores=str(folder), at_least=threshold)
     assert source.shards() == [shard]
@@ -178,6 +181,10 @@ def test_a_source_without_pairs_that_do_not_fit(job):
     assert kept == [key for key, s in zip(found.keys, found.similarities, strict=True) if s >= threshold]
     rejected = {sample.key: sample for sample in samples if isinstance(sample, Rejected)}
     assert len(kept) == 3 and {r.reason for r in rejected.values()} == {"low_similarity"} and len(rejected) == 3
+    found.similarities[0] = np.nan
+    write_scores(score_file(tmp_path, shard), found)
+    rows = list(ScoredSource(source=source.source, scores=str(tmp_path), at_least=-1.0).read(shard))
+    assert [row.key for row in rows if getattr(row, "detail", "") == "nan"] == [found.keys[0]]
     with pytest.raises(FileNotFoundError, match="finish precompute/scores.py first"):
         list(ScoredSource(source=source.source, scores=str(root), at_least=0.0).read(shard))
     with pytest.raises(ValueError, match="source.at_least: 28; give a cosine similarity"):

@@ -138,6 +138,13 @@ def test_a_changed_record_is_found_by_encoding_it_again(copy, tmp_path, capsys):
     assert status == 1 and len(faults) == 4 and all("column text" in fault for fault in faults)
 
 
+def test_another_embedding_of_the_empty_caption_is_found(copy, tmp_path, capsys):
+    null = np.load(copy / "null_text.npy")
+    np.save(copy / "null_text.npy", np.zeros_like(null))
+    status, _, (fault,) = verify(capsys, copy, f"--out={tmp_path / 'out'}")
+    assert status == 1 and f"{copy}/null_text.npy: relative error of the empty caption's embedding" in fault
+
+
 def test_a_set_whose_source_has_changed_is_found(copy, drawings, tmp_path, capsys):
     source = f"sources.val.urls={drawings}/train/00000.tar"
     status, _, faults = verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")

@@ -10,11 +10,15 @@ import torch
 
 from callbacks.unigram import unigram_loss
 from data.bpe import Vocabulary
+from data.encoded_sets import remote_set
+from data.loading import Placement
 from data.text_manifest import NAME, TextManifest
+from data.texts import texts
 from precompute import pack
 from precompute.packing import Packed
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
+from recipes.planning.dry_run import survey
 from tests.recipes.engines.recording import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,10 +70,30 @@ def test_texts_that_do_not_fit_the_model(text_sets, tmp_path):
         record("composer", recipe(text_sets, tmp_path, "model.vocabulary=300"))
 
 
+def test_sets_of_several_vocabularies(text_sets, tmp_path):
+    """Dry runs refuse them in the words of the run, and a set that is not there says nothing."""
+    (tmp_path / "other").mkdir()
+    other = json.loads((text_sets / "captions" / NAME).read_text()) | {"vocabulary_hash": "0"}
+    (tmp_path / "other" / NAME).write_text(json.dumps(other))
+    both = recipe(text_sets, tmp_path, f"data.streams.captions.path={tmp_path}/other")
+    with pytest.raises(ValueError, match="streams.captions was packed with another vocabulary than streams.docs"):
+        survey(both)
+    (tmp_path / "other" / NAME).unlink()
+    assert survey(both).length.epoch_steps is None
+
+
 def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys):
     with pytest.raises(SystemExit):
         pack.main([str(text_sets / "docs" / "config.yaml"), "sources.docs.column=other"])
     assert "holds values made with source {" in capsys.readouterr().err
+
+
+def test_a_cache_of_other_texts_is_an_error(text_sets, tmp_path):
+    cache = str(tmp_path / "cache")
+    remote_set(url=str(text_sets / "docs"), cache=cache).file(NAME)
+    other = remote_set(url=str(text_sets / "captions"), cache=cache)
+    with pytest.raises(ValueError, match="text.json is not the one at .*captions: the cache is of another set"):
+        texts(Placement(2, True), {"positions": 16, "vocabulary": 512}, streams={"a": other}, workers=0)
 
 
 @pytest.mark.parametrize("positions", [3, 7])

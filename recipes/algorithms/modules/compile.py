@@ -12,11 +12,12 @@ from torch.utils._triton import has_triton
 
 from data.log import log
 from recipes.algorithms.modules.channels_last import uses_channels_last
-from recipes.algorithms.sharding.shard import is_sharded, is_unit
+from recipes.algorithms.sharding.shard import Unit
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # that capture CUDA graphs
+# Modes that capture CUDA graphs, and what they are without.
+GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 # Trainers' own options, such as Composer's compile_config, are not used: they compile the whole model with its random
 # draws, which compiled code makes differently, and not what validation calls.
@@ -164,21 +165,43 @@ class Compile(Lever):
         if reason:
             raise ValueError(f"compile: {reason}; or remove the lever")
 
-    def compile(self, run: Run) -> None:
-        """See `Lever.compile`: everything that changes modules has run, wherever the recipe names this lever."""
-        if self.graphs and is_sharded(self.task):
+    def check_divided(self) -> None:
+        """Find what cannot work where `training.fsdp` or `training.tensor_parallel` divides the model.
+
+        Raises:
+            ValueError: CUDA graphs.
+        """
+        if self.graphs:
             raise ValueError(
-                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses, and "
-                "FSDP gathers them at new ones; use default or max-autotune-no-cudagraphs"
+                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses; take "
+                f"{GRAPH_MODES[self.mode]} with training.fsdp, which gathers them at new ones, and "
+                "training.tensor_parallel"
             )
-        parts = self.task.networks() if self.whole else list(self.task.blocks())
-        inside = [unit for part in parts for unit in part.modules() if unit is not part and is_unit(unit)]
+
+    def check_units(self, units: Iterable[Unit]) -> None:
+        """Find what cannot be one graph.
+
+        Args:
+            units: of FSDP2, with which the model is sharded next.
+
+        Raises:
+            ValueError: `fullgraph`, and one of them begins inside of a compiled module.
+        """
+        found = {id(module) for unit in units for module in unit.modules}
+        inside = [m for part in self._parts() for m in part.modules() if m is not part and id(m) in found]
         if self.fullgraph and inside:
             raise ValueError(
                 f"compile: fullgraph: true, and training.fsdp gathers {type(inside[0]).__name__} inside of a compiled "
                 "module, which ends its graph there; use fullgraph: false, or compile blocks with "
                 "training.fsdp.parameters: fp32"
             )
+
+    def _parts(self) -> list[nn.Module]:
+        return self.task.networks() if self.whole else list(self.task.blocks())
+
+    def compile(self, run: Run) -> None:
+        """See `Lever.compile`: everything that changes modules has run, wherever the recipe names this lever."""
+        parts = self._parts()
         # Only inductor has modes.
         inductor = self.backend == "inductor"
         options = inductor_options(self.mode, uses_channels_last(self.task)) if inductor else {}

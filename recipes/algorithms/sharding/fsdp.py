@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from data.log import log
 from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
+from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD
-from recipes.algorithms.sharding.shard import shard
+from recipes.algorithms.sharding.shard import shard, units_of
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.training.lever import Lever
@@ -36,6 +37,7 @@ class Sharding(Lever):
         averaging: PowerSGD | None = None,
         scaling: ResblockGradScaling | None = None,
         tensor: TensorParallel | None = None,
+        compiled: Compile | None = None,
     ) -> None:
         """See `recipes.config.recipe.FSDP`.
 
@@ -49,6 +51,7 @@ class Sharding(Lever):
             averaging: the lever that averages gradients between replicas instead of FSDP.
             scaling: the lever that makes blocks compute in fp16.
             tensor: the lever that divides the model first, which acts before this one.
+            compiled: the lever that compiles parts of the model, which acts after this one.
 
         Raises:
             ValueError: blocks with gradient scales in a number format that does not go with sharding.
@@ -71,6 +74,12 @@ class Sharding(Lever):
         self.averaging = averaging
         self.scaling = scaling
         self.tensor = tensor
+        self.compiled = compiled
+
+    def change_modules(self, run: Run) -> None:
+        """Change nothing yet: what is gathered inside of compiled modules is known before anything is sharded."""
+        if self.compiled is not None:
+            self.compiled.check_units(units_of(self.task, **self._options(run)))
 
     def before_forward(self, run: Run) -> None:
         """Tell FSDP whether the next backward pass reduces gradients over the devices."""
@@ -101,12 +110,9 @@ class Sharding(Lever):
             units = shard(
                 self.task,
                 mesh,
-                by_block=self.by_block,
                 reshard_after_forward=self.full_shard,
-                parameters=low,
-                of_blocks_only=scaled,
-                recomputed=recomputed_modules(self.task),
                 dimensions=dimensions,
+                **self._options(run),
             )
         gathered = "fp32" if low is None else f"{FORMAT_NAMES[low]} ({'what is not in blocks, ' * scaled}norms fp32)"
         log.info(
@@ -114,6 +120,12 @@ class Sharding(Lever):
             f"{self.replicas}, {units} units gathered in {gathered}"
         )
         run.log_settings({"fsdp_units": units, "fsdp_shards": shards})
+
+    def _options(self, run: Run) -> dict[str, Any]:
+        """Arguments of `shard` and `units_of`."""
+        low, scaled = self._format(run)
+        recomputed = recomputed_modules(self.task)
+        return {"by_block": self.by_block, "parameters": low, "of_blocks_only": scaled, "recomputed": recomputed}
 
     def _format(self, run: Run) -> tuple[torch.dtype | None, bool]:
         """The dtype of gathered parameters (None: their own), and whether it is for blocks with gradient scales alone.

@@ -12,6 +12,7 @@ autograd runs the one that ran last in the forward pass.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,39 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from recipes.algorithms.sharding.shards import own
 
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _BatchNorm)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP2 gathers at once, before the first of its modules runs.
+
+    Attributes:
+        modules: one, or several norms.
+        dtype: of the gathered parameters; None: their own.
+    """
+
+    modules: list[nn.Module]
+    dtype: torch.dtype | None
+
+
+def units_of(
+    task: nn.Module,
+    *,
+    by_block: bool = True,
+    parameters: torch.dtype | None = None,
+    of_blocks_only: bool = False,
+    recomputed: Collection[nn.Module] = (),
+) -> list[Unit]:
+    """The units that `shard` makes, the inner ones first. Arguments as of `shard`; the task may be on any device."""
+    blocks = list(task.blocks()) if by_block else []
+    units: list[Unit] = []
+    for whole in (*blocks, task):
+        low = None if of_blocks_only and whole is task else parameters
+        if low is not None:
+            together = [whole] if whole is not task else [] if by_block else task.blocks()
+            units += _in_32_bits(whole, (*recomputed, *together), {id(m) for unit in units for m in unit.modules})
+        units.append(Unit([whole], low))
+    return units
 
 
 def shard(
@@ -63,7 +97,9 @@ def shard(
     if is_sharded(task):
         raise ValueError("fsdp: the model is sharded already")
     check_shardable(task, by_block=by_block)
-    blocks = list(task.blocks()) if by_block else []
+    units = units_of(
+        task, by_block=by_block, parameters=parameters, of_blocks_only=of_blocks_only, recomputed=recomputed
+    )
     _make_contiguous(task)
     if mesh.device_type == "cpu":
         divide_by_ranks_on_cpu()
@@ -73,20 +109,15 @@ def shard(
         "reshard_after_forward": reshard_after_forward,
         "shard_placement_fn": lambda p: (dimensions or {}).get(id(p)) or _evenly(p, shards),
     }
-    units = 0
-    for unit in (*blocks, task):
-        low = None if of_blocks_only and unit is task else parameters
-        if low is not None:
-            together = [unit] if unit is not task else [] if by_block else task.blocks()
-            units += _shard_in_32_bits(unit, (*recomputed, *together), options)
+    for unit in units:
         # Inputs and losses keep their 32 bits: autocast decides which operations take fewer.
-        sums = None if low is None else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sums, cast_forward_inputs=False)
-        fully_shard(unit, mp_policy=policy, **options)
-        units += 1
+        sums = None if unit.dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=unit.dtype, reduce_dtype=sums, cast_forward_inputs=False)
+        # A list, even of one module, has the hooks of groups.
+        fully_shard(unit.modules if len(unit.modules) > 1 else unit.modules[0], mp_policy=policy, **options)
     for name in {"evaluate", *task.entry_points}:
         register_fsdp_forward_method(task, name)
-    return units
+    return len(units)
 
 
 def check_shardable(task: nn.Module, *, by_block: bool) -> None:
@@ -108,25 +139,20 @@ def check_shardable(task: nn.Module, *, by_block: bool) -> None:
             )
 
 
-def _shard_in_32_bits(unit: nn.Module, together: Iterable[nn.Module], options: dict) -> int:
-    """Make norms and modules with `full_precision` inside of a unit units in 32 bits; returns the number of units.
+def _in_32_bits(whole: nn.Module, together: Iterable[nn.Module], taken: Collection[int]) -> list[Unit]:
+    """The units of the norms, and of the modules with `full_precision`, inside of a block or of the task.
 
     Args:
-        unit: a block, or the task.
+        whole: the block, or the task.
         together: modules of which each makes one unit of what it holds, in order of precedence. They run whole: FSDP2
             waits for the last module of a group. What none of them holds becomes units one by one.
-        options: of `fully_shard`.
+        taken: ids of the modules that are units already.
     """
-    named = [m for m in unit.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
-    named = [m for m in named if not isinstance(m, FSDPModule) and any(True for _ in m.parameters())]
-    left = {id(module): module for module in named}
+    named = [m for m in whole.modules() if isinstance(m, NORMS) or getattr(m, "full_precision", False)]
+    left = {id(m): m for m in named if id(m) not in taken and any(True for _ in m.parameters())}
     groups = [[left.pop(id(m)) for m in holder.modules() if id(m) in left] for holder in together]
     groups = [group for group in groups if group] + [[module] for module in left.values()]
-    for group in groups:
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        # A list, even of one module, has the hooks of groups.
-        fully_shard(group if len(group) > 1 else group[0], mp_policy=policy, **options)
-    return len(groups)
+    return [Unit(group, None) for group in groups]
 
 
 def _evenly(parameter: nn.Parameter, shards: int) -> Shard | None:
@@ -173,12 +199,7 @@ def divide_by_ranks_on_cpu() -> None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 has sharded a model, or a part of it."""
-    return any(map(is_unit, module.modules()))
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers a module at once, alone or with others, before its forward."""
-    return isinstance(module, FSDPModule)
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:

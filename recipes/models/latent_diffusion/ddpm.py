@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from data.draws import Draws
 from recipes.models.config_files import LARGEST, build_from
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
-from recipes.models.latent_diffusion.samplers import integrate, make_scheduler
+from recipes.models.latent_diffusion.samplers import integrate, make_scheduler, set_steps
 
 
 class DDPM(Objective):
@@ -93,6 +93,11 @@ class DDPM(Objective):
     def for_diffusers(self) -> Any:
         """DPM-Solver++ with the steps of the sampler dpm++. See `Objective.for_diffusers`."""
         return make_scheduler(self.samplers[0], self.scheduler_config)
+
+    def check_steps(self, steps: int, sampler: str) -> None:
+        """See `Objective.check_steps`."""
+        super().check_steps(steps, sampler)
+        set_steps(make_scheduler(sampler, self.scheduler_config), steps)
 
     def integrate(self, predict: Predict, noise: Tensor, steps: int, sampler: str) -> Tensor:
         """See `Objective.integrate`."""

@@ -107,11 +107,10 @@ class Objective(nn.Module, ABC):
             (B, C, H, W), normalised latents.
 
         Raises:
-            ValueError: an unknown sampler, or fewer than 1 step.
+            ValueError: an unknown sampler, or a number of steps that it cannot take.
         """
         sampler = self.check_sampler(sampler)
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
+        self.check_steps(steps, sampler)
         return self.integrate(guided(denoise, text, null_text, guidance), noise, steps, sampler)
 
     def check_sampler(self, sampler: str | None) -> str:
@@ -123,6 +122,15 @@ class Objective(nn.Module, ABC):
         if sampler is not None and sampler not in self.samplers:
             raise ValueError(f"unknown sampler `{sampler}` of {self.name}; allowed: {', '.join(self.samplers)}")
         return self.samplers[0] if sampler is None else sampler
+
+    def check_steps(self, steps: int, sampler: str) -> None:
+        """Whether a sampler can take so many steps.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
 
 
 def guided(denoise: Denoise, text: Tensor, null_text: Tensor, guidance: float) -> Predict:

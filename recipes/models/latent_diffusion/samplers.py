@@ -48,6 +48,21 @@ def integrate(
         (B, C, H, W), normalised latents.
 
     Raises:
+        ValueError: see `set_steps`.
+    """
+    set_steps(scheduler, steps)
+    latents = noise * scheduler.init_noise_sigma
+    for timestep in scheduler.timesteps:
+        times = torch.full((len(latents),), int(timestep), device=latents.device)
+        prediction = predict(scheduler.scale_model_input(latents, timestep), times)
+        latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
+    return latents
+
+
+def set_steps(scheduler: DDIMScheduler | DPMSolverMultistepScheduler, steps: int) -> None:
+    """Lets a scheduler take this many steps.
+
+    Raises:
         ValueError: as many steps as the forward process has timesteps, or more; or a number of steps with which ddim
             would begin far from the noise.
     """
@@ -58,12 +73,6 @@ def integrate(
     scheduler.set_timesteps(steps)  # on the host, which would wait for the device in each step to look at them
     if isinstance(scheduler, DDIMScheduler):
         _check_start(int(scheduler.timesteps[0]), steps, timesteps)
-    latents = noise * scheduler.init_noise_sigma
-    for timestep in scheduler.timesteps:
-        times = torch.full((len(latents),), int(timestep), device=latents.device)
-        prediction = predict(scheduler.scale_model_input(latents, timestep), times)
-        latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
-    return latents
 
 
 def _check_start(first: int, steps: int, timesteps: int) -> None:

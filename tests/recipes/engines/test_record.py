@@ -9,7 +9,8 @@ import yaml
 from recipes.config.recipe import to_yaml
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
-from recipes.engines.record import ENCODED, check_record, keep_record, keep_with
+from recipes.engines.record import ENCODED, check_copy, check_record, keep_record, keep_with
+from recipes.engines.rehearsal import rehearse
 from recipes.engines.resuming import prepare_folder
 from recipes.training.kinds import KINDS
 
@@ -27,6 +28,26 @@ def begun(quick_recipe, tmp_path):
 
 def test_the_same_recipe_goes_on(begun, quick_recipe):
     assert check_record(quick_recipe(begun, *BEGUN)) == []
+
+
+def test_a_bucket_without_a_recipe_is_said(quick_recipe, tmp_path, capsys):
+    """Earlier versions did not write one into latest.json."""
+    recipe = quick_recipe(tmp_path, "checkpoints.autoresume=true", "checkpoints.bucket=s3://a/run")
+    check_copy(recipe, {})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "s3://a/run/latest.json has no recipe" in line
+    check_copy(recipe, {"config.yaml": to_yaml(recipe)})
+    assert not capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_may_not_go_on(begun, quick_recipe):
+    before = sorted(begun.rglob("*"))
+    rehearse(quick_recipe(begun, *BEGUN))
+    for change, said in (("optimizer.lr=1e-3", "optimizer.lr was 0.002"), ("training.engine=lightning", "by Composer")):
+        with pytest.raises(ValueError, match=f"^checkpoints.autoresume: .*{said}"):
+            rehearse(quick_recipe(begun, *BEGUN, change))
+        rehearse(quick_recipe(begun, *BEGUN, change, "checkpoints.autoresume=false"))
+    assert sorted(begun.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.rehearsal import rehearse
 from recipes.planning.dry_run import problems
@@ -12,6 +13,7 @@ from recipes.planning.dry_run import problems
 ROOT = Path(__file__).resolve().parents[3]
 YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\ntraining:" in path.read_text())
 BF16 = "training.precision=amp_bf16"
+FID = "callbacks.x={name: fid, reference: {name: folder, path: nowhere}%s}"
 MACHINES = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 
 
@@ -43,6 +45,26 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         ("openmoji_dalle", ["algorithms.x={name: attention}"], "no diffusers attention block to change"),
         ("openmoji_dalle", ["algorithms.x={name: channels_last}"], "no convolution over images to change"),
         ("openmoji_text", ["algorithms.x={name: compile}"], "the model names no blocks; set whole: true"),
+        (
+            "openmoji_unet",
+            ["algorithms.x={name: compile, mode: reduce-overhead}", "training.fsdp={}"],
+            "mode reduce-overhead captures CUDA graphs, .*; take default with training.fsdp",
+        ),
+        (
+            "openmoji_dalle",
+            ["algorithms.x={name: compile, mode: max-autotune}", "training.tensor_parallel=5"],
+            "mode max-autotune captures CUDA graphs, .*; take max-autotune-no-cudagraphs with",
+        ),
+        (
+            "openmoji_unet",
+            ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={}", BF16],
+            "training.fsdp gathers GroupNorm inside of a compiled module",
+        ),
+        (
+            "openmoji_unet",
+            ["algorithms.x={name: compile, fullgraph: true, whole: true}", "training.fsdp={parameters: fp32}", BF16],
+            "training.fsdp gathers .*Block2D inside of a compiled module",
+        ),
         ("openmoji_dalle", ["algorithms.x={name: cudnn_benchmark}"], "the model has no convolution"),
         ("openmoji_text", ["algorithms.x={name: fp8}"], "fp8: nothing to change"),
         ("openmoji_dalle", ["algorithms.x={name: fused_geglu}"], "no GEGLU of diffusers to fuse"),
@@ -66,7 +88,18 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], steps: 0}"], "steps: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], batch: 0}"], "batch: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], sampler: no}"], "sampler"),
+        ("openmoji_unet", ["callbacks.x={name: sample_grid, prompts: [a], steps: 1000}"], "steps must be below the"),
+        (
+            "openmoji_unet",
+            ["callbacks.x={name: sample_grid, prompts: [a], steps: 600, sampler: ddim}"],
+            "600 steps of ddim begin at timestep 600",
+        ),
         ("openmoji_dalle", ["callbacks.x={name: token_grid, prompts: [a], temperature: 0}"], "temperature: 0.0; give"),
+        ("openmoji_vae", [FID % ""], "fid: a KLAutoencoder draws no images of captions"),
+        ("openmoji_diffusion", [FID % ", images: 1"], "fid needs 2 generated pictures, and there are 1"),
+        ("openmoji_diffusion", [FID % ", extractor: contrastive"], "fid: path is missing"),
+        ("openmoji_diffusion", [FID % ", sampling: {stesp: 1}"], "fid: sampling.stesp: no option of"),
+        ("openmoji_dalle", [FID % ", sampling: {top_k: 0}"], "top_k: 0; give 1 or more"),
         ("openmoji_text", ["callbacks.x={name: exponents}"], "exponents: ContrastiveText does not say which"),
         ("openmoji_dvae", ["callbacks.x={name: scheduled_value, value: y, start: 1, end: 2}"], "has no value `y`"),
     ],
@@ -105,6 +138,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_diffusion", "data.workers=-1", "latents: workers: -1; give 0 or more"),
         ("openmoji_diffusion", "data.flip=2", "latents: flip is a share from 0 to 1, got 2.0"),
         ("openmoji_diffusion", "data.streams.train.repeat=0", "stream: repeat: 0.0; give a number above 0"),
+        ("openmoji_diffusion", "data.streams.train.validate_hash=xxh3", "stream: validate_hash: xxh3; give a hash"),
         ("openmoji_dalle", "data.epoch_size=0", "tokens: epoch_size: 0; give 1 or more"),
         ("docs_gpt2", "data.predownload=0", "texts: predownload: 0; give 1 or more"),
         ("openmoji_diffusion", "data={streams: {train: null}}", "latents: streams is empty; name at least one encoded"),
@@ -122,6 +156,8 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_dvae", "callbacks.beta.start=-1", "scheduled_value: start: dvae: beta: -1.0; give 0 or more"),
         ("openmoji_vae", "loggers.tensorboard={name: tensorboard, flush_every: 0}", "flush_every: 0; give 1 or more"),
         ("openmoji_vae", "data.resolution=0", "pictures: resolution: 0; give 1 or more"),
+        ("openmoji_vae", "data.filter={name: pictures, min_side: 0}", "filter.min_side is 0: give 1 or more"),
+        ("openmoji_vae", "data={keep_decoded: true, crop: random}", "pictures: keep_decoded holds one crop per image"),
     ],
 )
 def test_numbers_out_of_range(yaml, override, message):
@@ -138,6 +174,8 @@ def test_numbers_out_of_range(yaml, override, message):
         ["algorithms.x={name: low_precision_norms}"],  # precision: auto is bf16 on a GPU
         ["training.fsdp={replicas: 2}"],  # which torch 2.7 averages on GPUs alone
         ["training.microbatch=auto"],
+        ["algorithms.x={name: compile, mode: reduce-overhead}"],
+        ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={parameters: fp32}"],
     ],
 )
 def test_what_another_machine_can_do(overrides, monkeypatch):
@@ -156,3 +194,15 @@ def test_loggers_are_not_opened(tmp_path, monkeypatch):
 def test_lengths_in_epochs_of_data_that_is_not_here():
     """Nobody knows whether they fit."""
     rehearse(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))
+
+
+def test_weights_that_are_here(small_recipe, quick_recipe, tmp_path, recwarn):
+    """They are compared with the model, and not read into memory."""
+    weights = f"checkpoints.load_weights={tmp_path}/export"
+    build(quick_recipe(tmp_path).model).export(tmp_path / "export")
+    rehearse(quick_recipe(tmp_path / "run", weights))
+    assert not [warning for warning in recwarn if "meta" in str(warning.message)]
+    with pytest.raises(ValueError, match="width is 32, the recipe's network has 64|does not fit the model"):
+        rehearse(quick_recipe(tmp_path / "run", weights, "model.denoiser.width=64"))
+    with pytest.raises(FileNotFoundError, match="no such weights"):
+        rehearse(small_recipe(tmp_path / "run", weights))

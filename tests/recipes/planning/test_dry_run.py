@@ -39,8 +39,9 @@ def dry(yaml, *overrides):
 def write_manifest(folder, samples=100, scaling_factor=0.18215):
     """A manifest as precompute/encode.py writes it for Stable Diffusion 2."""
     folder.mkdir(parents=True)
-    image = {"component": {}, "id": "v", "weights_hash": "v", "precision": "fp16", "channels": 4, "downsample": 8}
-    text = {"component": {}, "id": "t", "weights_hash": "t", "precision": "fp16", "layer": "penultimate"}
+    common = {"weights_hash": "x", "precision": "fp16"}
+    image = common | {"component": {"name": "kl_vae", "path": "a/vae"}, "id": "v", "channels": 4, "downsample": 8}
+    text = common | {"component": {"name": "hf_clip_text", "path": "a/b"}, "id": "t", "layer": "penultimate"}
     Manifest(
         image_encoder=image | {"scaling_factor": scaling_factor, "shift_factor": 0.0},
         text_encoder=text | {"tokenizer": "t", "length": 77, "width": 1024},
@@ -271,6 +272,25 @@ def test_epochs_without_a_manifest():
     assert any(line.startswith("checkpoints: every 10000ba, about ") for line in lines)
     lines = dry("sd2_base.yaml", *SMALL, "training.duration=2ep", "data.epoch_size=4096")
     assert "run: 4 steps, 8,192 samples, 2.00 epochs of 2 steps" in lines
+
+
+FID = "callbacks.fid={name: fid, extractor: contrastive, path: runs/no/export, reference: {name: %s}}"
+
+
+def test_inputs_that_only_components_can_look_for(tmp_path):
+    """What is not here is a line, as for a path that a key names; what is here must be what it should."""
+    lines = dry("openmoji_diffusion.yaml", FID % "tars, urls: no.tar")
+    tars = "callbacks.fid.reference: source.urls: no file no.tar: check the path and the brace range"
+    assert f"missing: {tars}" in lines
+    assert any(line.startswith("missing: callbacks.fid.path: `runs/no/export` does not exist") for line in lines)
+    lines = dry("openmoji_diffusion.yaml", FID % "folder, path: no")
+    assert [line.split("`")[0] for line in lines if ".fid.ref" in line] == ["missing: callbacks.fid.reference.path: "]
+    (tmp_path / "no").mkdir()
+    (tmp_path / "no" / "a.png").touch()
+    (tmp_path / "no" / "b.txt").touch()
+    with pytest.raises(ValueError, match="^callbacks.fid.reference: source.captions: no image in no has a .txt file"):
+        dry("openmoji_diffusion.yaml", FID % "folder, path: no")
+    assert "missing: data.source: source.urls: no file " in "\n".join(dry("openmoji_vae.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The planner: operations and memory against naive counts, times against closed forms, and what it prints."""
 
+import copy
 import dataclasses
 import re
 from pathlib import Path
@@ -281,18 +282,29 @@ def test_memory_beside_the_model(planner):
     assert memory.others == pytest.approx(WORKSPACE + batch + BLOCKS * (rest + WORKSPACE + batch))
 
 
+def compiled(planner, options):
+    """The same model with `compile`, which changes none of its operations."""
+    found, lever = copy.copy(planner), f"algorithms.compile={{name: compile, {options}}}"
+    found.recipe = load_config(ROOT / "yamls" / "sd2_base.yaml", [*SMALL, "data.resolution=64", lever], Recipe, [])
+    return found
+
+
 def test_the_host_launches_less_with_cuda_graphs_which_fsdp_does_not_allow(planner):
+    """So their rows are those of a run without graphs, and say so."""
+
     def launches(mode):
-        lever = f"algorithms.compile={{name: compile, mode: {mode}}}"
-        changes = [*SMALL, "data.resolution=64", lever]
-        found = Planner(load_config(ROOT / "yamls" / "sd2_base.yaml", changes, Recipe, []))
-        return {run.division: run.time(128, False).host for run in found.runs(place_of(8))}
+        return {run.division: run.time(128, False).host for run in compiled(planner, f"mode: {mode}").runs(place_of(8))}
 
     eager = 2 * LAUNCH * len(list(planner.traces.at(128).executed(False)))  # two microbatches
-    assert launches("reduce-overhead") == {
-        "DDP": pytest.approx(GRAPHED * eager), "SHARD_GRAD_OP": pytest.approx(eager), "FULL_SHARD": pytest.approx(eager)
-    }  # fmt: skip
-    assert launches("max-autotune-no-cudagraphs")["DDP"] == pytest.approx(eager)
+    without = {f"{name}, without CUDA graphs": pytest.approx(eager) for name in ("SHARD_GRAD_OP", "FULL_SHARD")}
+    for mode in ("reduce-overhead", "max-autotune"):
+        assert launches(mode) == {"DDP": pytest.approx(GRAPHED * eager), **without}
+    found = launches("max-autotune-no-cudagraphs")
+    assert found["DDP"] == pytest.approx(eager) and set(found) == {"DDP", "SHARD_GRAD_OP", "FULL_SHARD"}
+
+
+def test_ways_in_which_a_block_would_not_be_one_graph_are_left_out(planner):
+    assert {run.division for run in compiled(planner, "fullgraph: true").runs(place_of(8))} == {"DDP"}
 
 
 def test_where_nothing_fits_the_report_says_what_does(planner):

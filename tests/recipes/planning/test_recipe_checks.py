@@ -13,8 +13,9 @@ from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.doctor import main
 from recipes.planning import recipe_checks as checks
-from recipes.planning.data_checks import caches, fetch_indexes, shards
+from recipes.planning.data_checks import caches, fetch_indexes, hashes, shards
 from recipes.planning.dry_run import disk_bytes, problems, survey
+from recipes.planning.input_checks import absent_inputs
 from recipes.planning.recipe_checks import cheap_recipe_checks, disk, recipe_checks
 
 EXPORT = "callbacks.export={name: export, every: 4ba}"
@@ -55,9 +56,33 @@ def test_sets_of_different_encoders(small_recipe, latent_sets, tmp_path, encoder
     assert found.text.startswith("evals.val.streams.val and data.streams.train were encoded with different weights")
 
 
+def test_what_draws_images_needs_the_encoders_of_the_data(small_recipe, latent_sets, tmp_path):
+    """They may lie on the machine that encoded it only."""
+    shutil.copytree(latent_sets / "train", tmp_path / "set")
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    manifest["image_encoder"]["component"]["path"] = "/nowhere/vae"
+    (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
+    grid = "callbacks.grid={name: sample_grid, prompts: [a]}"
+    for changes, lines in (([grid], []), ([grid, f"data.streams.train.path={tmp_path}/set"], ["data.streams.train: "])):
+        recipe = small_recipe(tmp_path / "run", *changes)
+        found = [finding for finding in recipe_checks(recipe, []) if finding.subject == "input"]
+        assert [finding.text.partition("not there: ")[2].partition("manifest.")[0] for finding in found] == lines
+        assert all("image_encoder.path: `/nowhere/vae` does not exist" in finding.text for finding in found)
+    assert not absent_inputs(small_recipe(tmp_path / "run", changes[1]), [])  # nothing draws
+
+
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
+
+
+def test_a_hash_that_the_shards_do_not_have(small_recipe, tmp_path):
+    """The run would be refused when it opens the set."""
+    recipe = small_recipe(tmp_path / "run", "evals.val.streams.val.validate_hash=sha1")
+    (found,) = hashes(recipe)
+    assert found.level == "error" and found in list(cheap_recipe_checks(recipe))
+    assert found.text.startswith("evals.val.streams.val.validate_hash is sha1, and the set was written with xxh3_64; ")
+    assert not list(hashes(small_recipe(tmp_path / "run", "evals.val.streams.val.validate_hash=xxh3_64")))
 
 
 def test_a_dry_run_refuses_what_the_start_would(small_recipe, tmp_path, monkeypatch, capsys):
@@ -189,3 +214,15 @@ def test_a_remote_set_is_known_before_its_first_run(small_recipe, latent_sets, t
     recipe.data.args["streams"] = {"train": remote_stream("/nowhere", tmp_path / "none")}
     (found,) = fetch_indexes(recipe)
     assert found.level == "error" and "data.streams.train: /nowhere/manifest.json: cannot be fetched" in found.text
+
+
+def test_a_remote_set_of_texts_has_a_manifest_of_its_own(small_recipe, tmp_path):
+    recipe = small_recipe(tmp_path / "run")
+    streams = {"train": remote_stream(tmp_path / "packed", tmp_path / "cache")}
+    recipe.data = Component("data", "texts", {"streams": streams}, COMPONENTS["data"]["texts"], "data")
+    recipe.evals = {}
+    (tmp_path / "packed").mkdir()
+    for name in ("text.json", "index.json"):
+        (tmp_path / "packed" / name).write_text("{}")
+    assert list(fetch_indexes(recipe)) == []
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"text.json", "index.json"}

@@ -22,6 +22,7 @@ from recipes.algorithms.modules.compile import (
     inductor_options,
     why_no_compiler,
 )
+from recipes.algorithms.sharding.shard import Unit
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.dvae.task import DiscreteAutoencoder
@@ -287,20 +288,14 @@ def test_networks_that_are_called_in_parts(make):
     assert len(lever.forwards) == 2
 
 
-def test_one_graph_around_units_of_fsdp_is_refused(monkeypatch):
+def test_one_graph_around_units_of_fsdp_is_refused():
     """Dynamo cannot trace their hooks."""
     task = Deep()
-    monkeypatch.setattr(compile_module, "is_unit", lambda module: module in (task.net[0], task.net[0].one))
+    block, layer = Unit([task.net[0]], torch.bfloat16), Unit([task.net[0].one], None)
     with pytest.raises(ValueError, match="fullgraph: true, and training.fsdp gathers Linear inside of a compiled"):
-        Compile(task, backend="eager", fullgraph=True).compile(FakeRun(task))
-    monkeypatch.setattr(compile_module, "is_unit", lambda module: module is task.net[0])
-    Compile(task, backend="eager", fullgraph=True).compile(FakeRun(task))
-
-
-def test_graphs_of_shards_are_refused(monkeypatch):
-    monkeypatch.setattr(compile_module, "is_sharded", lambda task: True)
-    with pytest.raises(ValueError, match="mode reduce-overhead captures CUDA graphs, for which parameters must keep"):
-        train(Compile(None, mode="reduce-overhead", backend="aot_eager"))
+        Compile(task, backend="eager", fullgraph=True).check_units([layer, block])
+    Compile(task, backend="eager", fullgraph=True).check_units([block])
+    Compile(task, backend="eager").check_units([layer, block])
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -1,0 +1,48 @@
+"""The weights that a run starts from, `checkpoints.load_weights`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from data.files import read_object
+from recipes.config.recipe import Recipe
+from recipes.models.task import Task
+
+
+def load_first_weights(recipe: Recipe, task: Task) -> None:
+    """Load them into a new task. On the meta device, only their names, shapes and configs are compared.
+
+    Raises:
+        FileNotFoundError, ValueError: see `Task.load_export`. Where the folder says that its weights are of another
+            kind of model, the message does, too.
+    """
+    folder = Path(recipe.checkpoints.load_weights)
+    try:
+        task.load_export(folder)
+    except (FileNotFoundError, ValueError) as error:
+        theirs, own = _kind(folder), _named(recipe.model.name, task.export_record())
+        if theirs is None or theirs == own or theirs in {type(module).__name__ for module in task.modules()}:
+            raise
+        raise ValueError(
+            f"checkpoints.load_weights: {folder} holds the weights of {theirs}, and the recipe builds {own} ({error})"
+        ) from error
+
+
+def _kind(folder: Path) -> str | None:
+    """The model whose weights are in a folder: by the record of an export, or as diffusers names its class."""
+    record, config = (_read(folder / name) for name in ("export.json", "config.json"))
+    if "family" in record:
+        return _named(record["family"], record)
+    return config["_class_name"] if isinstance(config.get("_class_name"), str) else None
+
+
+def _named(model: str, record: dict[str, Any]) -> str:
+    return f"{model} with the denoiser {record['denoiser']}" if "denoiser" in record else model
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return read_object(file)
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,40 @@
+"""What a run says of `checkpoints.load_weights` that are another model's."""
+
+import re
+
+import pytest
+
+from data.files import write_json
+from recipes.config.build import build, build_on_meta
+from recipes.engines.first_weights import load_first_weights
+from recipes.models.kl_autoencoder.task import KLAutoencoder
+
+
+@pytest.mark.parametrize("one", ["unet", "dit"])
+def test_weights_of_another_denoiser(small_recipe, tmp_path, one):
+    folder, other = tmp_path / "export", {"unet": "dit", "dit": "unet"}[one]
+    task = build(small_recipe(tmp_path, denoiser=one).model)
+    task.export(folder)
+    write_json(folder / "export.json", task.export_record())
+    recipe = small_recipe(tmp_path, denoiser=other)
+    recipe.checkpoints.load_weights = str(folder)
+    said = f"holds the weights of latent_diffusion with the denoiser {one}, and the recipe builds latent_diffusion with"
+    with pytest.raises(ValueError, match=f"{said} the denoiser {other} .*no such") as error:
+        load_first_weights(recipe, build_on_meta(recipe.model))
+    assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_family(small_recipe, tmp_path):
+    """A network of diffusers by its class; one of the same class that has other sizes needs no such word."""
+    KLAutoencoder(channels=[8], norm_groups=4).export(tmp_path / "vae")
+    recipe = small_recipe(tmp_path)
+    recipe.checkpoints.load_weights = str(tmp_path / "vae")
+    said = "holds the weights of AutoencoderKL, and the recipe builds latent_diffusion with the denoiser unet "
+    with pytest.raises(ValueError, match=said):
+        load_first_weights(recipe, build_on_meta(recipe.model))
+    build(recipe.model).export(tmp_path / "unet")
+    recipe = small_recipe(tmp_path, "model.denoiser.channels=[32,128]")
+    for folder in (tmp_path / "unet", tmp_path / "unet" / "unet"):
+        recipe.checkpoints.load_weights = str(folder)
+        with pytest.raises(ValueError, match=f"^{re.escape(str(folder))}.* does not fit the model: "):
+            load_first_weights(recipe, build_on_meta(recipe.model))
