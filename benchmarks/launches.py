@@ -107,18 +107,16 @@ class StepRun(Run):
     def __init__(
         self, module: nn.Module, task: nn.Module, precision: str, passes: int, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._module, self.task = module, task
+        self.module, self.task = module, task
         self.device = torch.device("cpu")
         self.precision = precision
         self.batch, self.outputs = {}, {}
         self.passes, self.pass_number = passes, -1
         self.loss = None
         self.eval_label, self.eval_figures = "", {}
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
     clock = Clock(1, SAMPLES, 0, "1000000ba", None)  # not a multiple of the intervals at which levers log
-    module = property(lambda self: self._module)
-    optimizer = property(lambda self: self._optimizer)
 
     def autocast(self) -> AbstractContextManager:
         """As on a GPU, with the CPU's lists of operations."""

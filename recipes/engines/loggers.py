@@ -1,71 +1,71 @@
-"""Where figures and images go: descriptions that each engine makes its own loggers of."""
+"""Where figures and images go. A builder checks its keys, and returns what opens the logger when the run begins: dry
+runs open none."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
 
 from data.files import atomic_write
 from data.ranges import check_least
+from recipes.engines.mlflow_writer import MLflowWriter
+from recipes.engines.tensorboard_files import TensorBoardWriter
 from recipes.engines.tracking import mlflow_run
-from recipes.training.ranks import by_first_rank
+from recipes.engines.wandb_writer import WandBWriter
+from recipes.training.ranks import by_first_rank, is_first_rank
 
 OF_SQLITE = {"disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}  # its words for errors of the disk
 
-
-@dataclass(frozen=True)
-class TensorBoard:
-    """TensorBoard files.
-
-    Attributes:
-        folder: of the files.
-        flush_every: batches between writes to disk.
-    """
-
-    folder: str
-    flush_every: int
+Writer = TensorBoardWriter | WandBWriter | MLflowWriter
+Opener = Callable[[], Writer | None]  # every rank calls it; the first one gets a writer
 
 
-@dataclass(frozen=True)
-class WandB:
-    """Weights & Biases; attributes as the arguments of `wandb`, and the run's name and folder.
+class RunLoggers:
+    """All loggers of a run, of either engine. Only the first rank writes."""
 
-    Attributes:
-        run_id: of the run that is continued, or begun if there is none; None: W&B chooses.
-    """
+    def __init__(self, openers: Iterable[Opener]) -> None:
+        """Open them. Every rank must call it.
 
-    folder: str
-    project: str
-    run_name: str
-    run_id: str | None
-    entity: str | None
-    tags: list[str] | None
-    offline: bool
+        Args:
+            openers: what the builders of this file return.
+        """
+        opened = [opener() for opener in openers]
+        self._writers = [writer for writer in opened if writer is not None]
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        """Write figures at a batch."""
+        for writer in self._writers:
+            writer.figures(figures, step)
+
+    def log_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write what was decided at the start of the run."""
+        for writer in self._writers:
+            writer.settings(settings)
+
+    def log_images(self, name: str, images: np.ndarray, step: int) -> None:
+        """Write images (N, H, W, 3) uint8 at a batch."""
+        for writer in self._writers:
+            writer.images(name, images, step)
+
+    def close(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
+        """Write what is left, and close.
+
+        Args:
+            status: of the run, as MLflow names it; KILLED: it stopped and is to be started again.
+        """
+        with ExitStack() as stack:  # which closes all, also where one fails
+            for writer in reversed(self._writers):
+                stack.callback(writer.close, status)
 
 
-@dataclass(frozen=True)
-class MLflow:
-    """MLflow.
-
-    Attributes:
-        run_name: name of the run.
-        experiment: that it belongs to.
-        tracking_uri: an address or a local database.
-        run_id: of the run, which exists.
-    """
-
-    run_name: str
-    experiment: str
-    tracking_uri: str
-    run_id: str
-
-
-def tensorboard(output: str, *, flush_every: int = 20) -> TensorBoard:
+def tensorboard(run_name: str, output: str, *, flush_every: int = 20) -> Opener:
     """TensorBoard files in <output>/tensorboard.
 
     Args:
@@ -75,7 +75,8 @@ def tensorboard(output: str, *, flush_every: int = 20) -> TensorBoard:
         ValueError: `flush_every` below 1.
     """
     check_least("tensorboard", 1, flush_every=flush_every)
-    return TensorBoard(f"{output}/tensorboard", flush_every)
+    folder = Path(output, "tensorboard", run_name)
+    return lambda: TensorBoardWriter(folder, flush_every) if is_first_rank() else None
 
 
 def wandb(
@@ -87,7 +88,7 @@ def wandb(
     entity: str | None = None,
     tags: list[str] | None = None,
     offline: bool = False,
-) -> WandB:
+) -> Opener:
     """Weights & Biases. A resumed run continues the same W&B run, unless it is offline.
 
     Args:
@@ -97,39 +98,51 @@ def wandb(
         offline: write to disk only, to be synchronised later. Each start is then a run of its own, because W&B
             replaces a run when another one with its id is synchronised.
     """
-    Path(output).mkdir(parents=True, exist_ok=True)  # W&B falls back to the current folder where this is missing
-    identifier = tracked()  # by all ranks, whatever the environment of each says
-    alone = offline or os.environ.get("WANDB_MODE") in ("offline", "dryrun") or "WANDB_RUN_ID" in os.environ
-    return WandB(output, project, run_name, None if alone else identifier, entity, tags, offline)
+
+    def begin() -> WandBWriter | None:
+        Path(output).mkdir(parents=True, exist_ok=True)  # W&B falls back to the current folder where this is missing
+        identifier = tracked()  # by all ranks, whatever the environment of each says
+        if not is_first_rank():
+            return None
+        settings = {"dir": output, "project": project, "name": run_name, "entity": entity, "tags": tags}
+        if offline:
+            settings["mode"] = "offline"
+        elif os.environ.get("WANDB_MODE") not in ("offline", "dryrun") and "WANDB_RUN_ID" not in os.environ:
+            settings |= {"id": identifier, "resume": "allow"}
+        return WandBWriter(settings)
+
+    return begin
 
 
 def mlflow(
     run_name: str, output: str, tracked: Callable[[], str], *, experiment: str, tracking_uri: str | None = None
-) -> MLflow:
+) -> Opener:
     """MLflow. A resumed run continues the same MLflow run.
 
     Args:
         experiment: experiment that the run belongs to.
         tracking_uri: address of a server or a database; null: MLFLOW_TRACKING_URI, else a database <output>/mlflow.db.
     """
-    tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    artifacts = None
-    if tracking_uri is None:
-        folder = Path(output).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        tracking_uri = f"sqlite:///{folder / 'mlflow.db'}"
-        artifacts = (folder / "mlartifacts").as_uri()  # MLflow would write images to mlruns/ in the current folder
-    identifier = tracked()
 
-    def find() -> str:
-        if artifacts is not None:
-            make_database(folder / "mlflow.db")
-            images_are_here(folder / "mlflow.db", artifacts)
-        return mlflow_run(
-            identifier, uri=tracking_uri, experiment=experiment, run_name=run_name, artifacts=artifacts
-        )
+    def begin() -> MLflowWriter | None:
+        folder, artifacts = Path(output).resolve(), None
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{folder / 'mlflow.db'}"
+            artifacts = (folder / "mlartifacts").as_uri()  # MLflow would write images to mlruns/ in the current folder
+        identifier = tracked()
 
-    return MLflow(run_name, experiment, tracking_uri, by_first_rank(find))
+        def find() -> str:
+            if artifacts is not None:
+                make_database(folder / "mlflow.db")
+                images_are_here(folder / "mlflow.db", artifacts)
+            return mlflow_run(identifier, uri=uri, experiment=experiment, run_name=run_name, artifacts=artifacts)
+
+        run_id = by_first_rank(find)
+        return MLflowWriter(uri, run_id) if is_first_rank() else None
+
+    return begin
 
 
 def make_database(path: Path) -> None:

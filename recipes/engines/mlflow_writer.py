@@ -13,7 +13,6 @@ import numpy as np
 
 from data.errors import one_line
 from data.log import log
-from recipes.engines.loggers import MLflow
 from recipes.engines.tracking import ask_once, log_parameters, refused
 
 if TYPE_CHECKING:  # the import takes seconds, and few runs need it
@@ -63,18 +62,19 @@ class MLflowWriter:
     a run that was deleted, is left out. Each is said in one line, once per minute.
     """
 
-    def __init__(self, description: MLflow, client: Any = None) -> None:
+    def __init__(self, uri: str, run_id: str, client: Any = None) -> None:
         """
         Args:
-            description: the server and a run of it, which exists.
+            uri: address of the server or the database.
+            run_id: of the run there, which exists.
             client: MLflow's; None: a new one.
         """
         ask_once()
         if client is None:
             from mlflow import MlflowClient
 
-            client = MlflowClient(description.tracking_uri)
-        self._client, self._uri, self._run_id = client, description.tracking_uri, description.run_id
+            client = MlflowClient(uri)
+        self._client, self._uri, self._run_id = client, uri, run_id
         self._waiting: deque[Item] = deque()  # `_changed` guards it and what follows
         self._sending: list[Item] = []  # taken from it, and not yet written
         self._images: deque[Item] = deque()  # those that were not taken

@@ -28,6 +28,7 @@ from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, Training
 from recipes.engines.first_weights import load_first_weights
+from recipes.engines.loggers import Opener
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
 from recipes.engines.resuming import prepare_folder
@@ -91,7 +92,7 @@ class Parts:
         schedule: from the clock to the learning rate's factor.
         divided: whether each rank holds a part of the model only, by `training.fsdp` or `training.tensor_parallel`.
         copies: number of ranks that compute the same samples, `training.tensor_parallel`.
-        loggers: descriptions, by label; each engine makes its own loggers of them.
+        loggers: what opens them, see `recipes.engines.loggers`.
         microbatch: samples that a device takes at once at the start; None: its whole batch.
     """
 
@@ -104,7 +105,7 @@ class Parts:
     schedule: Schedule
     divided: bool
     copies: int
-    loggers: dict[str, Any]
+    loggers: list[Opener]
     microbatch: int | None
 
     def end_workers(self) -> None:
@@ -185,7 +186,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         schedule=schedule,
         divided=training.fsdp is not None or copies > 1,
         copies=copies,
-        loggers={label: build(logger, **context) for label, logger in recipe.loggers.items()},
+        loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         microbatch=1 if search else None if recipe.training.microbatch == "auto" else recipe.training.microbatch,
     )
 

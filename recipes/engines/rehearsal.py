@@ -20,7 +20,7 @@ from torch import nn
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
-from recipes.config.build import asked_for, build, build_on_meta
+from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
 from recipes.engines.first_weights import load_first_weights
@@ -73,9 +73,7 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
-        own_data = any(isinstance(value, Component) for value in component.args.values())
-        # Loggers that know a run by an identifier write it into the run's folder, and begin a run on a server.
-        if not own_data and "tracked" not in asked_for(component):
+        if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
             build(component, **context)
     for lever in levers:
         lever.change_modules(run)
@@ -103,23 +101,11 @@ class MetaRun(Run):
     """A run at its start, on the meta device. Nothing is trained or logged."""
 
     def __init__(self, task: Task, precision: Precision, optimizer: torch.optim.Optimizer, clock: Clock) -> None:
-        self.task = task
+        self.task = self.module = task
         self.device = torch.device("meta")
         self.precision = precision
-        self._optimizer = optimizer
-        self._clock = clock
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
-
-    @property
-    def module(self) -> nn.Module:
-        return self.task
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
+        self.optimizer = optimizer
+        self.clock = clock
 
     def autocast(self) -> AbstractContextManager:
         return nullcontext()

@@ -4,26 +4,64 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import indent
+from typing import Any
+
+import numpy as np
+import yaml
 
 from data.disk_errors import ADVICE, disk_error
 from data.log import log
 
-if TYPE_CHECKING:  # the import takes seconds
-    from torch.utils.tensorboard import SummaryWriter
-
 SAID = 60.0  # seconds between lines about it
 
 
-def outlasts_full_disk(writer: SummaryWriter) -> None:
-    """What the disk does not take from now on is left out of the file, and the run does not end.
+class TensorBoardWriter:
+    """Writes figures, images and settings to one file per start of a run.
 
-    TensorBoard writes in a thread. An error there ends it, and with it the run, at the next figure.
+    What a full disk does not take is left out of the file, and the run does not end.
     """
-    records = writer.file_writer.event_writer._async_writer._writer
-    records._writer = LastingFile(records._writer)
+
+    def __init__(self, folder: Path, flush_every: int) -> None:
+        """
+        Args:
+            folder: of the files.
+            flush_every: batches between writes to disk.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # it takes seconds
+
+        self._writer = SummaryWriter(str(folder))
+        self._flush_every = flush_every
+        self._flushed_at = 0
+        # TensorBoard writes in a thread. An error there ends it, and with it the run, at the next figure.
+        records = self._writer.file_writer.event_writer._async_writer._writer
+        records._writer = LastingFile(records._writer)
+
+    def figures(self, figures: Mapping[str, float], step: int) -> None:
+        """Write figures of a batch."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, float(value), step)
+        if step >= self._flushed_at + self._flush_every:
+            self._writer.flush()
+            self._flushed_at = step
+
+    def images(self, name: str, images: np.ndarray, step: int) -> None:
+        """Write images (N, H, W, 3) uint8 of a batch."""
+        self._writer.add_images(name, images, step, dataformats="NHWC")
+
+    def settings(self, settings: Mapping[str, Any]) -> None:
+        """Write settings as texts, nested ones as YAML."""
+        for name, value in settings.items():
+            nested = isinstance(value, Mapping)
+            text = indent(yaml.safe_dump(value, sort_keys=False), 4 * " ") if nested else str(value)  # Markdown's code
+            self._writer.add_text(name, text)
+
+    def close(self, status: str) -> None:
+        """Close the file, whatever the status of the run."""
+        self._writer.close()
 
 
 class LastingFile:

@@ -27,26 +27,23 @@ class Levers:
 
     def prepare(self, run: Run) -> None:
         """Change and shard the task. The optimizer has the new parameters afterwards; checkpoints are loaded later."""
-        self._each("check_machine", run)
-        self._each("change_modules", run)
-        self._each("shard", run)
+        self.at("check_machine", run)
+        self.at("change_modules", run)
+        self.at("shard", run)
 
     def compile(self, run: Run) -> None:
         """Compile after all other changes: compiled forwards call the modules as they are now."""
-        self._each("compile", run)
+        self.at("compile", run)
 
     def finish_gradients(self, run: Run) -> None:
         """Unscale, average and clip gradients: everything between the last backward pass and the optimizer's step."""
-        self._each("unscale_gradients", run)
-        self._each("average_gradients", run)
-        self._each("clip_gradients", run)
-        self._each("before_step", run)
+        self.at("unscale_gradients", run)
+        self.at("average_gradients", run)
+        self.at("clip_gradients", run)
+        self.at("before_step", run)
 
     def at(self, moment: str, run: Run) -> None:
-        """Call the method of `recipes.training.hooks.Hooks` with this name on all levers."""
-        self._each(moment, run)
-
-    def _each(self, moment: str, run: Run) -> None:
+        """Call the method of `Lever` with this name on all levers."""
         alive(moment, run)
         for lever in (*self._first, *self._levers):
             getattr(lever, moment)(run)

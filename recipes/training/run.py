@@ -22,6 +22,9 @@ class Run(ABC):
 
     Attributes:
         task: the model, without wrappers.
+        module: what is called to train. From `begin` on it may be DistributedDataParallel around the task.
+        optimizer: of the task.
+        clock: the current position.
         device: of this rank.
         precision: of forward and backward passes.
         batch: tensors by name. From `batch_start` on, the batch of this rank; from `before_forward` to `after_backward`
@@ -38,6 +41,9 @@ class Run(ABC):
     """
 
     task: Task
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    clock: Clock
     device: torch.device
     precision: Precision
     batch: dict[str, Tensor]
@@ -49,21 +55,6 @@ class Run(ABC):
     eval_figures: dict[str, float]
     nonfinite: int = 0
     stopping: bool = False
-
-    @property
-    @abstractmethod
-    def clock(self) -> Clock:
-        """The current position of the run."""
-
-    @property
-    @abstractmethod
-    def module(self) -> nn.Module:
-        """The module that is called to train. From `begin` on it may be DistributedDataParallel around the task."""
-
-    @property
-    @abstractmethod
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer."""
 
     @property
     def on_gpu(self) -> bool:

@@ -49,8 +49,7 @@ class Average:
             owned = [own(p) for p in self.parameters]
             self.shadow = [self._place(t).copy_(t) for t in owned]
         self.raw: dict[int, Tensor] = {}
-        kinds = [(t.dtype, t.device) for t in owned]
-        # Multi-tensor kernels take tensors of one dtype on one device.
+        kinds = [t.dtype for t in owned]  # multi-tensor kernels take tensors of one
         self.groups = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
         self.bytes = sum(t.numel() * t.element_size() for t in self.shadow)
 
@@ -177,8 +176,6 @@ class HostAverage(Average):
         self.gpu = next((t.device for t in owned if t.is_cuda), None)
         self.locked = None if self.gpu is None else PageLocked(owned)
         self.staging = [torch.empty_like(t) for t in owned] if self.locked is None else self.locked.views
-        kinds = [t.dtype for t in owned]
-        self.groups = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
         self.stream = None if self.gpu is None else torch.cuda.Stream(self.gpu)
         self.copied = None if self.gpu is None else torch.cuda.Event()
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="scheduled_ema")
@@ -216,7 +213,7 @@ class HostAverage(Average):
 
     def settle(self) -> None:
         """Wait for the last update, and raise the exception that it raised."""
-        work, self.work = getattr(self, "work", None), None
+        work, self.work = self.work, None
         if work is not None:
             work.result()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -19,16 +19,6 @@ from recipes.training.run import Run
 
 HEADROOM = 0.9  # share of the usable memory that training may take: validation and fragmentation have the rest
 GROWTH = 4  # largest step from one size to the next
-
-
-class Meter(Protocol):
-    """What measures memory: `DeviceMemory`, or a stand-in of a test."""
-
-    total: int
-
-    def start(self) -> None: ...
-
-    def read(self) -> Reading: ...
 
 
 class MicrobatchPlan:
@@ -124,7 +114,7 @@ class MicrobatchSearch(Lever):
         self,
         task: nn.Module,
         batch: int,
-        meter: Meter | None = None,
+        meter: DeviceMemory | None = None,
         average: ScheduledEMA | None = None,
         compiled: Sequence[Compile] = (),
     ) -> None:

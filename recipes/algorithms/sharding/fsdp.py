@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
 
 from data.log import log
 from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
@@ -84,10 +82,8 @@ class Sharding(Lever):
             self.compiled.check_units(units_of(self.task, **self._options(run)))
 
     def before_forward(self, run: Run) -> None:
-        self._synchronise(run.last_pass)
-
-    def _synchronise(self, last: bool) -> None:
         """Tell FSDP whether the next backward pass reduces gradients over the devices."""
+        last = run.last_pass
         self.task.set_requires_all_reduce(last)  # over replicas, once per batch; until then reduced shards are summed
         if self.once:
             self.task.set_is_last_backward(last)
@@ -98,7 +94,7 @@ class Sharding(Lever):
         device = run.device.type
         shards = world_size() // self.replicas // (1 if self.tensor is None else self.tensor.devices)
         averaging = self.averaging
-        placement = None
+        dimensions = {}
         if self.tensor is not None:
             mesh = self.tensor.mesh[("shard",) if self.replicas == 1 else ("replicate", "shard")]
         elif averaging is None and self.replicas == 1:
@@ -107,7 +103,7 @@ class Sharding(Lever):
             mesh = _mesh(device, replicate=self.replicas, shard=shards)
         if averaging is not None:  # it averages over replicas, so FSDP knows only its own replica
             whole = mesh if self.tensor is None else self.tensor.mesh
-            placement = _by_parameter(averaging.divide(whole, once=self.once))
+            dimensions = averaging.divide(whole, once=self.once)
             mesh = whole["shard"]
         low, scaled = self._format(run)
         with run.new_parameters():
@@ -115,7 +111,7 @@ class Sharding(Lever):
                 self.task,
                 mesh,
                 reshard_after_forward=self.full_shard,
-                placement=placement,
+                dimensions=dimensions,
                 **self._options(run),
             )
         gathered = "fp32" if low is None else f"{FORMAT_NAMES[low]} ({'what is not in blocks, ' * scaled}norms fp32)"
@@ -145,7 +141,3 @@ class Sharding(Lever):
 
 def _mesh(device: str, **dimensions: int) -> DeviceMesh:
     return init_device_mesh(device, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-
-
-def _by_parameter(dimensions: dict[int, Shard]) -> Callable[[nn.Parameter], Shard | None]:
-    return lambda parameter: dimensions.get(id(parameter))

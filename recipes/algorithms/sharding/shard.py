@@ -11,7 +11,7 @@ autograd runs the one that ran last in the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +70,7 @@ def shard(
     parameters: torch.dtype | None = None,
     of_blocks_only: bool = False,
     recomputed: Collection[nn.Module] = (),
-    placement: Callable[[nn.Parameter], Shard | None] | None = None,
+    dimensions: Mapping[int, Shard] | None = None,
 ) -> int:
     """Shard a task in place; returns the number of units, each of which is gathered on its own.
 
@@ -88,8 +88,8 @@ def shard(
             `full_precision`, which keep 32 bits; None: their own.
         of_blocks_only: gather parameters outside of blocks in their own dtype.
         recomputed: modules whose forward runs a second time in the backward pass, each at a time of its own.
-        placement: from a parameter to the dimension that it is sharded along. Except for the first, the size of the
-            dimension must be a multiple of the number of shards. None: the first dimension.
+        dimensions: by the id of a parameter, the dimension that it is sharded along, if not the first. The size of the
+            dimension must then be a multiple of the number of shards.
 
     Raises:
         ValueError: the task is sharded already; see also `check_shardable`.
@@ -107,7 +107,7 @@ def shard(
     options = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
-        "shard_placement_fn": lambda p: (placement and placement(p)) or _evenly(p, shards),
+        "shard_placement_fn": lambda p: (dimensions or {}).get(id(p)) or _evenly(p, shards),
     }
     for unit in units:
         # Inputs and losses keep their 32 bits: autocast decides which operations take fewer.

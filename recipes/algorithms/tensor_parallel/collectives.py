@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -11,30 +12,25 @@ from torch.distributed import ProcessGroup
 
 from recipes.training.compiled import result
 
+Exchange = Callable[[Tensor, ProcessGroup], Tensor]
 
-class _Enter(Function):
-    """f: the identity. Backward: the sum over the group."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return result(x)
+class _Exchange(Function):
+    """A function of a tensor and a group. Backward: another one, of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
-
-
-class _Leave(Function):
-    """g: the sum over the group. Backward: the identity."""
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: Exchange, back: Exchange) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return result(there(x, group))
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return result(summed(x, group))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group), None, None, None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+
+def exchange(x: Tensor, group: ProcessGroup, there: Exchange, back: Exchange) -> Tensor:
+    """`there(x, group)`, whose gradient is `back` of that of the result."""
+    return _Exchange.apply(x, group, there, back)
 
 
 def enter(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -47,7 +43,7 @@ def enter(x: Tensor, group: ProcessGroup) -> Tensor:
     Returns:
         x. Its gradient is the sum of the devices' gradients, and again equal on all of them.
     """
-    return _Enter.apply(x, group)
+    return exchange(x, group, unchanged, summed)
 
 
 def leave(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -60,7 +56,12 @@ def leave(x: Tensor, group: ProcessGroup) -> Tensor:
     Returns:
         The sum, equal on all devices, in the dtype of x.
     """
-    return _Leave.apply(x, group)
+    return exchange(x, group, summed, unchanged)
+
+
+def unchanged(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The tensor itself."""
+    return x
 
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:

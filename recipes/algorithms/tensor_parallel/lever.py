@@ -28,20 +28,12 @@ class TensorParallel(Lever):
     def __init__(self, task: Task, *, devices: int, replicas: int, sharded: bool, sequence: bool) -> None:
         """
         Args:
-            task: the model, whole and on any device; its parameters move to the device of this rank.
+            task: the model, which has a plan, whole and on any device; its parameters move to the device of this rank.
             devices: number of devices that divide each matrix.
             replicas: number of device groups that each hold the whole model.
             sharded: whether FSDP2 shards the divided model.
             sequence: whether the residual stream's positions are divided, too, in training.
-
-        Raises:
-            ValueError: a model without a plan.
         """
-        plan = task.tensor_plan()
-        if plan is None:
-            raise ValueError(
-                f"training.tensor_parallel: {type(task).__name__} does not say how its matrices can be divided; give 1"
-            )
         self.task = task
         self.devices = devices
         self.replicas = replicas

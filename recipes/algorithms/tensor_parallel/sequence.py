@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from recipes.algorithms.tensor_parallel.collectives import gathered, summed
+from recipes.algorithms.tensor_parallel.collectives import exchange, gathered, summed
 from recipes.training.compiled import result
-
-Exchange = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def whole_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -40,19 +38,6 @@ def scattered_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return found.view(parts.shape[1:])
 
 
-class _Exchange(Function):
-    """A function of a tensor and a group. Backward: another one, of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, there: Exchange, back: Exchange) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return result(there(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, ctx.group), None, None, None
-
-
 class _Shared(Function):
     """The identity for several tensors. Backward: their sums over the group, in one message."""
 
@@ -70,17 +55,17 @@ class _Shared(Function):
 
 def divide_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """The residual stream's beginning, which all devices have: (B, S, d) -> own positions (B, S/N, d)."""
-    return _Exchange.apply(x, group, own_positions, whole_sequence)
+    return exchange(x, group, own_positions, whole_sequence)
 
 
 def gather_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """Into a region in which each device computes a part for all positions: (B, S/N, d) -> (B, S, d)."""
-    return _Exchange.apply(x, group, whole_sequence, scattered_sum)
+    return exchange(x, group, whole_sequence, scattered_sum)
 
 
 def scatter_positions(x: Tensor, group: ProcessGroup) -> Tensor:
     """Out of such a region: this device's part (B, S, d) -> own positions of the sum (B, S/N, d)."""
-    return _Exchange.apply(x, group, scattered_sum, whole_sequence)
+    return exchange(x, group, scattered_sum, whole_sequence)
 
 
 def shared(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

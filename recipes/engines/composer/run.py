@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from recipes.engines.precision import autocast, gradient_scaler
 from recipes.training.clock import Clock
-from recipes.training.microbatches import with_batch_means
+from recipes.training.microbatches import samples_of, with_batch_means
 from recipes.training.run import Precision, Run
 
 
@@ -40,7 +40,8 @@ class ComposerRun(Run):
     def attach(self, state: State, logger: Logger) -> None:
         """Take over Composer's state and logger; they stay the same objects for the whole run."""
         self._state, self._logger = state, logger
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(state) else torch.device("cpu")
+        on_gpu = state.device.name == "gpu"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.precision = self._precision or state.precision.value
 
     def complete_batch(self) -> None:
@@ -58,7 +59,7 @@ class ComposerRun(Run):
 
     def begin_batch(self) -> None:
         """Count the microbatches of the batch that has arrived."""
-        samples = len(next(iter(self._state.batch.values())))
+        samples = samples_of(self._state.batch)
         size = self._state.device_train_microbatch_size or samples
         self.passes, self.pass_number = math.ceil(samples / size), -1
 
@@ -128,11 +129,6 @@ class ComposerRun(Run):
     def log_images(self, name: str, images: np.ndarray) -> None:
         step = self._state.timestamp.batch.value
         self._logger.log_images(images, name=name, channels_last=True, step=step, use_table=False)
-
-
-def on_gpu(state: State) -> bool:
-    """Whether Composer trains on a GPU."""
-    return state.device.name == "gpu"
 
 
 def clock_of(state: State) -> Clock:

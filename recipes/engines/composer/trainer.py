@@ -27,7 +27,7 @@ from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints
 from recipes.engines.composer.generators import Generators
 from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.load_planner import LoadPlanner, Sharded
-from recipes.engines.composer.loggers import composer_logger
+from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.composer.workers import EndWorkers
@@ -35,6 +35,7 @@ from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
 from recipes.engines.lazy import copy_moments
+from recipes.engines.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
@@ -44,7 +45,6 @@ from recipes.training.callback import by_names_of_states, is_complete
 from recipes.training.kinds import KINDS, has_checkpoints
 from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import from_first_rank
-from recipes.training.schedules import Schedule
 
 
 def train(recipe: Recipe) -> None:
@@ -179,7 +179,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         eval_interval=at_intervals(recipe.training.eval_every) if parts.evals else 1,  # else Composer warns
         max_duration=recipe.training.duration,
         optimizers=parts.new_optimizer(trained),
-        schedulers=composer_schedule(parts.schedule),
+        schedulers=lambda state, ssr=1.0: parts.schedule(clock_of(state)),
         algorithms=as_algorithms(parts.levers, run, planner),
         parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start, planner)} if parts.divided else None,
         callbacks=[
@@ -189,7 +189,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
             EndIfAsked(run, saver),
             EndWorkers(parts),
         ],
-        loggers=[composer_logger(logger) for logger in parts.loggers.values()],
+        loggers=[Destination(RunLoggers(parts.loggers))],
         run_name=recipe.run_name,
         progress_bar=recipe.training.progress_bar,
         load_path=load_path,
@@ -238,11 +238,6 @@ def load_path_of(recipe: Recipe) -> str | None:
     if from_first_rank(recipe.checkpoints.resumes and has_checkpoints(output)):
         return path  # Composer then takes the newest of the run's own
     return str(fetched(path, output))
-
-
-def composer_schedule(schedule: Schedule):
-    """A schedule as Composer calls it."""
-    return lambda state, ssr=1.0: schedule(clock_of(state))
 
 
 def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None, planner: LoadPlanner) -> FSDP2Config:

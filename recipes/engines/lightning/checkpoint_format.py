@@ -23,9 +23,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from recipes.engines.plain_pickles import DamagedCheckpoint, reason_of
+from recipes.engines.plain_pickles import load_plain
 
 FORMAT = 1
 
@@ -41,14 +39,12 @@ def read_file(path: Path, lazily: bool = False) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ValueError: it is not a checkpoint of this engine.
     """
-    wrong = f"{path}: not a checkpoint of the engine lightning"
-    convert = f"; one of Composer's is converted by `python recipes/convert_checkpoint.py {path} --to lightning`"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such checkpoint")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
-    except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
-        raise DamagedCheckpoint(f"{wrong}, or damaged ({reason_of(error)}){convert}") from error
+    state = load_plain(path, lazily=lazily)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(wrong + convert)
+        raise ValueError(
+            f"{path}: not a checkpoint of the engine lightning; one of Composer's is converted by "
+            f"`python recipes/convert_checkpoint.py {path} --to lightning`"
+        )
     return state

@@ -7,12 +7,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from torch import Tensor
-
-from data.loading import Loading
+from data.loading import Batch, Loading
 from recipes.engines.lightning.run import LightningRun
-
-Batch = dict[str, Tensor]
 
 
 class RunBatches:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from data.log import log
 from recipes.config.recipe import Recipe
@@ -18,17 +19,12 @@ from recipes.engines.counts import epoch_batches, in_present_batches
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import restore_generators, seed_all
-from recipes.engines.lightning.loggers import RunLoggers
 from recipes.engines.lightning.module import TaskModule
 from recipes.engines.lightning.moments import BetweenBatches, Moments
-from recipes.engines.lightning.processes import (
-    StartedProcesses,
-    local_rank,
-    local_world_size,
-    start_process_group,
-)
+from recipes.engines.lightning.processes import local_rank, local_world_size, start_process_group
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.strategies import strategy_of
+from recipes.engines.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.precision import allow_tf32
 from recipes.engines.record import keep_record
@@ -121,7 +117,7 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
 
 def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTraining:
     """Lightning's Trainer of a run's parts."""
-    loggers = RunLoggers(parts.loggers.values(), recipe.run_name)
+    loggers = RunLoggers(parts.loggers)
     run = LightningRun(
         parts.task,
         device=torch.device("cuda", local_rank()) if place.use_gpu else torch.device("cpu"),
@@ -182,7 +178,7 @@ def new_trainer(
         devices=place.local_world_size,
         num_nodes=world_size() // place.local_world_size,
         strategy=strategy_of(run, divided=parts.divided),
-        plugins=[StartedProcesses()],
+        plugins=[TorchElasticEnvironment()],  # of processes that exist, whatever started them
         precision="32-true",
         callbacks=[between],
         max_epochs=1,  # the whole run; see `RunBatches`

@@ -3,6 +3,7 @@
 import inspect
 import sqlite3
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from torch.utils.data import DataLoader
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
-from recipes.engines.composer.loggers import composer_logger
+from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
-from recipes.engines.loggers import WandB
+from recipes.engines.loggers import RunLoggers
+from recipes.engines.wandb_writer import WandBWriter
 from recipes.models.task import Task
 
 
@@ -35,7 +37,7 @@ class Line(Task):
 
 class Images(Callback):
     def fit_end(self, state, logger):
-        logger.log_images(np.zeros((2, 8, 8, 3), np.uint8), name="samples", channels_last=True, step=1, use_table=False)
+        logger.log_images(np.zeros((2, 8, 8, 3), np.uint8), name="samples", channels_last=True, step=2, use_table=False)
 
 
 def component(name, **arguments):
@@ -62,7 +64,7 @@ def output(tmp_path_factory):
             component("mlflow", experiment="test"),
         ]
         context = {"run_name": "short", "output": str(folder), "tracked": lambda: "abc"}
-        built = [composer_logger(build(logger, **context)) for logger in loggers]
+        built = RunLoggers([build(logger, **context) for logger in loggers])
         data = DataLoader([{"x": torch.tensor(float(i))} for i in range(4)], batch_size=2)
         task = Line()
         trainer = Trainer(
@@ -71,7 +73,7 @@ def output(tmp_path_factory):
             eval_dataloader=data,
             max_duration="2ba",
             optimizers=torch.optim.SGD(task.parameters(), lr=0.1),
-            loggers=built,
+            loggers=[Destination(built)],
             callbacks=[Images()],
             run_name="short",
             progress_bar=False,
@@ -102,14 +104,19 @@ def test_wandb_writes_below_the_output(output):
     assert list(run.rglob("*.png"))
 
 
+def test_wandb_keeps_the_first_figures_of_a_batch(monkeypatch):
+    """It would warn of each that comes again after a kill."""
+    logged = []
+    run = SimpleNamespace(step=5, log=lambda values, step: logged.append((step, *values)))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda: run, Image=list))
+    writer = WandBWriter({})
+    for step in (4, 5):
+        writer.figures({"loss": torch.zeros(())}, step)
+        writer.images("samples", np.zeros((1, 8, 8, 3), np.uint8), step)
+    assert logged == [(5, "loss"), (5, "samples")]
+
+
 def test_mlflow_writes_a_database_below_the_output(output):
     with sqlite3.connect(output / "mlflow.db") as database:
         keys = {row[0] for row in database.execute("select key from metrics")}
     assert "loss/train/total" in keys
-
-
-def test_no_checkpoint_is_looked_for_at_wandb(output):
-    """Composer asks each logger at the first start of a run, and W&B's answer without a login is an error."""
-    logger = composer_logger(WandB(str(output), "test", "short", None, None, None, offline=True))
-    with pytest.raises(FileNotFoundError, match="no checkpoints"):  # which Composer takes for "no checkpoint"
-        logger.download_file("latest-rank0.pt", str(output / "fetched"), overwrite=True, progress_bar=False)

@@ -9,7 +9,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import REQUEST_LIMIT_EXCEEDED, RESOURCE_DOES_NOT_EXIST
 
 from recipes.engines import mlflow_writer
-from recipes.engines.loggers import MLflow
 from recipes.engines.mlflow_writer import AT_ONCE, MLflowWriter
 
 
@@ -64,7 +63,7 @@ def quick(monkeypatch):
 
 
 def writer_of(server):
-    return MLflowWriter(MLflow("short", "test", "http://mlflow", "run"), server)
+    return MLflowWriter("http://mlflow", "run", server)
 
 
 def written(server, status="FINISHED"):

@@ -37,27 +37,15 @@ class FakeRun(Run):
         self.scale = 1.0
         self.wraps = False
         self.microbatch = None
-        self._clock = Clock(0, 0, 0, duration, epoch_batches)
-        self._module = self.task
+        self.clock = Clock(0, 0, 0, duration, epoch_batches)
+        self.module = self.task
         self._optimizer = optimizer
-
-    @property
-    def clock(self):
-        return self._clock
-
-    @clock.setter
-    def clock(self, clock):
-        self._clock = clock
 
     def at(self, batch, samples=8):
         """Set the clock to the end of a batch of so many samples."""
         before = (batch - 1, (batch - 1) * samples, self.clock.epoch)
         self.clock = replace(self.clock, batch=batch, sample=batch * samples, before=before)
         return self
-
-    @property
-    def module(self):
-        return self._module
 
     @property
     def optimizer(self):
@@ -121,7 +109,7 @@ def train(run, data, callbacks=(), levers=(), microbatch=None, evals=None, eval_
         load()
     at("loaded")
     if run.wraps:
-        run._module = DistributedDataParallel(run.task)
+        run.module = DistributedDataParallel(run.task)
     run.microbatch = microbatch
     run.clock = replace(run.clock, epoch_batches=len(data))
     at("begin")

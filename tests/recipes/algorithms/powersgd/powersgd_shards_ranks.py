@@ -39,7 +39,7 @@ def check_parts():
     gradients = {name: p.grad for name, p in task.named_parameters()}
     of_machine = placements(task, 2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard(task, mesh["shard"], placement=lambda p: of_machine.get(id(p)))
+    shard(task, mesh["shard"], dimensions=of_machine)
     part = mesh.get_local_rank("shard")
     for matrix in (m for block in blocks_of(task) for m in block):
         whole = gradients[matrix.name]

@@ -125,7 +125,7 @@ def averaging(part: Task, mesh: DeviceMesh, clip: float | None = None) -> Callab
     """What averages a divided model's gradients between replicas by PowerSGD of full rank."""
     powersgd = PowerSGD(part, rank=128, clip=clip, wire="32-bit", buffer="32-bit")
     placements = powersgd.divide(mesh)
-    shard(part, mesh["shard"], placement=lambda p: placements.get(id(p)))
+    shard(part, mesh["shard"], dimensions=placements)
     run = mock.Mock(precision="fp32")
     powersgd.begin(run)
     return lambda: powersgd.average_gradients(run)

@@ -17,9 +17,9 @@ from recipes.engines.counts import Counts
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
-from recipes.engines.lightning.loggers import RunLoggers
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.trainer import restore_saved
+from recipes.engines.loggers import RunLoggers
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 
@@ -60,7 +60,7 @@ def new_checkpoints(output, lever=None, fsdp=None, **settings):
         duration="9ba",
         epoch_batches=4,
         microbatch=None,
-        loggers=RunLoggers([], "run"),
+        loggers=RunLoggers([]),
     )
     optimizer = torch.optim.AdamW(task.parameters(), lr=0.1)
     run.set_optimizer(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5))

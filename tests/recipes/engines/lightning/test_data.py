@@ -6,8 +6,8 @@ import torch
 from data.loading import Loading
 from recipes.engines.counts import Counts, epoch_batches
 from recipes.engines.lightning.data import EvalBatches, RunBatches
-from recipes.engines.lightning.loggers import RunLoggers
 from recipes.engines.lightning.run import LightningRun
+from recipes.engines.loggers import RunLoggers
 from recipes.training.microbatches import split
 
 
@@ -40,7 +40,7 @@ def new_run(duration, loader, **counts):
         duration=duration,
         epoch_batches=epoch_batches(Loading(loader)),
         microbatch=None,
-        loggers=RunLoggers([], "run"),
+        loggers=RunLoggers([]),
     )
     run.counts = Counts(**counts)
     return run
