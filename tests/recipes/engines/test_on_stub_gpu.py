@@ -1,12 +1,13 @@
 """Small versions of the shipped training recipes on a GPU that computes nothing: all that the host does for a GPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from tests.recipes.engines.shipped import BATCHES, SMALLER, small
-from tests.stub_gpu import needs_stub_gpu, run_on_stub_gpu
+from tests.stub_gpu import needs_stub_gpu
 
 pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
 ENGINES = ("composer", "lightning")
@@ -14,12 +15,12 @@ AVERAGED = ("dalle_12b", "dalle_2b")  # in host memory; FSDP2 under one engine e
 
 
 @pytest.fixture(scope="module")
-def seen(request, tmp_path_factory):
+def seen(request, stub_gpu, tmp_path_factory):
     """Two runs of each recipe in one process, with and without FSDP2: (recipe, kind) -> what was seen of it.
 
     Some go on with FSDP2 from the checkpoint that they wrote at their end.
     """
-    folder = tmp_path_factory.mktemp("stub")
+    folder = tmp_path_factory.mktemp("recipes")
     sets = {name: request.getfixturevalue(name) for name in ("latent_sets", "token_sets", "text_sets", "drawings")}
     plan = {}
     for number, name in enumerate(SMALLER):
@@ -38,9 +39,9 @@ def seen(request, tmp_path_factory):
         (folder / f"{name}_again.yaml").write_text(to_yaml(load_config(path, longer, Recipe)))
         plan[f"{name} again"] = (engine, str(folder / f"{name}_again.yaml"))
     (folder / "recipes.json").write_text(json.dumps(plan))
-    done = run_on_stub_gpu(
+    done = stub_gpu(
+        Path(__file__).with_name("on_stub_gpu.py"),
         folder,
-        *("-m", "tests.recipes.engines.on_stub_gpu", folder),
         timeout=1500,
         PYTORCH_NO_CUDA_MEMORY_CACHING="1",  # memory that no kernel has written is zero
     )
