@@ -70,9 +70,9 @@ SMALL = [
 @functools.cache
 def group_of(file: str) -> str:
     """Which tests one worker of pytest-xdist runs: those of a file, which share its fixtures, and those of all files
-    that share the launch of two ranks."""
-    shares = re.search(r"\btwo_ranks\(", (ROOT / file).read_text(encoding="utf-8"))
-    return "two_ranks" if shares else file
+    that share the launch of two ranks, or the processes with a stub of a GPU."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return next((name for name in ("two_ranks", "stub_gpu") if re.search(rf"\b{name}\(", text)), file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -334,6 +334,14 @@ def exported(tmp_path_factory, small_recipe, fit):
         "loggers={tensorboard: {name: tensorboard}}",
     )
     return recipe, fit(recipe)
+
+
+@pytest.fixture(scope="session")
+def stub_gpu(tmp_path_factory):
+    """(script, arguments) -> its finished process, which took the stub for a GPU; see `tests.stub_gpu`."""
+    from tests.stub_gpu import StubGpu
+
+    return StubGpu(tmp_path_factory.mktemp("stub"))
 
 
 @pytest.fixture

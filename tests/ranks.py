@@ -35,17 +35,27 @@ LAUNCHERS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_R
 
 
 def launch(
-    ranks: int, script: Path, *arguments: object, cwd: Path = ROOT, timeout: float = 570
+    ranks: int,
+    script: Path,
+    *arguments: object,
+    cwd: Path = ROOT,
+    timeout: float = 570,
+    server: str | None = None,
+    variables: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Runs a script on ranks of one machine with one thread each, and ends all of them when one fails.
 
     A single one has no variables of a launcher, and may be a launcher itself.
 
+    Args:
+        server: address of another server than that of all tests.
+        variables: of the environment, beside those of this process.
+
     Returns:
         The first failed rank's exit status (0 if none failed, 124 after the timeout), and the output of all ranks.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_OWN}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(variables or {})}
     words = [str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/{name}" for name in ("stdout", "stderr")]
@@ -53,10 +63,10 @@ def launch(
             "ranks": ranks, "words": words, "cwd": str(cwd), "environment": environment, "files": files,
             "timeout": timeout, "folder": folder,
         }  # fmt: skip
-        server = _server()
-        server.write(json.dumps(request) + "\n")
-        server.flush()
-        for answer in server:
+        connection = _connected(server)
+        connection.write(json.dumps(request) + "\n")
+        connection.flush()
+        for answer in connection:
             status, of = json.loads(answer)
             if of == folder:  # not of a launch before, whose test a timeout has ended
                 break
@@ -67,18 +77,21 @@ def launch(
 
 
 @functools.cache
-def _server() -> TextIO:
-    """A connection to the server: to that of the workers, or to one of this process."""
+def _connected(server: str | None) -> TextIO:
+    """A connection to a server; None: to that of the workers, or to one of this process."""
     client = socket.socket(socket.AF_UNIX)
-    client.connect("\0" + (os.environ.get(ADDRESS) or start_server()))
+    client.connect("\0" + (server or os.environ.get(ADDRESS) or start_server()))
     client.send(b"launches")
     connection = client.makefile("rw")
     assert connection.readline() == "ready\n", "the server of ranks has died; its own message is above"
     return connection
 
 
-def start_server() -> str:
-    """Starts the server, which ends after its last client. Gives the name of its socket."""
+def start_server(variables: dict[str, str] | None = None) -> str:
+    """Starts a server, which ends after its last client. Gives its address, the name of its socket.
+
+    Its environment has `variables` beside those of this process.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_OWN}
     with socket.socket(socket.AF_UNIX) as listener:
         # Linux chooses an abstract name, which belongs to no file: a null character, and these.
@@ -89,7 +102,7 @@ def start_server() -> str:
             [sys.executable, "-m", "tests.ranks", str(listener.fileno())],
             cwd=ROOT,
             # Lightning and torch read the number of threads when they are imported.
-            env=environment | {"OMP_NUM_THREADS": "1"} | WITHOUT_CUDA,
+            env=environment | {"OMP_NUM_THREADS": "1"} | WITHOUT_CUDA | (variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -233,7 +246,8 @@ def _become(rank: int, request: dict, port: int) -> None:
         os.environ.update({name: str(value) for name, value in zip(LAUNCHERS_OWN, own, strict=True)})
     os.chdir(request["cwd"])
     np.random.seed()  # forked processes share its state
-    _share_groups()
+    if size > 1:
+        _share_groups()
     sys.argv = request["words"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -1,25 +1,25 @@
 """Processes that take the stub for a GPU (see `benchmarks.stub_gpu`)."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from benchmarks.stub_gpu.build import build, variables, why_not
+from tests.ranks import launch, start_server
 
-ROOT = Path(__file__).resolve().parents[1]
 needs_stub_gpu = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 
-def run_on_stub_gpu(folder, *arguments, timeout, **environment):
-    """Run Python with arguments; the library is built in the folder. Returns the finished process."""
-    stub = folder / "stub"
-    stub.mkdir()
-    environment = os.environ | variables(build(stub)) | {"PYTHONPATH": str(ROOT)} | environment
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+class StubGpu:
+    """Runs scripts in processes that take the library for a GPU, forked from a server as in `tests.ranks`."""
+
+    def __init__(self, folder: Path) -> None:
+        """The library is built in the folder."""
+        self.variables = variables(build(folder)) | {"CUDA_VISIBLE_DEVICES": "0"}
+        self.server = start_server(self.variables)
+
+    def __call__(self, script: Path, *arguments: object, timeout: float = 500, **more: str) -> CompletedProcess:
+        """As `launch` of one rank, with more variables of the environment."""
+        given = self.variables | more
+        return launch(1, script, *arguments, timeout=timeout, server=self.server, variables=given)

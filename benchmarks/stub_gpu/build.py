@@ -58,7 +58,8 @@ def build(folder: Path) -> Path:
     library = folder / LIBRARY
     made = ["-shared", f"-Wl,-soname,{LIBRARY}", "-o", str(library)]
     subprocess.run([*compiler, str(own), str(others), *made, "-ldl", "-lpthread"], check=True)
-    (folder / "libcuda.so").symlink_to(LIBRARY)  # Triton's launchers are linked with it
+    for other in ("libcuda.so", "libnvidia-ml.so.1"):  # Triton's launchers are linked with it; PyTorch may ask NVML
+        (folder / other).symlink_to(LIBRARY)
     return library
 
 

@@ -262,6 +262,11 @@ int cudaEventElapsedTime(float *time, void *from, void *to) {
 /* The device goes on with what was launched after the event. */
 int cudaEventSynchronize(void *event) { return launches > ((struct event *)event)->launches ? 0 : wait_for_device(); }
 
+/* --- NVML, which PyTorch asks whether there is a GPU in a process that is forked later ---------------------------- */
+
+int nvmlInit(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *number) { *number = 1; return 0; }
+
 /* --- the driver, as Triton calls it ------------------------------------------------------------------------------- */
 
 int cuInit(unsigned flags) { return 0; }

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,14 +11,15 @@ from benchmarks.host import MARK, SETTINGS
 from recipes.planning.gpus import DEVICES
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place
-from tests.stub_gpu import ROOT, needs_stub_gpu, run_on_stub_gpu
+from tests.stub_gpu import needs_stub_gpu
 
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "sd2_base, microbatches of 128"
 
 
-def measured(folder, name):
+def measured(stub_gpu, name):
     assert name in SETTINGS
-    done = run_on_stub_gpu(folder, ROOT / "benchmarks" / "host.py", "--row", name, timeout=500)
+    done = stub_gpu(ROOT / "benchmarks" / "host.py", "--row", name)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.split(MARK)[1])
 
@@ -25,8 +27,8 @@ def measured(folder, name):
 @needs_stub_gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_launches_waits_and_memory_of_a_step_at_its_real_size(tmp_path):
-    row = measured(tmp_path, NAME)
+def test_launches_waits_and_memory_of_a_step_at_its_real_size(stub_gpu):
+    row = measured(stub_gpu, NAME)
     # Two microbatches. Another version of a library may launch a few more.
     assert 5000 < row["launches per step"] < 7200
     # The measurement's own, and Composer's: the loss twice, times, numbers of samples, whether the epoch is over.
@@ -38,9 +40,9 @@ def test_launches_waits_and_memory_of_a_step_at_its_real_size(tmp_path):
 @needs_stub_gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_under_lightning_the_host_never_waits_for_all_that_it_has_launched(tmp_path):
+def test_under_lightning_the_host_never_waits_for_all_that_it_has_launched(stub_gpu):
     """But once, where the measurement itself does."""
-    row = measured(tmp_path, "sd2_base, 16 images, Lightning")
+    row = measured(stub_gpu, "sd2_base, 16 images, Lightning")
     assert row["waits per step"] == 1
     assert not row["host's rate"].startswith("0 ")  # steps are counted here, because samples are on the device
 

@@ -40,3 +40,22 @@ def two_ranks(tmp_path_factory, small_recipe, quick_recipe):
         for file in (folder / f"report.{rank}.json" for rank in range(2))
     ]
     return TwoRanks(folder, reports, done.stdout[-3000:] + done.stderr[-6000:])
+
+
+@pytest.fixture(scope="module")
+def built_once():
+    """What looks at a model before a run, and changes none, gets the same one again: at real sizes, building takes
+    most of its time."""
+    from recipes.planning import dry_run
+
+    made, build = {}, dry_run.build_on_meta
+
+    def kept(component):
+        key = repr(component)
+        if key not in made:
+            made[key] = build(component)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dry_run, "build_on_meta", kept)
+        yield

@@ -14,7 +14,7 @@ from tests.ranks import launch
 from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
 
 ROOT = Path(__file__).resolve().parents[3]
-BATCHES, MIDDLE = 50, 23
+BATCHES, MIDDLE = 26, 13  # batch 13 is within an epoch of 5, after the average has begun
 # Largest difference of losses, weights, averages, moments and figures of validation over two ranks. On one machine it
 # has always been 0; ranks of another machine may add gradients in another order.
 TOLERANCE = 1e-6
@@ -87,7 +87,7 @@ def checkpoint(output):
 def test_one_rank_is_bit_equal(whole):
     composer, lightning = whole["composer"][1], whole["lightning"][1]
     assert len(composer.losses) == len(lightning.losses) == BATCHES
-    assert len(composer.evals) == len(lightning.evals) == 5 and len(composer.epochs) == len(lightning.epochs)
+    assert len(composer.evals) == len(lightning.evals) == 3 and len(composer.epochs) == len(lightning.epochs)
     assert len(set(composer.digests)) > BATCHES - 2 and len(set(composer.rates)) > 1  # the first rate is 0
     assert_bit_equal(composer, lightning)
 

@@ -18,7 +18,7 @@ MACHINES = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(built_once, tmp_path, monkeypatch):
     """An empty folder, and one device."""
     monkeypatch.chdir(tmp_path)
     for name in MACHINES:

@@ -22,7 +22,7 @@ SMALL = ["model.denoiser.channels=[32,32]", "model.denoiser.attention=[true,fals
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(built_once, tmp_path, monkeypatch):
     """Dry runs in an empty folder, on one device."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -1,4 +1,5 @@
-"""Run on two ranks by `lever_ranks`: ranks that wait for each other, and what the watchdog says of those that do."""
+"""Run on two ranks by `lever_ranks`: what ranks tell each other, ranks that wait for each other, and what the watchdog
+says of those that do."""
 
 import errno
 import os
@@ -287,7 +288,19 @@ def a_slow_reference_of_fid(folder):
             fid.Fid(*arguments, reference=None, images=5)
 
 
+def what_they_tell_each_other(folder):
+    number = dist.get_rank()
+    assert (ranks.rank(), ranks.world_size(), ranks.is_first_rank()) == (number, 2, number == 0)
+    for operation, wanted in {"SUM": 5.0, "MIN": 2.0, "MAX": 3.0}.items():
+        tensor = torch.tensor([2.0 + number])
+        ranks.all_reduce(tensor, operation)
+        assert tensor.item() == wanted, operation
+    assert ranks.smallest(10 - number, torch.device("cpu")) == 9
+    assert ranks.from_first_rank({"rank": number}) == {"rank": 0}
+
+
 CHECKS = {
+    "what ranks tell each other": what_they_tell_each_other,
     "waiting: a slow bucket": a_slow_bucket,
     "waiting: a hang": a_hang,
     "waiting: slow checkpoints of Lightning": slow_checkpoints_of_lightning,

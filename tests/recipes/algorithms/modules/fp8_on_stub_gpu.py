@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 from recipes.algorithms.modules.fp8 import Fp8Linear
@@ -14,6 +15,8 @@ FEW = ["model.layers=1", "model.codes=64", "model.text_vocabulary=300"]
 
 
 def main():
+    # Of each kernel one version: the compiler would compile several of many, to time them on the GPU.
+    torch._inductor.config.triton.autotune_pointwise = False
     recipe = load_config(ROOT / "yamls" / "dalle_1b.yaml", FEW, Recipe, [])
     with torch.device("cuda"):
         task = build(recipe.model).train()

@@ -3,6 +3,7 @@
 import json
 
 import torch
+import torch._inductor.config
 
 from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
 from recipes.algorithms.modules.compile import Compile
@@ -24,6 +25,7 @@ class Launches(Lever):
 
 
 def main():
+    torch._inductor.config.triton.autotune_pointwise = False  # several versions of a kernel would be timed
     compute_decisions_on_host()
     for microbatch in (8, 4, 2):  # of 8 samples
         for levers in ([], [Compile(None, mode="reduce-overhead")]):

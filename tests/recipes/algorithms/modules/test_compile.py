@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from recipes.models.task import Task
 from tests.recipes.algorithms.composer_levers import algorithms_of
 from tests.recipes.engines.composer.inside import lever_of
 from tests.recipes.training.fake_run import FakeRun
-from tests.stub_gpu import needs_stub_gpu, run_on_stub_gpu
+from tests.stub_gpu import needs_stub_gpu
 
 
 class Block(nn.Module):
@@ -339,8 +340,8 @@ def test_gradients_of_graphs_are_summed_in_memory_of_their_own(microbatches):
 @needs_stub_gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_graphs_are_launched_in_place_of_kernels(tmp_path):
-    done = run_on_stub_gpu(tmp_path, "-m", "tests.recipes.algorithms.modules.graphs_on_stub_gpu", timeout=500)
+def test_graphs_are_launched_in_place_of_kernels(stub_gpu):
+    done = stub_gpu(Path(__file__).with_name("graphs_on_stub_gpu.py"))
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("row:")]
     found = {(microbatch, with_graphs): (launches, kept) for microbatch, with_graphs, launches, kept in rows}

@@ -1,6 +1,7 @@
 """Products with 8-bit factors: equal to products of the restored numbers, near to the exact ones, and never silent."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from recipes.algorithms.modules.fp8 import BACKWARD, FORWARD, Fp8, Fp8Linear, ch
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.autoregressive.transformer import Unembedding
 from tests.recipes.training.fake_run import FakeRun
-from tests.stub_gpu import needs_stub_gpu, run_on_stub_gpu
+from tests.stub_gpu import needs_stub_gpu
 
 DIGITS = {FORWARD: 3, BACKWARD: 2}  # explicit bits of the significand
 
@@ -151,9 +152,9 @@ def test_a_block_compiles_as_one_graph():
 @needs_stub_gpu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_block_compiles_for_a_gpu(tmp_path):
+def test_a_block_compiles_for_a_gpu(stub_gpu):
     """At its real size, at which maxima over a tensor are divided over programs."""
-    done = run_on_stub_gpu(tmp_path, "-m", "tests.recipes.algorithms.modules.fp8_on_stub_gpu", timeout=500)
+    done = stub_gpu(Path(__file__).with_name("fp8_on_stub_gpu.py"))
     assert done.returncode == 0, done.stderr[-4000:]
     got, of = done.stdout.split("gradients: ")[1].split(" of ")
     assert int(got) == int(of)

@@ -8,17 +8,13 @@ import math
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from recipes.algorithms.optimizers import adam16
-from recipes.algorithms.sixteen_bit import adam16_kernel, formats_kernel
-from recipes.algorithms.sixteen_bit.adam16 import FORMATS, Adam16, adamw_update
+from recipes.algorithms.sixteen_bit.adam16 import Adam16, adamw_update
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10
 from recipes.config.build import build
 from recipes.config.components import COMPONENTS
@@ -259,51 +255,6 @@ def test_a_decay_that_a_moment_can_show_lets_it_fall():
     variance = fmt.decode(torch.arange(2**15, dtype=torch.int32).to(torch.int16))[4096:]
     assert (fmt.decode(fmt.encode(variance * 0.99951)) < variance).float().mean() > 0.999
     assert (fmt.decode(fmt.encode(variance * 0.9998)) < variance).float().mean() < 0.6
-
-
-@pytest.mark.parametrize("bits", [16, 32])
-def test_the_kernel_compiles_for_hopper(bits, tmp_path, monkeypatch):
-    """Triton compiles without a GPU."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = adam16_kernel._update.arg_names
-    pointers = ("*i64", "*i64", "*i32", "*i64")
-    constants = [number for fmt in FORMATS[bits] for number in adam16_kernel._constants(fmt)]
-    constants += [True, adam16_kernel.PIECE, adam16_kernel.TILE]
-    kinds = [*pointers, *["fp32"] * 7, *["constexpr"] * len(constants)]
-    source = ASTSource(
-        adam16_kernel._update,
-        dict(zip(names, kinds, strict=True)),
-        constexprs=dict(zip(names[-len(constants) :], constants, strict=True)),
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert compiled.asm["ptx"].count("sqrt") > 0 and len(compiled.asm["cubin"]) > 0
-
-
-@pytest.mark.parametrize("name", ["_encode", "_decode"])
-def test_the_kernels_of_the_formats_compile_for_hopper(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(formats_kernel, name)
-    for fmt in FORMATS[16]:
-        constants = [*fmt.constants, formats_kernel.TILE]
-        kinds = ["*fp32", "*i16", "i64", *["constexpr"] * len(constants)]
-        source = ASTSource(
-            kernel,
-            dict(zip(kernel.arg_names, kinds, strict=True)),
-            constexprs=dict(zip(kernel.arg_names[-len(constants) :], constants, strict=True)),
-        )
-        assert len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-@pytest.mark.parametrize("number", [0, 1])
-def test_formats_on_a_gpu_are_those_of_the_cpu(number):
-    fmt = FORMATS[16][number]
-    codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    values = fmt.decode(codes.cuda())
-    assert torch.equal(values.cpu().view(torch.int32), fmt.decode(codes).view(torch.int32))
-    wide = torch.randn(2**20) * 2.0 ** torch.randint(-150, 10, (2**20,))
-    assert torch.equal(fmt.encode(wide.cuda()).cpu(), fmt.encode(wide))
 
 
 @pytest.mark.gpu
