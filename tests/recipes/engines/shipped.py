@@ -85,8 +85,8 @@ SMALLER = {
     "openmoji_vae": ("drawings", VAE),
     "openmoji_text": ("drawings", CONTRASTIVE),
 }
-# Recipes without shards whose model another one trains in shards: these train whole models alone.
-WHOLE = ("sd2_base_512", "docs_gpt2", "openmoji_dalle", "openmoji_unet", "openmoji_dvae")
+# Recipes for one device whose model a recipe above trains in shards: these train whole models alone.
+WHOLE = ("docs_gpt2", "openmoji_dalle", "openmoji_unet", "openmoji_dvae")
 # What differs in numbers only from a recipe above, or is one with the numbers of another.
 ELSEWHERE = ("dalle_5b", "gpt2_4b", "gpt2_8b", "openmoji_judge")
 # Data set -> its paths in a recipe; recipes with others have their own.
