@@ -85,8 +85,8 @@ def check_diffusion(folder):
         grid.begin(run)
         return grid.images(run)
 
-    # With two copies each rank draws all images, as one alone does. With one copy, batches of two are other ones,
-    # and their sums may be rounded in another order.
+    # With two copies each rank draws all images, as one alone does. With one copy, the images of a batch of two are
+    # others, and their sums may be rounded in another order.
     for batch, levels in ((1, 0), (2, 1)):
         alone = images(False, 2, batch)
         for sharded in (False, True):

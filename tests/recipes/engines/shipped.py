@@ -85,8 +85,6 @@ SMALLER = {
     "openmoji_vae": ("drawings", VAE),
     "openmoji_text": ("drawings", CONTRASTIVE),
 }
-# Recipes for one device whose model a recipe above trains in shards: these train whole models alone.
-WHOLE = ("docs_gpt2", "openmoji_dalle", "openmoji_unet", "openmoji_dvae")
 # What differs in numbers only from a recipe above, or is one with the numbers of another.
 ELSEWHERE = ("dalle_5b", "gpt2_4b", "gpt2_8b", "openmoji_judge")
 # Data set -> its paths in a recipe; recipes with others have their own.
@@ -105,13 +103,6 @@ PATHS = {
     ],
     "drawings": ["data.source.urls={}/train/*.tar", "evals.val.source.urls={}/val/*.tar"],
 }
-
-
-def runs(whole, sharded):
-    """(recipe, kind, engine) of each run, by the words for both kinds. A recipe has one engine for each of them."""
-    for number, name in enumerate(SMALLER):
-        for turn, kind in enumerate((whole,) if name in WHOLE else (whole, sharded)):
-            yield name, kind, ("composer", "lightning")[(number + turn) % 2]
 
 
 def training_recipes():
@@ -142,7 +133,7 @@ def small(name, sets, output, *, sharded):
     recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*RUN, *smaller, *paths, f"output={output}"], Recipe)
     low_rank = any(component.name == "powersgd" for component in recipe.algorithms.values())
     changes = []
-    if kind == "token_sets" and sharded == (recipe.training.fsdp is None):  # most of their time; compiled as shipped
+    if kind == "token_sets" and name != "dalle_1b" and not sharded:  # most of their time; dalle_1b is compiled
         changes.append("algorithms.compile=null")
     if recipe.training.precision in ("auto", "fastest"):
         changes.append("training.precision=amp_bf16")
