@@ -117,6 +117,19 @@ def test_a_file_that_is_not_there(good):
         read(file.parent)
 
 
+def test_networks_of_many_small_modules_are_not_built(tmp_path):
+    """Not even on the meta device, where each module takes milliseconds."""
+    built = []
+    (tmp_path / "config.json").write_text(json.dumps({"layers": LARGEST - 1}))
+    with pytest.raises(ValueError, match="a network that is larger than the weights beside it"):
+        build_from(
+            tmp_path / "config.json",
+            lambda sizes: [built.append(torch.nn.Linear(1, 1)) for _ in range(sizes["layers"])],
+            {f"w{i}": torch.ones(1) for i in range(10)},
+        )
+    assert len(built) < 600  # each has two parameters
+
+
 def test_networks_larger_than_the_weights_are_not_built(tmp_path):
     file, weights = tmp_path / "config.json", {"w": torch.ones(3, 50_000)}
     built = []

@@ -17,6 +17,7 @@ from data.errors import one_line
 Built = TypeVar("Built")
 LARGEST = 10_000  # number that a config may hold, whatever the weights
 SPARE = 1_000_000  # values that a network may have for a while, besides those of its weights
+SPARE_TENSORS = 1000  # and tensors: thousands of small modules would take a minute
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -56,7 +57,8 @@ def build_from(
             raise ValueError(f"{file}: {number} is more than any size of the weights beside it")
     try:
         # Twice, because modules may share parameters, which are counted in each: open_clip's CLIP has some in two.
-        with _at_most(2 * sum(tensor.numel() for tensor in tensors.values()) + SPARE):
+        values_most = 2 * sum(tensor.numel() for tensor in tensors.values()) + SPARE
+        with _at_most(values_most, 2 * len(tensors) + SPARE_TENSORS):
             return build(values)
     except Exception as error:  # networks raise nearly anything for sizes of other types or signs
         text = one_line(error)
@@ -78,15 +80,18 @@ def _integers(values: Any) -> Iterator[int]:
 
 
 @contextmanager
-def _at_most(values: int) -> Iterator[None]:
-    """Inside, modules cannot be given parameters with more values than these, replaced ones aside."""
-    found = 0
+def _at_most(values: int, tensors: int) -> Iterator[None]:
+    """Inside, modules cannot be given more parameters than `tensors`, or with more `values`, replaced ones aside."""
+    found = found_tensors = 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal found
+        nonlocal found, found_tensors
         replaced = module._parameters.get(name)  # from_pretrained puts what it reads in the place of new parameters
-        found += sum(sign * p.numel() for sign, p in ((1, parameter), (-1, replaced)) if p is not None)
-        if found > values:
+        for sign, p in ((1, parameter), (-1, replaced)):
+            if p is not None:
+                found += sign * p.numel()
+                found_tensors += sign
+        if found > values or found_tensors > tensors:
             raise ValueError("a network that is larger than the weights beside it")
 
     handle = register_module_parameter_registration_hook(count)
