@@ -173,9 +173,9 @@ class Compile(Lever):
         """
         if self.graphs:
             raise ValueError(
-                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses; take "
-                f"{GRAPH_MODES[self.mode]} with training.fsdp, which gathers them at new ones, and "
-                "training.tensor_parallel"
+                f"compile: mode {self.mode} captures CUDA graphs, for which parameters must keep their addresses, and "
+                "training.fsdp gathers them at new ones; with training.tensor_parallel they have not been tried; use "
+                f"mode {GRAPH_MODES[self.mode]}"
             )
 
     def check_units(self, units: Iterable[Unit]) -> None:

@@ -48,12 +48,12 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         (
             "openmoji_unet",
             ["algorithms.x={name: compile, mode: reduce-overhead}", "training.fsdp={}"],
-            "mode reduce-overhead captures CUDA graphs, .*; take default with training.fsdp",
+            "mode reduce-overhead captures CUDA graphs, .*; use mode default",
         ),
         (
             "openmoji_dalle",
             ["algorithms.x={name: compile, mode: max-autotune}", "training.tensor_parallel=5"],
-            "mode max-autotune captures CUDA graphs, .*; take max-autotune-no-cudagraphs with",
+            "mode max-autotune captures CUDA graphs, .*; use mode max-autotune-no-cudagraphs",
         ),
         (
             "openmoji_unet",
