@@ -33,7 +33,7 @@ def forgetful(arguments, out):
     begun = latest.exists()
     good(arguments, out)
     if begun:
-        write_text(latest, "other")
+        write_text(latest, "21")  # a number, from which it goes on where it is killed after this
 
 
 @pytest.mark.parametrize(("train", "different"), [(good, set()), (forgetful, {"number"})])
