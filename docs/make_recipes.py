@@ -92,12 +92,16 @@ and how latents are sampled:
 (`v_prediction`, [Salimans and Ho 2022](https://arxiv.org/abs/2202.00512)) | uniform; \
 `min_snr_gamma` weights them ([Hang et al. 2023](https://arxiv.org/abs/2303.09556)) | `dpm++` (the default), `ddim` |
 | `rectified_flow` ([Liu et al. 2022](https://arxiv.org/abs/2209.03003)) | the velocity (noise - data) along \
-a straight path | logit-normal ([Esser et al. 2024](https://arxiv.org/abs/2403.03206)) or uniform | `euler` |
+a straight path | logit-normal ([Esser et al. 2024](https://arxiv.org/abs/2403.03206)) or uniform, \
+and moved by `shift` | `euler` |
 
 ```bash
 composer recipes/train.py yamls/openmoji_unet.yaml run_name=openmoji_unet_flow model.objective.name=rectified_flow
 python recipes/generate.py runs/openmoji_unet_flow/export --prompts "red heart" --sampler euler --steps 50
 ```
+
+`shift` of `rectified_flow` moves the times of training and sampling towards noise, which larger images need: twice the
+side needs twice the shift (Esser et al. 2024, section 5.3.2).
 
 An export contains its objective and the configuration of its sampler, so `recipes/generate.py` needs no option for
 them.

@@ -1,26 +1,30 @@
 """Rectified flow against closed forms and diffusers' scheduler, and from an export to images."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Component
 from recipes.generate import main
 from recipes.models.latent_diffusion.objective import seeded_noise
-from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
+from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow, shift_times
+from tests.fuzzing import few
 
 SHAPE = (4, 8, 8)
 
 
-def sample(denoise, steps, guidance=1.0, count=3):
+def sample(denoise, steps, guidance=1.0, count=3, shift=1.0):
     noise = seeded_noise(list(range(count)), SHAPE)
     text, null_text = torch.ones(count, 1, 1), torch.zeros(1, 1)
-    return noise, RectifiedFlow().sample(denoise, noise, text, null_text, steps, guidance)
+    return noise, RectifiedFlow(shift=shift).sample(denoise, noise, text, null_text, steps, guidance)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 50])
@@ -44,25 +48,68 @@ def test_the_velocity_of_a_gaussian_leads_to_its_quantiles():
     torch.testing.assert_close(made, m + d * noise, rtol=0, atol=0.01)
 
 
-def test_the_steps_are_those_of_diffusers(tmp_path):
+@pytest.mark.parametrize("shift", [1.0, 3.0, 0.5])
+def test_the_steps_are_those_of_diffusers(tmp_path, shift):
+    seen = []
+
     def velocity(x, t):
         return torch.sin(3 * x) - t / 1000
 
+    def denoise(x, times, text):
+        seen.append(times[0])
+        return velocity(x, times.reshape(-1, 1, 1, 1))
+
+    RectifiedFlow(shift=shift).save(tmp_path)
+    assert RectifiedFlow.open(tmp_path).shift == shift
+    noise, made = sample(denoise, 6, shift=shift)
+    # The second one, of the export for `StableDiffusionPipeline`, rounds the times that the network is given.
+    for scheduler, error in (
+        (FlowMatchEulerDiscreteScheduler.from_pretrained(str(tmp_path)), 1e-3),
+        (RectifiedFlow(shift=shift).for_diffusers(), 1.0),
+    ):
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 6, 6))
+        torch.testing.assert_close(torch.stack(seen), scheduler.timesteps.float(), rtol=0, atol=error)
+        latents = noise
+        for timestep in scheduler.timesteps:
+            latents = scheduler.step(velocity(latents, timestep), timestep, latents, return_dict=False)[0]
+        torch.testing.assert_close(made, latents, rtol=1e-5, atol=max(1e-5, error / 1000))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dynamic_shifting": True}, "has 1000 training timesteps and a fixed shift"),
+        ({"shift": "3"}, "config.json: shift must be a number above 0, got 3"),
+        ({"shift": 0}, "config.json: shift must be a number above 0, got 0"),
+    ],
+)
+def test_a_scheduler_whose_times_are_others_is_refused(tmp_path, options, message):
     RectifiedFlow().save(tmp_path)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(str(tmp_path))
-    noise, made = sample(lambda x, times, text: velocity(x, times.reshape(-1, 1, 1, 1)), 6)
-    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / 6, 6))
-    latents = noise
-    for timestep in scheduler.timesteps:
-        latents = scheduler.step(velocity(latents, timestep), timestep, latents, return_dict=False)[0]
-    torch.testing.assert_close(made, latents, rtol=1e-5, atol=1e-5)
-    assert isinstance(RectifiedFlow.open(tmp_path), RectifiedFlow)
-
-
-def test_a_scheduler_with_shifted_times_is_refused(tmp_path):
-    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match="samples with shift 1.0"):
+    file = tmp_path / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
+    with pytest.raises(ValueError, match=message):
         RectifiedFlow.open(tmp_path)
+
+
+@few
+@given(st.floats(0.01, 100), st.floats(0.01, 100))
+def test_shifted_times(s, other):
+    times = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    shifted = shift_times(times, s)
+    assert shifted[0] == 0 and abs(shifted[-1] - 1) < 1e-12 and (shifted.diff() > 0).all()
+    torch.testing.assert_close(shift_times(shifted, other), shift_times(times, s * other), rtol=1e-9, atol=0)
+    # In terms of log(t / (1 - t)) it adds log(s), so that logit-normal times stay logit-normal.
+    torch.testing.assert_close(torch.logit(shifted[1:-1]), torch.logit(times[1:-1]) + math.log(s), rtol=0, atol=1e-9)
+    assert torch.equal(shift_times(times.float(), 1.0), times.float())
+
+
+@pytest.mark.parametrize("times", ["uniform", "logit_normal"])
+def test_training_and_sampling_shift_the_same_times(times):
+    x0 = torch.zeros(1000, 1, 1, 1)
+    torch.manual_seed(0)
+    plain = RectifiedFlow(times=times).draw(x0)[1]
+    torch.manual_seed(0)
+    assert torch.equal(RectifiedFlow(times=times, shift=3.0).draw(x0)[1], shift_times(plain, 3.0))
 
 
 def test_the_loss_is_the_naive_one():
@@ -95,6 +142,8 @@ def test_times_follow_their_distribution():
 def test_values_that_cannot_be():
     with pytest.raises(ValueError, match="deviation must be above 0"):
         RectifiedFlow(deviation=0.0)
+    with pytest.raises(ValueError, match="shift must be above 0"):
+        RectifiedFlow(shift=-1.0)
     for times in ([], [1.5], [-0.1]):
         with pytest.raises(ValueError, match=r"give at least one, all in \[0, 1\]"):
             RectifiedFlow(eval_times=times)
