@@ -119,8 +119,8 @@ class Fid(PeriodicCallback):
         return Cost()
 
     def _read(self, source: Any, pictures: int | None, images: int, seed: int) -> list[str]:
-        self.samples = read_reference(source, pictures, seed)
-        captions = captions_of(self.samples, images, seed)
+        self.samples = read_reference(source, pictures, seed, "fid: reference_images")
+        captions = captions_of(self.samples, images, seed, "fid: images")
         self._check_counts(images, len(self.samples))
         return captions
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -40,8 +41,15 @@ def weights_hash(module: nn.Module) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def cannot_load(key: str, name: str, error: Exception) -> ValueError:
-    """A one-line error for a model that cannot be loaded from the disk or the hub."""
+def cannot_load(key: str, name: str, error: Exception, *, is_hub_id: bool = False) -> ValueError:
+    """A one-line error for a model that cannot be loaded from the disk or the hub.
+
+    Args:
+        key: of the config.
+        name: of the model.
+        error: why it cannot be loaded.
+        is_hub_id: whether the name was taken for a hub id because there is no such folder, as `data/vae` may be.
+    """
     reason = one_line(error)
     before: BaseException | None = error
     while before is not None:  # diffusers says of a hub that it cannot reach that a file does not exist there
@@ -51,7 +59,8 @@ def cannot_load(key: str, name: str, error: Exception) -> ValueError:
                 "cache of a machine that has downloaded it (HF_HOME)"
             )
         before = before.__cause__ or before.__context__
-    return ValueError(f"{key}: {name} cannot be loaded: {reason}")
+    what = f"{name} is no folder in {Path.cwd()}, and as a hub id it" if is_hub_id else name
+    return ValueError(f"{key}: {what} cannot be loaded: {reason}")
 
 
 class FrozenEncoder:

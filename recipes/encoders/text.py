@@ -176,7 +176,7 @@ def hf_clip_text(
             else:
                 module, found = opened()
         except OSError as error:  # the hub client's error for a missing network, repository or file
-            raise cannot_load("text_encoder.path", path, error) from error
+            raise cannot_load("text_encoder.path", path, error, is_hub_id=not local) from error
         if missing := found["missing_keys"]:  # transformers draws random numbers for them
             raise ValueError(f"text_encoder.path: {id} lacks weights, such as {sorted(missing)[0]}; copy it again")
         return module
@@ -186,7 +186,7 @@ def hf_clip_text(
             hf_hub_download(path, "vocab.json", subfolder=words or None, revision=source["revision"])
         tokenize = bound(CLIPTokenizer.from_pretrained(root, subfolder=words or "", **source))
     except Exception as error:  # on files in another format, transformers raises nearly anything
-        raise cannot_load("text_encoder.path", path, error) from error
+        raise cannot_load("text_encoder.path", path, error, is_hub_id=not local) from error
     return HFClipText(load, id, precision, layer, tokenize)
 
 

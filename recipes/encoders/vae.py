@@ -72,7 +72,7 @@ def kl_vae(
             else:
                 vae, found = opened()
         except OSError as error:  # the hub client's error for a missing network, repository or file
-            raise cannot_load("image_encoder.path", path, error) from error
+            raise cannot_load("image_encoder.path", path, error, is_hub_id=not local) from error
         if missing := found["missing_keys"]:  # diffusers draws random numbers for them
             raise ValueError(f"image_encoder.path: {path} lacks weights, such as {sorted(missing)[0]}; copy it again")
         vae.use_slicing = slicing

@@ -25,8 +25,14 @@ def fingerprint(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def read_reference(source: Any, images: int | None, seed: int) -> list[Sample]:
+def read_reference(source: Any, images: int | None, seed: int, key: str = "reference.images") -> list[Sample]:
     """Samples of a source, drawn without replacement, in stored order.
+
+    Args:
+        source: of pictures and captions.
+        images: number of samples; None: all.
+        seed: of the draw.
+        key: of the config that has the number, for messages.
 
     Raises:
         ValueError: the source has no samples, or fewer than are asked for.
@@ -35,13 +41,14 @@ def read_reference(source: Any, images: int | None, seed: int) -> list[Sample]:
     if not found:
         raise ValueError("reference.source: empty; name pictures with captions")
     if images is not None and images > len(found):
-        raise ValueError(f"reference.images: {images} wanted, and the source has {len(found)}")
+        raise ValueError(f"{key}: {images} wanted, and the source has {len(found)}; give at most as many")
     order = np.random.default_rng(seed).permutation(len(found))[:images]
     return [found[i] for i in sorted(order)]
 
 
-def captions_of(samples: list[Sample], images: int | None, seed: int) -> list[str]:
-    """The captions that images are generated for: one per picture, drawn without replacement as far as that goes.
+def captions_of(samples: list[Sample], images: int | None, seed: int, key: str = "images") -> list[str]:
+    """The captions that images are generated for: one per picture, drawn without replacement. Arguments as of
+    `read_reference`.
 
     Raises:
         ValueError: more are asked for than there are.
@@ -50,7 +57,9 @@ def captions_of(samples: list[Sample], images: int | None, seed: int) -> list[st
     if images is None:
         return captions
     if images > len(captions):
-        raise ValueError(f"images: {images} wanted, and the reference has {len(captions)} captions")
+        raise ValueError(
+            f"{key}: {images} wanted, and the reference has {len(captions)} captions; give at most as many"
+        )
     order = np.random.default_rng([seed, 1]).permutation(len(captions))[:images]
     return [captions[i] for i in sorted(order)]
 

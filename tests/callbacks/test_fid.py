@@ -106,9 +106,9 @@ def test_subsets_of_kid(make, images, pictures, size):
         ({"extractor": "contrastive"}, "fid: path is missing"),
         ({"sampling": {"stesp": 1}}, "sampling.stesp: no option of Everything models, which have steps"),
         ({"sampling": {"prompts": []}}, "sampling.prompts: no option"),
-        ({"images": 13}, "images: 13 wanted, and the reference has 12 captions"),
+        ({"images": 13}, "^fid: images: 13 wanted, and the reference has 12 captions; give at most as many"),
         ({"images": 1}, "fid needs 2 generated pictures, and there are 1"),
-        ({"reference_images": 99}, "reference.images: 99 wanted"),
+        ({"reference_images": 99}, "^fid: reference_images: 99 wanted, and the source has 12; give at most as many"),
     ],
 )
 def test_what_it_refuses(make, changes, message):

@@ -275,15 +275,18 @@ def test_results_do_not_depend_on_the_batch(vae_folder, clip_folder):
 
 
 @pytest.mark.parametrize(
-    "load",
+    ("load", "name"),
     [
-        lambda: kl_vae(path="owner/model", subfolder="vae"),
-        lambda: hf_clip_text(path="owner/model", subfolder="text_encoder", tokenizer="tokenizer"),
-        lambda: open_clip_text(model="ViT-B-32", pretrained="laion2b_s34b_b79k"),
+        (lambda: kl_vae(path="data/vae", subfolder="vae"), "data/vae is no folder in .*, and as a hub id it"),
+        (
+            lambda: hf_clip_text(path="data/text", subfolder="text_encoder", tokenizer="tokenizer"),
+            "data/text is no folder in .*, and as a hub id it",
+        ),
+        (lambda: open_clip_text(model="ViT-B-32", pretrained="laion2b_s34b_b79k"), "ViT-B-32/laion2b_s34b_b79k"),
     ],
 )
-def test_a_hub_that_cannot_be_reached(load, monkeypatch, tmp_path):
+def test_a_hub_that_cannot_be_reached(load, name, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be loaded: this machine cannot reach the hub and has no copy"):
+    with pytest.raises(ValueError, match=f"{name} cannot be loaded: this machine cannot reach the hub and has no copy"):
         load()

@@ -284,7 +284,7 @@ def a_slow_reference_of_fid(folder):
         assert callback.grid.prompts == ["0", "1", "2", "3"]
         callback.begin(FakeRun())
         assert (callback.reference is not None) == (dist.get_rank() == 0)
-        with pytest.raises(ValueError, match="^images: 5 wanted, and the reference has 4 captions$"):
+        with pytest.raises(ValueError, match="^fid: images: 5 wanted, and the reference has 4 captions;"):
             fid.Fid(*arguments, reference=None, images=5)
 
 
