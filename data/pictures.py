@@ -30,12 +30,13 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """That training has no epochs, see `data.cost`."""
-    _check(training=plan.training, **args)
+    _check(plan.task.requirements(), training=plan.training, **args)
     plan.build(args["filter"])  # which refuses what no sample can pass
     return Cost(epoch=Epoch(None, endless=True))
 
 
 def _check(
+    requirements: dict[str, Any],
     training: bool,
     resolution: int,
     tokens: int | None,
@@ -53,11 +54,20 @@ def _check(
     check_shares("pictures", flip=flip, word_dropout=word_dropout)
     if keep_decoded and crop != "center" and training:
         raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
+    for key, value, wanted in (
+        ("resolution", resolution, requirements.get("picture_side", resolution)),
+        ("tokens", tokens, requirements.get("caption_tokens", tokens)),
+    ):
+        if value != wanted:
+            raise ValueError(f"pictures: {key}: {'null' if value is None else value}; the model needs {wanted}")
+    if resolution % (multiple := requirements.get("picture_multiple", 1)):
+        raise ValueError(f"pictures: resolution: {resolution}; the model needs a multiple of {multiple}")
 
 
 @with_cost(pictures_cost)
 def pictures(
     placement: Placement,
+    requirements: dict[str, Any],
     *,
     source: Annotated[Any, "source"],
     resolution: int,
@@ -96,8 +106,9 @@ def pictures(
         limit: maximum number of images of a validation set, per device.
     """
     _check(
-        placement.training, resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout, keep_decoded, crop
-    )
+        requirements, placement.training, resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout,
+        keep_decoded, crop,
+    )  # fmt: skip
     stream = ImageStream(
         source=source,
         filter=filter or Filter(),

@@ -117,7 +117,8 @@ class Task(nn.Module):
     def requirements(self) -> dict[str, Any]:
         """What the manifest of the training data must say, such as the number of latent channels.
 
-        An empty dict, the default, is for models that train on images and captions, which have no manifest.
+        Models that train on images and captions may name `picture_side` or `picture_multiple` (pixels), and
+        `caption_tokens`. The default, an empty dict, accepts all.
         """
         return {}
 

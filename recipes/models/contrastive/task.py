@@ -127,6 +127,13 @@ class ContrastiveText(Task):
         del self.network.logit_scale
         self.eval_names = ["loss", "accuracy"]
 
+    def requirements(self) -> dict[str, int]:
+        """The side of the images and the number of tokens, including the start and end marks."""
+        return {
+            "picture_side": self.config["vision_cfg"]["image_size"],
+            "caption_tokens": self.config["text_cfg"]["context_length"],
+        }
+
     def networks(self) -> list[nn.Module]:
         """The image tower and the text transformer, which are called one by one."""
         return [self.network.visual, self.network.transformer]

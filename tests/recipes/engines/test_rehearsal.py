@@ -157,6 +157,10 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_vae", "loggers.tensorboard={name: tensorboard, flush_every: 0}", "flush_every: 0; give 1 or more"),
         ("openmoji_vae", "data.resolution=0", "pictures: resolution: 0; give 1 or more"),
         ("openmoji_vae", "data.filter={name: pictures, min_side: 0}", "filter.min_side is 0: give 1 or more"),
+        ("openmoji_vae", "data.resolution=66", "pictures: resolution: 66; the model needs a multiple of 4"),
+        ("openmoji_dvae", "evals.val.resolution=36", "pictures: resolution: 36; the model needs a multiple of 8"),
+        ("openmoji_text", "evals.val.resolution=32", "pictures: resolution: 32; the model needs 64"),
+        ("openmoji_text", "data.tokens=null", "pictures: tokens: null; the model needs 16"),
         ("openmoji_vae", "data={keep_decoded: true, crop: random}", "pictures: keep_decoded holds one crop per image"),
     ],
 )
