@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
+from recipes.models.autoregressive.sparse_attention import resolve
 from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops, tensor_plan
 from recipes.models.earlier import separated
 from recipes.models.network_folder import FOLDER, TransformerTask, load_network
@@ -59,7 +60,8 @@ class Autoregressive(TransformerTask):
                 narrower than 16, on a GPU.
 
         Raises:
-            ValueError: a width that is not a multiple of the heads, or a weight outside of 0 to 1.
+            ValueError: a width that is not a multiple of the heads, a weight outside of 0 to 1, or flex for sizes that
+                it does not take.
         """
         super().__init__()
         if not 0 <= image_weight <= 1:
@@ -75,6 +77,8 @@ class Autoregressive(TransformerTask):
             "kernel": kernel,
         }
         self.network = transformer_of(**self.sizes, attention=attention)
+        if attention == "flex":  # the network would refuse it in the first batch only
+            resolve(attention, self.network.layout, "cuda", self.network.head_width)
         self.image_weight = image_weight
         self.counted = {"image": codes}
         self.eval_names = ["loss", "text_loss", "image_loss"]

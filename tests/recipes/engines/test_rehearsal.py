@@ -134,6 +134,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_text", "model.heads=3", "contrastive_text: width 128 must be a multiple of heads (3)"),
         ("openmoji_text", "model.patch_size=1000", "contrastive_text: picture_size: 64; give 1000 or more"),
         ("openmoji_dalle", "model.codes=0", "transformer: codes: 0; give 1 or more"),
+        ("openmoji_dalle", "model.attention=flex", "flex is for sequences of 128 or more positions, and these have 88"),
         ("docs_gpt2", "model.heads=0", "language: heads: 0; give 1 or more"),
         ("openmoji_diffusion", "data.workers=-1", "latents: workers: -1; give 0 or more"),
         ("openmoji_diffusion", "data.flip=2", "latents: flip is a share from 0 to 1, got 2.0"),
