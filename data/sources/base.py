@@ -232,7 +232,8 @@ def files_below(root: Path) -> Iterator[str]:
         seen.add(real)
         # At the top of ext4 file systems, lost+found can be read by nobody else than root.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "lost+found")
-        inside = Path(folder).relative_to(root)
+        inside = Path(folder).relative_to(root).as_posix()
+        before = "" if inside == "." else f"{inside}/"  # paths as objects take longer than the disk
         for name in sorted(files):
             if not name.startswith("."):
-                yield (inside / name).as_posix()
+                yield f"{before}{name}"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,17 +48,18 @@ class FolderSource:
         if shard_size < 1:
             raise ValueError(f"source.shard_size is {shard_size}: give 1 or more images")
         names = list(files_below(self.root))
-        self.images = _keys([name for name in names if _suffix(name) in IMAGE_SUFFIXES])
+        parts = [(name, *_divided(name)) for name in names]
+        self.images = _keys([(name, stem) for name, stem, suffix in parts if suffix in IMAGE_SUFFIXES])
         self.texts: dict[str, str] = {}  # name without suffix -> .txt, where each image has its own
         self.table: dict[str, str] | None = None  # name in the folder -> caption, where one table has them
         repeated: list[str] = []
         if captions == "txt":
-            stems = {str(PurePosixPath(name).with_suffix("")) for name in self.images}
-            texts = [(str(PurePosixPath(name).with_suffix("")), name) for name in names if _suffix(name) == "txt"]
+            stems = {stem for _, stem, suffix in parts if suffix in IMAGE_SUFFIXES}
+            texts = [(stem, name) for name, stem, suffix in parts if suffix == "txt"]
             self.texts = dict(texts)
             orphans = [stem for stem, _ in texts if stem not in stems]
             if stems and len(orphans) == len(texts):
-                tables = [name for name in names if _suffix(name) in ("jsonl", "csv")]
+                tables = [name for name, _, suffix in parts if suffix in ("jsonl", "csv")]
                 found = f", such as {tables[0]}, which is there" if tables else ""
                 raise ValueError(
                     f"source.captions: no image in {path} has a .txt file of its name beside it; write these, or give "
@@ -116,24 +118,25 @@ class FolderSource:
             if name not in self.table:
                 return Rejected(key, "missing_caption", "no row of the captions table")
             return assemble(key, path.read_bytes(), self.table[name])
-        stem = str(PurePosixPath(name).with_suffix(""))
+        stem, _ = _divided(name)
         text = self.root / self.texts.get(stem, f"{stem}.txt")
         if not text.is_file():
             return Rejected(key, "missing_caption", f"no file {text.name}")
         return assemble(key, path.read_bytes(), text.read_bytes())
 
 
-def _suffix(name: str) -> str:
-    return PurePosixPath(name).suffix[1:].lower()
+def _divided(name: str) -> tuple[str, str]:
+    """A name without its suffix, and the suffix in lower case: as pathlib, which takes ten times as long."""
+    stem, _, suffix = name.rpartition(".")
+    if not suffix or "/" in suffix or stem[-1:] in ("", "/"):
+        return name, ""
+    return stem, suffix.lower()
 
 
-def _keys(names: list[str]) -> dict[str, str]:
-    """Name -> key: the name without its suffix where that is unique."""
-    stems = [str(PurePosixPath(name).with_suffix("")) for name in names]
-    counts: dict[str, int] = {}
-    for stem in stems:
-        counts[stem] = counts.get(stem, 0) + 1
-    return {name: stem if counts[stem] == 1 else name for name, stem in zip(names, stems, strict=True)}
+def _keys(images: list[tuple[str, str]]) -> dict[str, str]:
+    """Name -> key, of (name, name without its suffix): the latter where it is unique."""
+    counts = Counter(stem for _, stem in images)
+    return {name: stem if counts[stem] == 1 else name for name, stem in images}
 
 
 def _read_table(root: Path, captions: str) -> tuple[dict[str, str], list[str]]:

@@ -8,6 +8,7 @@ import json
 import pickle
 import sys
 import tarfile
+from pathlib import PurePosixPath
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -19,10 +20,11 @@ from PIL import Image
 
 from data.memory import MEMORY
 from data.sources.base import REASONS, Rejected, Sample, rejected_line, shard_id
-from data.sources.folder import FolderSource
+from data.sources.folder import FolderSource, _divided
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
 from data.sources.tars import TarSource
+from tests.fuzzing import few
 
 
 def picture(number: int) -> bytes:
@@ -138,6 +140,13 @@ def test_mds_pictures(encoding, tmp_path):
 
 
 # Folders
+
+
+@few
+@given(st.lists(st.text("ab.TX", min_size=1, max_size=6).filter(lambda part: part[0] != "."), min_size=1, max_size=3))
+def test_suffixes_are_those_of_paths(parts):
+    path = PurePosixPath("/".join(parts))
+    assert _divided(str(path)) == (str(path.with_suffix("")), path.suffix[1:].lower())
 
 
 def test_folder_oddities(tmp_path):
