@@ -95,7 +95,7 @@ class ParquetSource:
         kind = schema.field(self.image).type
         if types.is_struct(kind):
             kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
-        if not (types.is_binary(kind) or types.is_large_binary(kind)):
+        if not (_is_bytes(kind) or types.is_dictionary(kind) and _is_bytes(kind.value_type)):
             raise ValueError(f"{file}: column {self.image!r} is of type {kind}: it must hold the image's bytes")
         if not _is_text(schema.field(self.caption).type):
             kind = schema.field(self.caption).type
@@ -174,12 +174,17 @@ def _workers() -> int:
     return 1 if info is None else info.num_workers
 
 
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+
+
 def _is_text(kind: Any) -> bool:
     import pyarrow.types as types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    text = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    return any(check(kind) for check in text)
+    return _is_bytes(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _values(column: Any) -> list[Any]:
@@ -193,6 +198,6 @@ def _values(column: Any) -> list[Any]:
         column = pa.compute.struct_field(column, "bytes")
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if types.is_string(column.type) or types.is_large_string(column.type):
+    if types.is_string(column.type) or types.is_large_string(column.type) or types.is_string_view(column.type):
         column = column.cast(pa.large_binary())
     return column.to_pylist()

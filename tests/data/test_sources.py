@@ -270,12 +270,13 @@ def test_missing_places_are_named(tmp_path):
 # Parquet
 
 
-def test_parquet_oddities(tmp_path):
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view()])
+def test_parquet_oddities(tmp_path, kind):
     text = pa.array([b"good", b"\xff bad", None, b"no picture", b"again"], pa.binary())
     columns = {
         "id": ["a", "b", "c", "d", "a"],
         "image": [picture(1), picture(2), picture(3), None, picture(4)],
-        "text": pa.Array.from_buffers(pa.string(), 5, text.buffers()),  # a string column that is not UTF-8
+        "text": not_utf8(text, kind),
         "width": [8, 8, 8, None, 8],
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
@@ -290,9 +291,16 @@ def test_parquet_oddities(tmp_path):
     assert [row.key for row in read(ParquetSource(path=str(tmp_path)))][:2] == ["a_00000000", "a_00000001"]
 
 
+def not_utf8(values, kind):
+    """A column of text with bytes that are none."""
+    if kind == pa.string_view():
+        return values.cast(pa.binary_view()).view(kind)
+    return pa.Array.from_buffers(kind, len(values), values.buffers())
+
+
 def test_file_names_beside_the_images_of_parquet_need_not_be_text(tmp_path):
     names = pa.array([b"a.png", b"\xff.png", None, None], pa.binary())
-    names = pa.Array.from_buffers(pa.string(), 4, names.buffers())
+    names = not_utf8(names, pa.string())
     bodies = pa.array([picture(1), picture(2), None, picture(3)])
     images = pa.StructArray.from_arrays([bodies, names], ["bytes", "path"], mask=pa.array([False, False, False, True]))
     pq.write_table(pa.table({"image": images, "text": ["a", "b", "c", "d"]}), tmp_path / "a.parquet")
@@ -301,10 +309,27 @@ def test_file_names_beside_the_images_of_parquet_need_not_be_text(tmp_path):
     assert [row.image for row in rows[:2]] == [picture(1), picture(2)]
 
 
-def test_parquet_dictionary_captions(tmp_path):
-    text = pa.array(["x", "y", "x"]).dictionary_encode()
-    pq.write_table(pa.table({"image": [picture(i) for i in range(3)], "text": text}), tmp_path / "a.parquet")
-    assert [row.caption for row in read(ParquetSource(path=str(tmp_path)))] == ["x", "y", "x"]
+@pytest.mark.parametrize(
+    ("images", "texts"),
+    [
+        (pa.large_binary(), pa.large_string()),
+        (pa.binary_view(), pa.string_view()),
+        (pa.binary(), pa.binary_view()),
+        (pa.dictionary(pa.int32(), pa.binary()), pa.dictionary(pa.int32(), pa.string())),
+    ],
+)
+@pytest.mark.parametrize("struct", [False, True])
+def test_parquet_types(tmp_path, images, texts, struct):
+    image, text = encoded_as(images, [picture(i) for i in (1, 2, 1)]), encoded_as(texts, ["x", "y", "x"])
+    if struct:
+        image = pa.StructArray.from_arrays([image], ["bytes"])
+    pq.write_table(pa.table({"image": image, "text": text}), tmp_path / "a.parquet")
+    rows = read(ParquetSource(path=str(tmp_path)))
+    assert [(row.image, row.caption) for row in rows] == [(picture(1), "x"), (picture(2), "y"), (picture(1), "x")]
+
+
+def encoded_as(kind, values):
+    return pa.array(values).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(values).cast(kind)
 
 
 def test_empty_row_groups_of_parquet_are_passed_over(tmp_path):
