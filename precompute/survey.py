@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from streaming.base.format import reader_from_json
@@ -79,9 +79,9 @@ def survey(folder: Path, manifest: Manifest, records: int, rng: np.random.Genera
     found = Survey()
     wanted = _draw(entries, records, rng)
     columns = {name: _Column(name, kind, manifest) for name, kind in manifest.columns.items() if kind[:7] == "ndarray"}
-    with tempfile.TemporaryDirectory(prefix="precompose-") as scratch:
+    with tempfile.TemporaryFile(prefix="precompose-") as scratch:
         for number, entry in enumerate(entries):
-            reader = _open(folder, entry, Path(scratch), list(columns), found)
+            reader = _open(folder, entry, scratch, list(columns), found)
             if reader is not None:
                 _read(reader, _input_shard(entry), wanted.get(number, set()), columns, found)
     for name, column in columns.items():
@@ -115,7 +115,7 @@ def _input_shard(entry: Shard) -> str:
     return PurePosixPath(entry["raw_data"]["basename"]).parent.name
 
 
-def _open(folder: Path, entry: Shard, scratch: Path, columns: list[str], found: Survey) -> ColumnReader | None:
+def _open(folder: Path, entry: Shard, scratch: BinaryIO, columns: list[str], found: Survey) -> ColumnReader | None:
     """A reader of one MDS file, decompressed into `scratch` where it must be; None, and a fault, if it is damaged."""
     found.files += 1
     problems = []

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -71,9 +71,9 @@ class MDSSource:
             raise ValueError(f"no shard {shard!r} in this source: it has {len(self.infos)}")
         info = self.infos[shard]
         name = _stem(info)
-        with tempfile.TemporaryDirectory(prefix="precompose-") as scratch:
+        with tempfile.TemporaryFile(prefix="precompose-") as scratch:
             try:
-                file = locate(self.root, info, Path(scratch))
+                file = locate(self.root, info, scratch)
             except FileNotFoundError:
                 raise
             except Exception as error:  # each compression library has its own errors
@@ -131,8 +131,9 @@ def _stem(info: dict[str, Any]) -> str:
     return PurePosixPath(_basename(info)).name.removesuffix(".mds")
 
 
-def locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
-    """The path of a shard's file. A compressed one is decompressed into `scratch`."""
+def locate(root: Path, info: dict[str, Any], scratch: BinaryIO) -> Path:
+    """The path of a shard's file. A compressed one is decompressed into `scratch`, which needs no name of its own: a
+    killed process leaves nothing behind."""
     file = root / _basename(info)
     if file.is_file():
         return file
@@ -141,9 +142,12 @@ def locate(root: Path, info: dict[str, Any], scratch: Path) -> Path:
     zipped = root / _basename(info, "zip_data")
     if not zipped.is_file():
         raise FileNotFoundError(f"no file {zipped}: a shard of the source is gone")
-    file = scratch / "shard.mds"
-    file.write_bytes(_decompressed(info, zipped))
-    return file
+    data = _decompressed(info, zipped)
+    scratch.seek(0)
+    scratch.truncate()
+    scratch.write(data)
+    scratch.flush()
+    return Path(f"/dev/fd/{scratch.fileno()}")
 
 
 def _decompressed(info: dict[str, Any], zipped: Path) -> bytes:
