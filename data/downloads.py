@@ -9,10 +9,14 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.errors import one_line
+from data.log import log
+
 if TYPE_CHECKING:
     from streaming.base.storage import CloudDownloader
 
-ATTEMPTS = 4  # to fetch a file, with pauses of 1, 2 and 4 s between them
+ATTEMPTS = 7  # to fetch a file, with pauses of 1, 2, 4, ... 32 s between them: a minute, in which servers restart
+LONG = 8.0  # seconds of a pause that is announced
 CREDENTIAL = "whether the address is right and the credential has expired"
 
 
@@ -54,7 +58,10 @@ def fetch(
                 raise
             if downloader is not None:
                 downloader.clean_up()  # the next attempt makes a new client
-        time.sleep(2.0**attempt)
+            pause = 2.0**attempt
+            if pause >= LONG:
+                log.info(f"{address}: {one_line(error)}; asks again in {pause:g} s")
+        time.sleep(pause)
 
 
 def _fetch_http(address: str, path: Path, timeout: float) -> None:

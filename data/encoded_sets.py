@@ -133,7 +133,7 @@ def remote_set(
     repeat: float | None = None,
     keep_zip: bool = False,
     validate_hash: str | None = None,
-    download_retry: int = 2,
+    download_retry: int = 6,
     download_timeout: float = 60.0,
 ) -> EncodedSet:
     """An encoded set in an object store, whose shards are fetched when training needs them.
@@ -146,7 +146,7 @@ def remote_set(
         repeat: how often the set is read per epoch; may be below 1.
         keep_zip: keep compressed shards beside the decompressed ones.
         validate_hash: hash that shards are checked with, such as sha1, if they were written with it.
-        download_retry: number of further attempts after a failed download.
+        download_retry: number of further attempts after a failed download, with pauses of 1, 2, 4, ... s.
         download_timeout: maximum time to wait for a shard, in seconds.
 
     Raises:

@@ -46,7 +46,7 @@ class WholeStream(Stream):
         if self.remote is None:
             raise FileNotFoundError(f"{path}: not there, and the set has no remote address")
         remote = os.path.join(self.remote, self.split, from_basename)
-        fetch(remote, partial, self.download_timeout, self.download_retry, self._downloader)
+        fetch(remote, partial, self.download_timeout, 1 + self.download_retry, self._downloader)
         partial.replace(path)
         return str(path)
 

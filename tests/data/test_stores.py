@@ -131,7 +131,7 @@ def test_a_downloader_that_passes_over_an_error_is_an_error(monkeypatch, tmp_pat
     source = TarSource(urls="gs://sets/0.tar")
     with pytest.raises(ConnectionError, match="cannot fetch gs://sets/0.tar: .*no answer that says why"):
         list(source.read(source.shards()[0]))
-    options = {"download_retry": 2, "download_timeout": 60.0}
+    options = {"download_retry": 1, "download_timeout": 60.0}
     stream = WholeStream(local=str(tmp_path / "cache"), remote="gs://sets/train", **options)
     with pytest.raises(ConnectionError, match="gs://sets/train/shard.00000.mds: no answer that says why"):
         stream._download_file("shard.00000.mds")

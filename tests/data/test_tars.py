@@ -279,8 +279,11 @@ def test_remote_tars_are_fetched_again_when_the_connection_breaks(tmp_path, monk
     finally:
         server.shutdown()
         server.server_close()
+    pauses = []
+    monkeypatch.setattr(downloads.time, "sleep", pauses.append)
     with pytest.raises(ConnectionError, match="0.tar"):
         list(source.read(source.shards()[0]))
+    assert pauses == sorted(pauses) and sum(pauses) >= 60  # a server that restarts is back by then
 
 
 def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
