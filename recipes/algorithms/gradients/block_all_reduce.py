@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.cost import FLOAT, Cost, Plan, all_reduce_bytes
+from data.cost import Cost, Plan, all_reduce_bytes
 from data.log import log
 from recipes.training.lever import Lever
 from recipes.training.ranks import world_size
@@ -50,15 +50,18 @@ class BlockAllReduce(Lever):
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
-        """What is sent, and the buffer in 16 bits; one in 32 bits takes the place of DistributedDataParallel's."""
+        """In 32 bits that of DistributedDataParallel."""
         if plan.replicas == 1:
             return Cost(lines=("not used with one process",))
-        size = plan.trained * (2 if args["wire"] == "bf16" else FLOAT)
+        if args["wire"] == "fp32":
+            return Cost()
+        size = 2 * plan.trained
         return Cost(
-            device_bytes=size if args["wire"] == "bf16" else 0,
+            device_bytes=size,
             note="for the gradients that are sent",
             sent_bytes=all_reduce_bytes(size, plan.replicas),
-            sent_note=f"all in {args['wire']}",
+            sent_note="all in bf16",
+            buckets=False,
         )
 
     def check_divided(self) -> None:
