@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,12 @@ from benchmarks.steady import watch
 from benchmarks.stub_gpu.build import build, variables, why_not
 from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
 from callbacks.peak_flops import peak_flops
+from recipes.algorithms.gradients import block_all_reduce
 from recipes.config.recipe import Recipe
 from recipes.engines.composer.trainer import build_trainer
+from recipes.engines.data_parallel import data_parallel
 from recipes.engines.lightning import trainer as lightning
+from recipes.engines.lightning.run import LightningRun
 from recipes.planning.gpus import device_named
 from recipes.planning.plan import Planner
 from recipes.planning.settings import Place
@@ -55,6 +59,8 @@ ON_ONE = ["training.fsdp=null", "algorithms.fused_group_norm.when=always"]
 AT_512 = [*ON_ONE, NO_AVERAGE]
 RECOMPUTED = "algorithms.activation_checkpointing={name: activation_checkpointing}"
 GRAPHS = ["training.microbatch=16", "algorithms.compile={name: compile, mode: reduce-overhead}"]
+BY_BLOCK = "algorithms.averages={name: block_all_reduce}"
+OF_MANY = "unet_256_of_128"  # one of several copies of the model, whose gradients are averaged
 WARM_UP, WINDOWS, STEPS = 5, 3, 3  # steps before the first window, windows, steps of a window
 MARK = "row: "
 # Row -> subject of gpu.py, and changes of its recipe.
@@ -62,15 +68,14 @@ SETTINGS = {
     "sd2_base, microbatches of 64": ("unet_256", [*ON_ONE, "training.microbatch=64"]),
     "sd2_base, microbatches of 128": ("unet_256", [*ON_ONE, "training.microbatch=128"]),
     "sd2_base, microbatches of 256": ("unet_256", [*ON_ONE, "training.microbatch=256"]),
-    "sd2_base, 16 images": ("unet_256_of_128", [*ON_ONE, "training.microbatch=16"]),
-    "sd2_base, 16 images, Lightning": (
-        "unet_256_of_128",
-        [*ON_ONE, "training.microbatch=16", "training.engine=lightning"],
-    ),
-    "sd2_base, 16 images, CUDA graphs": ("unet_256_of_128", [*ON_ONE, *GRAPHS]),
-    "sd2_base, 16 images, CUDA graphs, Lightning": (
-        "unet_256_of_128",
-        [*ON_ONE, *GRAPHS, "training.engine=lightning"],
+    "sd2_base, 16 images": (OF_MANY, [*ON_ONE, "training.microbatch=16"]),
+    "sd2_base, 16 images, by block": (OF_MANY, [*ON_ONE, "training.microbatch=16", BY_BLOCK]),
+    "sd2_base, 16 images, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", "training.engine=lightning"]),
+    "sd2_base, 16 images, CUDA graphs": (OF_MANY, [*ON_ONE, *GRAPHS]),
+    "sd2_base, 16 images, CUDA graphs, by block": (OF_MANY, [*ON_ONE, *GRAPHS, BY_BLOCK]),
+    "sd2_base, 16 images, CUDA graphs, by block, Lightning": (
+        OF_MANY,
+        [*ON_ONE, *GRAPHS, BY_BLOCK, "training.engine=lightning"],
     ),
     "sd2_base_512, microbatches of 32": ("unet_512", [*AT_512, "training.microbatch=32"]),
     "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
@@ -84,16 +89,22 @@ class Steps(Callback):
 
     Attributes:
         rates: steps/s of each window. Samples are not counted: Lightning's engine adds them up on the device.
+        wraps: whether DistributedDataParallel averages gradients.
         launches: kernels launched in the last step.
         waits: how often the host waited in the last step for all that it had launched.
     """
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self.wraps = False
         self.rates: list[float] = []
         self.launches = self.waits = 0
         self._before = (0, 0)
         self._began = 0.0
+
+    def begin(self, run: Run) -> None:
+        if self.wraps and isinstance(run, LightningRun):
+            run.ddp = data_parallel(run.task, averaged=False)
 
     def step_end(self, run: Run) -> None:
         now = self.counts.launches, self.counts.waits
@@ -109,20 +120,33 @@ class Steps(Callback):
             torch.cuda.reset_peak_memory_stats()
 
 
-def train(recipe: Recipe, steps: Steps) -> None:
-    """Train under the recipe's engine."""
+def train(recipe: Recipe, steps: Steps, of_many: bool) -> None:
+    """Train under the recipe's engine.
+
+    Args:
+        recipe: of one device.
+        steps: measures.
+        of_many: average gradients as with many devices, in a group of this one. The stub sends nothing anyhow.
+    """
+    by_block = of_many and any(lever.name == "block_all_reduce" for lever in recipe.algorithms.values())
+    block_all_reduce.world_size = lambda: 128 if by_block else 1
+    steps.wraps = of_many and not by_block
     if recipe.training.engine == "lightning":
         trainer = lightning.build_trainer(recipe, lambda parts: parts.callbacks.update(steps=steps))
     else:
         trainer = build_trainer(recipe)
         watch(trainer, steps)
+        if steps.wraps:
+            trainer.state.model = data_parallel(trainer.state.model, averaged=False)
     trainer.fit()
 
 
-def planned(recipe: Recipe) -> float:
-    """Bytes on one H100, by the planner."""
+def planned(recipe: Recipe, of_many: bool) -> float:
+    """Bytes on one H100, alone or as one of 128, by the planner."""
     device = device_named("h100", ROOT / "runs" / "devices")
-    place = Place(device, peak_flops(device.name, "bf16"), device.shares, 1, 1)
+    world = 128 if of_many else 1
+    recipe = replace(recipe, training=replace(recipe.training, global_batch=world * recipe.training.global_batch))
+    place = Place(device, peak_flops(device.name, "bf16"), device.shares, world, min(world, 8))
     recompute = any(lever.name == "activation_checkpointing" for lever in recipe.algorithms.values())
     wanted = "DDP", recipe.training.microbatch, recompute
     settings = Planner(recipe).settings(place)
@@ -138,7 +162,7 @@ def measure(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_for(subject, [*changes, length], False, Path(folder))
         with made_on(torch.device("cuda")):
-            train(recipe, steps)
+            train(recipe, steps, of_many=key == OF_MANY)
         peak = torch.cuda.max_memory_allocated()
     rate = statistics.median(steps.rates) * recipe.training.global_batch * subject.per_sample
     goal = next(goal for _, table, _, goal in GOALS if subject.table.startswith(table))
@@ -151,7 +175,7 @@ def measure(name: str) -> dict[str, Any]:
         "waits per step": steps.waits,
         "peak GB": round(peak / 1e9, 1),
         "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 1),
-        "peak GB by the planner": round(planned(recipe) / 1e9, 1),
+        "peak GB by the planner": round(planned(recipe, key == OF_MANY) / 1e9, 1),
     }
 
 
@@ -177,8 +201,9 @@ def main() -> None:
             rows.append(json.loads(done.stdout.split(MARK)[1]))
     notes = (
         "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
-        "this host needs to launch it. A step has 256 images at 256 (or 16, the share of one of 128 GPUs in the "
-        "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for all that was "
+        "this host needs to launch it. A step has 256 images at 256, 64 at 512, and 64 sequences of 1,280 tokens. Rows "
+        "with 16 images are one of 128 GPUs in the recipe's batch of 2,048, whose gradients are averaged by "
+        "DistributedDataParallel or, `by block`, by block_all_reduce. `waits` are those for all that was "
         "launched before; one of them is due to this measurement, which decides on the host whether gradients are "
         "finite. `peak GB` is what PyTorch's allocator gave out at once, and `reserved GB` what it had of the GPU, "
         "with the memory that CUDA graphs keep; workspaces of cuDNN come on top."

@@ -106,6 +106,8 @@ class Cost:
         sent_bytes: bytes that each device sends to other replicas per step, for a component that takes the place of
             the usual average of gradients; None: it does not.
         sent_note: how `sent_bytes` come about.
+        buckets: whether whole copies of the model average gradients in 32-bit buckets, which lie beside the sums of the
+            gradients of several microbatches.
         stored_16_bit: number of trained values that are stored in 16 bits instead of 32, with their gradients.
         gathered: number format in which blocks are gathered under FSDP, for a component that sets it: "fp16".
         epoch: size of an epoch, for data.
@@ -120,6 +122,7 @@ class Cost:
     averaged_bytes: int | None = None
     sent_bytes: float | None = None
     sent_note: str = ""
+    buckets: bool = True
     stored_16_bit: int = 0
     gathered: str | None = None
     epoch: Epoch | None = None

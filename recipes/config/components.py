@@ -64,6 +64,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     "algorithm": {
         "activation_checkpointing": "recipes.algorithms.modules.activation_checkpointing:ActivationCheckpointing",
         "attention": "recipes.algorithms.modules.attention:AttentionImplementation",
+        "block_all_reduce": "recipes.algorithms.gradients.block_all_reduce:BlockAllReduce",
         "channels_last": "recipes.algorithms.modules.channels_last:ChannelsLast",
         "compile": "recipes.algorithms.modules.compile:Compile",
         "cudnn_benchmark": "recipes.algorithms.modules.cudnn_benchmark:CudnnBenchmark",

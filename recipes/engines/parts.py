@@ -16,6 +16,7 @@ from data.loading import Loading, Placement, end_idle_workers
 from data.log import log
 from data.reading import EncodedDataset, keys_of
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules.compile import Compile
@@ -230,9 +231,13 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
             sharded=recipe.training.fsdp is not None,
             precision=place.precision,
         )
+    divided = recipe.training.fsdp is not None or recipe.training.tensor_parallel > 1
     compiled = the_one(levers, Compile)
-    if compiled is not None and (recipe.training.fsdp is not None or recipe.training.tensor_parallel > 1):
+    if compiled is not None and divided:
         compiled.check_divided()
+    all_reduce = the_one(levers, BlockAllReduce)
+    if all_reduce is not None and (divided or averaging is not None):
+        all_reduce.check_divided()
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
     if recipe.training.tensor_parallel > 1:

@@ -45,6 +45,11 @@ class Costs:
         return sum(cost.stored_16_bit for cost in self.algorithms.values())
 
     @property
+    def buckets(self) -> bool:
+        """Whether gradients are averaged in 32-bit buckets beside those of several microbatches; see `Cost`."""
+        return all(cost.buckets for cost in self.algorithms.values())
+
+    @property
     def averaged_bytes(self) -> int:
         """Size of averaged weights in a checkpoint; 0 where nothing is averaged."""
         return sum(cost.averaged_bytes or 0 for cost in self.algorithms.values())

@@ -17,7 +17,7 @@ NAMES = {"all_reduce": "all-reduces", "all_gather": "all-gathers", "reduce_scatt
 
 def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices) -> str:
     """What weights, gradients and optimizer state take on each device, and under FSDP what is gathered there."""
-    fsdp, shards = recipe.training.fsdp, devices.shards
+    fsdp, shards, several = recipe.training.fsdp, devices.shards, microbatches_of(recipe, devices) > 1
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     halves = 2 * costs.stored_16_bit  # bytes of the weights that take half as much, and of their gradients
     size = state_bytes(_count(task), trained, held(task, task, devices) / _count(task) / shards, costs)
@@ -35,11 +35,11 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
         number += " (fp32 outside of blocks)" if number == "fp16" else ""
         of = "all" if devices.tensor == 1 else "that"
         text += f", 1/{shards} of {of}, and {size_text(gathered)} for {what} in {number}"
-        if fsdp.sync == "batch" and microbatches_of(recipe, devices) > 1:
+        if fsdp.sync == "batch" and several:
             text += f", {size_text(FLOAT * held(task, task, devices))} for gradients of all in fp32"
-    elif devices.replicas > 1 and (recipe.training.microbatch == "auto" or microbatches_of(recipe, devices) > 1):
+    elif devices.replicas > 1 and costs.buckets and (several or recipe.training.microbatch == "auto"):
         # Gradients of microbatches are summed outside of the buckets; with one microbatch they lie in them.
-        text += f", and {size_text(FLOAT * trained)} for the buckets in which DDP averages gradients"
+        text += f", and {size_text(FLOAT * trained)} for the buckets in which gradients are averaged"
     return f"{text}; activations come on top"
 
 

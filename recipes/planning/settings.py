@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -176,7 +176,7 @@ def runs_of(
         for name, fsdp in DIVISIONS.items():
             training = dataclasses.replace(recipe.training, fsdp=fsdp, tensor_parallel=tensor)
             whole = fsdp is None and tensor == 1
-            algorithms = recipe.algorithms if whole else _without_graphs(recipe.algorithms)
+            algorithms = recipe.algorithms if whole else _for_parts(recipe.algorithms)
             divided = dataclasses.replace(recipe, training=training, algorithms=algorithms)
             try:
                 batch = training.device_batch(place.world)
@@ -192,16 +192,24 @@ def runs_of(
                 continue
             ways += 1
             label = "no FSDP" if fsdp is None and tensor == place.world > 1 else name
-            label += ", without CUDA graphs" if algorithms != recipe.algorithms else ""
+            label += ", without CUDA graphs" if has_graphs(recipe.algorithms) and not has_graphs(algorithms) else ""
             yield Run(label, divided, task, traces(tensor), passes(tensor), costs, devices, place, samples, batch)
     if not ways:
         _raise_indivisible(recipe, place)
 
 
-def _without_graphs(algorithms: dict[str, Component]) -> dict[str, Component]:
-    """Algorithms with `compile` in a mode that a run takes where the model is divided."""
+def has_graphs(algorithms: Mapping[str, Component]) -> bool:
+    """Whether CUDA graphs launch the blocks."""
+    return any(lever.args.get("mode") in GRAPH_MODES for lever in algorithms.values() if lever.name == "compile")
+
+
+def _for_parts(algorithms: Mapping[str, Component]) -> dict[str, Component]:
+    """Algorithms as a run takes them where the model is divided: `compile` in another mode, without those that average
+    whole copies."""
     changed = {}
     for label, lever in algorithms.items():
+        if lever.name == "block_all_reduce":
+            continue
         mode = GRAPH_MODES.get(lever.args.get("mode")) if lever.name == "compile" else None
         changed[label] = lever if mode is None else dataclasses.replace(lever, args={**lever.args, "mode": mode})
     return changed
@@ -309,7 +317,7 @@ class Run:
         followed = self.passes.recomputed if recompute else self.passes.kept
         if fsdp is None:
             forward, working = self.copies(recompute)
-            buckets = FLOAT * trained * share * (devices.replicas > 1 and passes > 1)
+            buckets = FLOAT * trained * share * (devices.replicas > 1 and passes > 1 and costs.buckets)
         else:
             # One unit computes while the next one is gathered.
             forward = working = sum(self.gathered) if fsdp.strategy == "SHARD_GRAD_OP" else 2 * max(self.gathered)
@@ -346,15 +354,11 @@ class Run:
         update /= place.shares.memory * place.device.bandwidth
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
-        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes * (GRAPHED if self.graphs else 1)
+        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes * (
+            GRAPHED if has_graphs(self.recipe.algorithms) else 1
+        )
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
         return StepTime(*parts, exposed=self.exposed(passes, recompute))
-
-    @property
-    def graphs(self) -> bool:
-        """Whether CUDA graphs launch the blocks."""
-        levers = (lever for lever in self.recipe.algorithms.values() if lever.name == "compile")
-        return any(lever.args.get("mode") in GRAPH_MODES for lever in levers)
 
     def exposed(self, passes: float, recompute: bool) -> float:
         """Seconds of the messages for which the devices that divide matrices wait."""

@@ -12,7 +12,13 @@ class Lever(Hooks):
     In addition to the methods of `Hooks`, levers have methods that change the model before training, and gradients
     after the last backward pass of a batch. At each moment levers act before callbacks.
     `recipes.training.levers.Levers` defines the order of all levers of a run.
+
+    Attributes:
+        averages: whether the lever averages the gradients of whole copies of the model in place of
+            DistributedDataParallel, which the engines then leave out.
     """
+
+    averages = False
 
     def check_run(self, run: Run) -> None:
         """Check whether the lever can work in a run of this length with this optimizer. Levers that have something to

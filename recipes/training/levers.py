@@ -25,6 +25,11 @@ class Levers:
         """The levers of the recipe."""
         return iter(self._levers)
 
+    @property
+    def average(self) -> bool:
+        """Whether one of them averages gradients in place of DistributedDataParallel."""
+        return any(lever.averages for lever in self._levers)
+
     def prepare(self, run: Run) -> None:
         """Change and shard the task. The optimizer has the new parameters afterwards; checkpoints are loaded later."""
         self.at("check_machine", run)

@@ -85,7 +85,10 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     log.info(
         opening(recipe, parts.task, parts.data, parts.evals, world=dist.get_world_size(), precision=place.precision)
     )
-    with says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints):
+    with (
+        says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints),
+        own_data_parallel(parts.levers.average),
+    ):
         trainer = new_trainer(recipe, place, parts)
     count_in_present_batches(trainer, recipe, parts)
     trainer.logger.log_hyperparameters({"recipe": plain_values(recipe)})
@@ -105,10 +108,10 @@ def count_in_present_batches(trainer: Trainer, recipe: Recipe, parts: Parts) -> 
 
 
 @contextmanager
-def own_data_parallel() -> Iterator[None]:
+def own_data_parallel(averaged: bool) -> Iterator[None]:
     """Inside, Composer's Trainer wraps models by `data_parallel`: its own function for that has no options."""
     theirs = composer_trainer.prepare_ddp_module
-    composer_trainer.prepare_ddp_module = lambda module, find_unused_parameters: data_parallel(module)
+    composer_trainer.prepare_ddp_module = lambda module, find_unused_parameters: data_parallel(module, averaged)
     try:
         yield
     finally:
@@ -150,7 +153,6 @@ def own_signal_files() -> Iterator[None]:
         dist.get_node_signal_file_name = theirs
 
 
-@own_data_parallel()
 @own_unpickling()
 @own_signal_files()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:

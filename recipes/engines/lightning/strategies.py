@@ -35,16 +35,18 @@ class TaskDDP(StaysOnDevice, DDPStrategy):
     Gradients could then be averaged once per microbatch only, and on a GPU the whole batch would be moved at once.
     """
 
-    def __init__(self, run: LightningRun) -> None:
+    def __init__(self, run: LightningRun, averaged: bool) -> None:
         """
         Args:
             run: is given the wrapped task.
+            averaged: a lever averages gradients, and the task is not wrapped.
         """
         super().__init__(timeout=TIMEOUT)
-        self._run = run
+        self._run, self._averaged = run, averaged
 
     def configure_ddp(self) -> None:
-        self._run.ddp = data_parallel(self._run.task)
+        module = data_parallel(self._run.task, self._averaged)
+        self._run.ddp = None if self._averaged else module
 
 
 class OneDevice(StaysOnDevice, SingleDeviceStrategy):
@@ -58,15 +60,16 @@ class DividedByLevers(ModelParallelStrategy):  # which leaves them, too
         super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1, timeout=TIMEOUT)
 
 
-def strategy_of(run: LightningRun, divided: bool) -> Strategy:
+def strategy_of(run: LightningRun, divided: bool, averaged: bool) -> Strategy:
     """The strategy of a run.
 
     Args:
         run: of this process.
         divided: whether each rank holds a part of the task only.
+        averaged: whether a lever averages the gradients of whole copies.
     """
     if divided:
         return DividedByLevers()
     if world_size() > 1:
-        return TaskDDP(run)
+        return TaskDDP(run, averaged)
     return OneDevice(run.device)

@@ -177,7 +177,7 @@ def new_trainer(
         accelerator="gpu" if place.use_gpu else "cpu",
         devices=place.local_world_size,
         num_nodes=world_size() // place.local_world_size,
-        strategy=strategy_of(run, divided=parts.divided),
+        strategy=strategy_of(run, parts.divided, parts.levers.average),
         plugins=[TorchElasticEnvironment()],  # of processes that exist, whatever started them
         precision="32-true",
         callbacks=[between],

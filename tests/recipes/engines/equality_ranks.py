@@ -19,6 +19,7 @@ def main():
     out = Path(sys.argv[1])
     recipe = load_config(out / "recipe.yaml", [], Recipe)
     low_rank = load_config(out / "low_rank.yaml", [], Recipe)
+    by_block = load_config(out / "recipe.yaml", ["algorithms.averages={name: block_all_reduce}"], Recipe)
 
     def run(engine, name, fsdp, **checkpoints):
         return record(
@@ -42,6 +43,11 @@ def main():
     assert [r.bucket_views for r in (*ddp.values(), *fsdp.values())] == [True, True, None, None]
     found["ddp"] = differences(ddp["composer"], ddp["lightning"])
     found["fsdp"] = differences(fsdp["composer"], fsdp["lightning"])
+    for engine in ("composer", "lightning"):
+        same = replace(by_block, output=str(out / f"by_block_{engine}"))
+        averaged = record(engine, same, Recorder(with_digests=False))
+        assert averaged.bucket_views is None
+        found[f"block_all_reduce, {engine}"] = differences(ddp[engine], averaged)
     resumed = run("lightning", "ddp_again", None, load_path=str(middle(out / "ddp_lightning")))
     found["ddp resumed"] = differences(ddp["lightning"], resumed)
     begun = run("lightning", "fsdp_sharded", sharded)

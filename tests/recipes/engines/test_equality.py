@@ -265,8 +265,8 @@ def test_two_ranks_are_equal_within_a_tolerance(recipes, tmp_path):
     done = launch(2, Path(__file__).with_name("equality_ranks.py"), tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found = json.loads((tmp_path / "differences.json").read_text())
-    batches = {"ddp": 8, "fsdp": 8, "powersgd": 6}
-    assert len(found) == 8
+    batches = {"ddp": 8, "fsdp": 8, "powersgd": 6, **{f"block_all_reduce, {e}": 8 for e in ("composer", "lightning")}}
+    assert len(found) == 10
     for name, figures in found.items():
         assert figures.pop("batches") == batches.get(name, 4)
         assert max(figures.values()) <= TOLERANCE, (name, figures)

@@ -55,6 +55,7 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
             ["algorithms.x={name: compile, mode: max-autotune}", "training.tensor_parallel=5"],
             "mode max-autotune captures CUDA graphs, .*; use mode max-autotune-no-cudagraphs",
         ),
+        ("openmoji_unet", ["algorithms.x={name: block_all_reduce}", "training.fsdp={}"], "whole copies .*; remove it"),
         (
             "openmoji_unet",
             ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={}", BF16],

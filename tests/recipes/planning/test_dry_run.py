@@ -71,7 +71,7 @@ def test_stable_diffusion_2(monkeypatch, tmp_path):
     assert dry("sd2_base.yaml") == [
         "model: latent_diffusion, 865,910,724 parameters, 865,910,724 of them trained",
         "memory: 13.9 GB on each device for weights, gradients, two moments in fp32, and 3.5 GB for the buckets in "
-        "which DDP averages gradients; activations come on top",
+        "which gradients are averaged; activations come on top",
         "batch: 2,048 samples per step over 8 devices (WORLD_SIZE), 256 on each, in 4 microbatches of 64",
         "between 8 replicas: each device sends 6.1 GB per step, all in 32-bit",
         "run: 550,000 steps, 1,126,400,000 samples",
@@ -91,6 +91,20 @@ def test_buckets_of_ddp(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(world))
         lines = dry("sd2_base.yaml", f"training.microbatch={microbatch}")
         assert ("3.5 GB for the buckets" in lines[1]) == buckets
+
+
+def test_averages_by_block(monkeypatch):
+    """Those in 16 bits lie beside the gradients, however many microbatches there are."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    lever = "algorithms.x={name: block_all_reduce, wire: %s}"
+    assert dry("sd2_base.yaml", lever % "fp32") == dry("sd2_base.yaml")
+    for microbatch in (64, 256):
+        lines = dry("sd2_base.yaml", lever % "bf16", f"training.microbatch={microbatch}")
+        assert "buckets" not in lines[1]
+        assert "algorithms.x: 1.7 GB more on each device for the gradients that are sent" in lines
+        assert "between 8 replicas: each device sends 3.0 GB per step, all in bf16" in lines
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "algorithms.x: not used with one process" in dry("sd2_base.yaml", lever % "bf16")
 
 
 EMA = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9999, last: 50000ba%s}"

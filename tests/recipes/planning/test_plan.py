@@ -282,10 +282,11 @@ def test_memory_beside_the_model(planner):
     assert memory.others == pytest.approx(WORKSPACE + batch + BLOCKS * (rest + WORKSPACE + batch))
 
 
-def compiled(planner, options):
-    """The same model with `compile`, which changes none of its operations."""
+def compiled(planner, options, *levers):
+    """The same model with `compile`, which changes none of its operations, and other such levers."""
     found, lever = copy.copy(planner), f"algorithms.compile={{name: compile, {options}}}"
-    found.recipe = load_config(ROOT / "yamls" / "sd2_base.yaml", [*SMALL, "data.resolution=64", lever], Recipe, [])
+    changes = [*SMALL, "data.resolution=64", lever, *levers]
+    found.recipe = load_config(ROOT / "yamls" / "sd2_base.yaml", changes, Recipe, [])
     return found
 
 
@@ -301,6 +302,20 @@ def test_the_host_launches_less_with_cuda_graphs_which_fsdp_does_not_allow(plann
         assert launches(mode) == {"DDP": pytest.approx(GRAPHED * eager), **without}
     found = launches("max-autotune-no-cudagraphs")
     assert found["DDP"] == pytest.approx(eager) and set(found) == {"DDP", "SHARD_GRAD_OP", "FULL_SHARD"}
+
+
+def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):
+    lever = "algorithms.averages={name: block_all_reduce, wire: bf16}"
+    runs = {run.division: run for run in compiled(planner, "mode: default", lever).runs(place_of(8))}
+    assert set(runs) == {"DDP", "SHARD_GRAD_OP", "FULL_SHARD"}
+    plain = {run.division: run for run in compiled(planner, "mode: default").runs(place_of(8))}
+    for microbatch in (128, 256):  # of 256
+        memory, other = (by["DDP"].memory(microbatch, False) for by in (runs, plain))
+        assert memory.algorithms == 2 * sum(p.numel() for p in planner.task.parameters())
+        assert (memory.buckets, other.buckets) == (0, 2 * memory.algorithms if microbatch == 128 else 0)
+        assert memory.activations == other.activations
+    assert runs["DDP"].sent(2)[1] == plain["DDP"].sent(2)[1] / 2
+    assert "averages" not in runs["FULL_SHARD"].recipe.algorithms
 
 
 def test_ways_in_which_a_block_would_not_be_one_graph_are_left_out(planner):

@@ -23,7 +23,7 @@ def of_one_device():
 
 
 def of_copies():
-    return TaskDDP(SimpleNamespace(task=None))
+    return TaskDDP(SimpleNamespace(task=None), averaged=False)
 
 
 @pytest.mark.parametrize("make", [of_one_device, of_copies])

@@ -1,0 +1,119 @@
+"""Checks of `block_all_reduce` on two ranks."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce, groups_of
+from recipes.models.task import Task
+from recipes.training.levers import Levers
+from tests.recipes.training.fake_run import FakeRun
+
+PASSES = 3
+
+
+class Blocks(Task):
+    """Convolutions in channels_last, a weight that two blocks share, one in 64 bits, one that only some ranks use, and
+    parameters outside of the blocks."""
+
+    def __init__(self, shares=True):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1))
+        self.second = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), self.first[1] if shares else nn.Conv2d(4, 4, 1))
+        self.wide = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.second.register_parameter("wide", self.wide)
+        self.last = nn.Linear(4, 4)
+        self.unused, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
+        self.to(memory_format=torch.channels_last)
+
+    def blocks(self):
+        return [self.first, self.second]
+
+    def forward(self, x, uses):
+        x = self.second(self.first(x)).mean((2, 3)) * self.wide
+        loss = self.last(x.float()).square().mean()
+        return loss + self.unused.sum() if uses else loss
+
+
+def gradients_of_rank(rank):
+    """The task, and its gradients by name after all passes of one rank, without averaging."""
+    torch.manual_seed(0)
+    task = Blocks()
+    for number in range(PASSES):
+        task(*batch_of(rank, number)).backward()
+    return task, {name: p.grad for name, p in task.named_parameters() if p.requires_grad}
+
+
+def batch_of(rank, number):
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    return torch.randn(2, 4, 3, 3, generator=generator), rank == 1
+
+
+def mean(name, wire):
+    """Of both ranks. Halved first, as what is sent is; in two ranks the order of additions does not matter."""
+    both = [gradients_of_rank(rank)[1][name] for rank in (0, 1)]
+    dtype = wire if both[1].dtype == torch.float32 else both[1].dtype
+    return sum(torch.zeros_like(both[1]) if g is None else g.to(dtype).div(2) for g in both).to(both[1].dtype)
+
+
+def averaged(wire, steps=1, shares=True):
+    """A task whose gradients the lever has averaged, and the events of the last step: sizes of messages, and the
+    beginning of the backward pass of the first block."""
+    torch.manual_seed(0)
+    task = Blocks(shares)
+    run = FakeRun(task)
+    lever = BlockAllReduce(task, wire=wire)
+    levers = Levers([lever])
+    levers.at("begin", run)
+    levers.at("begin", run)  # the same trainer may fit a second time
+    send = dist.all_reduce
+    for _ in range(steps):
+        events = []
+
+        def noted(buffer, *arguments, events=events, **options):
+            events.append(buffer.numel())
+            return send(buffer, *arguments, **options)
+
+        task.zero_grad(set_to_none=True)
+        run.passes, run.pass_number = PASSES, -1
+        with mock.patch.object(dist, "all_reduce", noted):
+            for number in range(PASSES):
+                run.pass_number += 1
+                x, uses = batch_of(dist.get_rank(), number)
+                hook = task.first.register_full_backward_pre_hook(lambda *_, events=events: events.append("first"))
+                levers.at("before_forward", run)
+                loss = task(x, uses)
+                levers.at("before_backward", run)
+                loss.backward()
+                levers.at("after_backward", run)
+                hook.remove()
+    task(x, uses)  # a pass that is not of training sends nothing
+    return task, events
+
+
+def means(folder):
+    for wire in ("fp32", "bf16"):
+        task, _ = averaged(wire, steps=2)
+        for name, p in task.named_parameters():
+            if p.requires_grad:
+                assert torch.equal(p.grad, mean(name, {"fp32": torch.float32, "bf16": torch.bfloat16}[wire])), name
+                assert p.grad.dtype == p.dtype and p.grad.stride() == p.stride(), name
+    assert task.frozen.grad is None
+
+
+def messages(folder):
+    """The gradients of a block are sent once per batch, before the backward pass of the block before it begins, and
+    those outside of blocks last."""
+    task, events = averaged("fp32")
+    wide, second, first, rest = (sum(p.numel() for p in group) for group in groups_of(task))
+    assert wide == 4 and rest == 4 * 4 + 4 + 3
+    # The second block is complete with the first, because both share a weight.
+    assert events == ["first"] * (PASSES - 1) + [wide, "first", second, first, rest]
+    task, events = averaged("fp32", shares=False)
+    wide, second, first, rest = (sum(p.numel() for p in group) for group in groups_of(task))
+    assert events == ["first"] * (PASSES - 1) + [wide, second, "first", first, rest]
+
+
+CHECKS = {"block_all_reduce: means": means, "block_all_reduce: messages": messages}
