@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
+from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
-from recipes.config.containers import checked, nested, resolved
 from recipes.config.installed import all_components
 from recipes.config.keys import unknown_key
 from recipes.config.merging import merge, vain_removals
@@ -331,7 +331,7 @@ def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
     """
     values = _merged(_read(Path(path)), _parse(overrides))
     try:
-        return resolved(values)
+        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError([_one_line(error, str(path))]) from None
 
@@ -346,7 +346,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         text = path.read_bytes()
         _refuse_bombs(text)
-        values = checked(load(text) or {})
+        values = OmegaConf.to_container(OmegaConf.create(load(text) or {}), resolve=False)
     except Exception as error:  # for values with tags, PyYAML raises nearly anything
         raise ConfigError([f"{path}: not readable as YAML: {_one_line(error)}"]) from None
     if not isinstance(values, dict):
@@ -398,7 +398,9 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
             continue
         try:
             key, text = override.split("=", 1)
-            values = merge(values, nested(key, load(text)))
+            given = OmegaConf.create()
+            OmegaConf.update(given, key, load(text))
+            values = merge(values, OmegaConf.to_container(given, resolve=False))
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             errors.append(f"{override}: not readable as YAML: {_one_line(error)}")
     if errors:
