@@ -88,13 +88,15 @@ def test_sets_of_tokens_hold_when_the_yaml_of_their_job_is_given(token_sets, tmp
         assert (tmp_path / f"{label}.png").is_file()
 
 
-def test_a_flipped_byte_is_found(copy, tmp_path, capsys):
+@pytest.mark.parametrize("of_index", [False, True])
+def test_a_flipped_byte_is_found(copy, tmp_path, capsys, of_index):
     path = next(copy.glob("shards/*/shard.*.mds"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    changed = copy / "index.json" if of_index else path
+    data = bytearray(changed.read_bytes())
+    data[data.index(b'"xxh3_64": ') + 4 if of_index else len(data) // 2] ^= 1  # of the index: the name of a hash
+    changed.write_bytes(data)
     status, _, (fault,) = verify(capsys, copy, f"--out={tmp_path / 'out'}")
-    assert status == 1 and str(path) in fault and "xxh3_64" in fault
+    assert status == 1 and str(path) in fault and ("xxh2_64" if of_index else "xxh3_64") in fault
 
 
 def test_a_lost_and_a_shortened_file_are_found(copy, tmp_path, capsys):
