@@ -214,6 +214,7 @@ def test_streams_mix_by_their_proportions(latent_sets, load, stored):
         ),
         ({"caption_dropout": 1.5}, "caption_dropout is a share from 0 to 1, got 1.5"),
         ({"flip": -0.1}, "flip is a share from 0 to 1, got -0.1"),
+        ({"shuffle_block": 1}, "latents: shuffle_block: 1; give 2 or more"),
     ],
 )
 def test_what_does_not_fit_is_named(load, arguments, message):

@@ -149,6 +149,12 @@ def test_remote_with_eviction(tmp_path, workers, compression):
     assert 0 < len(left) < shards // 2
 
 
+def test_a_cache_that_is_too_small_is_an_error(tmp_path, plain):
+    stream = {"local": str(tmp_path / "cache"), "remote": str(plain)}
+    with pytest.raises(ValueError, match="^data: Cache limit .* is too low. Increase the `cache_limit`"):
+        make_loader(True, [stream], cache_limit=13_000)
+
+
 def test_a_shard_evicted_before_it_is_read_is_fetched_again(tmp_path, plain):
     stock, fast = copies(tmp_path, plain)
     fast = [{"local": str(tmp_path / "cache"), "remote": fast[0]["local"]}]
@@ -226,6 +232,15 @@ def test_a_state_after_the_last_batch_does_not_give_an_empty_epoch(tmp_path, pla
     resumed = make_loader(True, fast)
     resumed.load_state_dict(state)
     assert_same(second, list(resumed))
+
+
+def test_a_state_after_the_last_batch_of_other_ranks_leaves_nothing(tmp_path, plain):
+    """43 samples, which one of two ranks has one of twice."""
+    loader = make_loader(True, copies(tmp_path, plain)[1])
+    left = {(1, 40): 3, (1, 43): 0, (1, 44): 0, (2, 40): 2, (2, 43): 0, (2, 44): 0, (3, 36): 3, (3, 43): 0}
+    for (ranks, seen), samples in left.items():
+        loader.ranks, loader.dataset.length = ranks, -(-43 // ranks)
+        assert loader._expected(seen) == samples
 
 
 def test_composers_state_at_an_epochs_end_is_the_next_epoch(tmp_path, plain):
