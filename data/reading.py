@@ -169,7 +169,6 @@ class EncodedLoader(StreamingDataLoader):
         super().__init__(dataset, **arguments)
         self.ranks = ranks
         self._positions = deque([(0, 0)], REMEMBERED_POSITIONS)  # epoch and its samples on all ranks, after each batch
-        self._skip_empty_epoch = False
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the next epoch, or of the rest of one that was resumed.
@@ -180,14 +179,11 @@ class EncodedLoader(StreamingDataLoader):
         """
         try:
             yield from self._epoch()
-            if self._skip_empty_epoch and not self.num_samples_yielded:
-                yield from self._epoch()
         except Exception as error:
             end_idle_workers(self)  # they would wait for as long as somebody holds the error, and with it this loader
             if not isinstance(error, NotFetched):
                 raise
             raise ValueError(f"data: {error.line}; start again when the store answers, and see {CREDENTIAL}") from None
-        self._skip_empty_epoch = False
 
     def _epoch(self) -> Iterator[Batch]:
         begin = None
@@ -225,9 +221,11 @@ class EncodedLoader(StreamingDataLoader):
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
         """See `Loading`. Where nothing is left of the state's epoch, the next epoch is read."""
+        if obj["sample_in_epoch"] and not self._expected(obj["sample_in_epoch"]):
+            # Some orders have more samples than an epoch. streaming would go on with these, or refuse the position.
+            obj = obj | {"epoch": obj["epoch"] + 1, "sample_in_epoch": 0}
         super().load_state_dict(obj)
         self._positions.append((obj["epoch"], obj["sample_in_epoch"]))
-        self._skip_empty_epoch = True
 
 
 def dataset_arguments(
