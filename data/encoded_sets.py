@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -170,35 +171,51 @@ def remote_set(
     return EncodedSet(cache, url, options)
 
 
-def check_sets(kind: str, sets: Mapping[str, EncodedSet]) -> None:
+def check_sets(kind: str, sets: Mapping[str, EncodedSet], epoch_size: int | None) -> None:
     """Check what is known of encoded sets before they are read.
 
     Args:
         kind: name of the component that reads them.
         sets: by label.
+        epoch_size: number of samples per epoch; None: all.
 
     Raises:
-        ValueError: there is no set, or only some of them have a proportion.
+        ValueError: there is no set, two are in one folder, only some of them have a proportion, or `repeat` gives
+            another number of samples.
     """
     if not sets:
         raise ValueError(f"{kind}: streams is empty; name at least one encoded set")
+    labels: dict[str, str] = {}
+    for label, encoded in sets.items():
+        first = labels.setdefault(os.path.abspath(encoded.local), label)
+        if first != label:
+            raise ValueError(
+                f"{kind}: streams.{first} and streams.{label} have the same folder, {encoded.local}; give each set "
+                "once, with a proportion or `repeat` for a larger share"
+            )
     without = [label for label, encoded in sets.items() if encoded.options.get("proportion") is None]
     if 0 < len(without) < len(sets):
         raise ValueError(f"{kind}: streams.{without[0]} has no proportion, others have; give all of them one, or none")
+    repeated = [label for label, encoded in sets.items() if encoded.options.get("repeat") is not None]
+    if repeated and epoch_size is not None:
+        raise ValueError(
+            f"{kind}: epoch_size and streams.{repeated[0]}.repeat contradict each other; give proportions instead of "
+            "repeat, or no epoch_size"
+        )
 
 
-def manifests_of(kind: str, sets: Mapping[str, EncodedSet]) -> list[Manifest]:
+def manifests_of(kind: str, sets: Mapping[str, EncodedSet], epoch_size: int | None) -> list[Manifest]:
     """Reads the manifests of encoded sets.
 
     Args:
         kind: what the sets must hold, latents or tokens.
-        sets: by label.
+        sets, epoch_size: see `check_sets`, whose errors this raises, too.
 
     Raises:
         FileNotFoundError: a set has no manifest.
-        ValueError: there is no set, one of another kind, or only some of them have a proportion.
+        ValueError: a set is of another kind.
     """
-    check_sets(kind, sets)
+    check_sets(kind, sets, epoch_size)
     manifests = [encoded.manifest() for encoded in sets.values()]
     for manifest in manifests:
         manifest.check(kind=kind)

@@ -25,14 +25,14 @@ def epoch_of(
             `encoded_samples`.
 
     Raises:
-        ValueError: there is no set, only some of them have a proportion, or an error of `stored`.
+        ValueError: see `check_sets` and `stored`.
     """
-    check_sets(kind, streams)
-    total: float | None = 0.0
+    check_sets(kind, streams, args["epoch_size"])
+    total: int | None = 0
     for encoded in streams.values():
         samples, repeat = stored(Path(encoded.local)), encoded.options["repeat"]
-        total = None if total is None or samples is None else total + samples * (1.0 if repeat is None else repeat)
-    samples = args["epoch_size"] or (None if total is None else int(total))
+        total = None if total is None or samples is None else total + int(samples * (1.0 if repeat is None else repeat))
+    samples = args["epoch_size"] or total
     return Epoch(samples, incomplete_batch=not args["drop_last"])
 
 

@@ -75,7 +75,7 @@ def latents(
         ValueError: a field of a manifest does not fit the recipe.
     """
     check_shares("latents", caption_dropout=caption_dropout, flip=flip)
-    manifests = manifests_of("latents", streams)
+    manifests = manifests_of("latents", streams, epoch_size)
     first = manifests[0]
     for manifest in manifests:
         manifest.check(resolution=resolution, **requirements)

@@ -24,6 +24,10 @@ from data.sources.filters import Filter
 from data.transforms import resize, resize_and_crop
 from data.word_cache import bound
 
+# Passes in a row without a usable image in a part of the source, after which that is an error. Shards are dealt anew in
+# each pass, and one of them may hold none: a damaged tar, or the last images of a set, all of which are too small.
+EMPTY_PASSES = 5
+
 StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 """Number of batches, and per worker the pass and the number of its samples drawn so far."""
 
@@ -285,6 +289,7 @@ class ImageStream(IterableDataset):
 
             tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         turn, drawn = self.places[worker]
+        empty = 0
         kept: list[tuple[np.ndarray, str]] = []
         if self.keep_decoded and turn:
             kept = [picture for _, _, picture in self._pass(0, part, kept, 0) if picture is not None]
@@ -309,7 +314,8 @@ class ImageStream(IterableDataset):
                 yield sample
             if not self.placement.training:
                 return
-            if not found:
+            empty = 0 if found else empty + 1
+            if empty == EMPTY_PASSES:
                 raise ValueError(
                     f"part {part[0] + 1} of {part[1]} of the source has no usable image: use fewer workers or ranks"
                 )

@@ -54,7 +54,8 @@ def check_reading(
         ValueError: one of them is out of range.
     """
     check_least(kind, 0, workers=workers)
-    check_least(kind, 1, shuffle_block=shuffle_block, predownload=predownload, epoch_size=epoch_size)
+    check_least(kind, 1, predownload=predownload, epoch_size=epoch_size)
+    check_least(kind, 2, shuffle_block=shuffle_block)  # py1br draws sizes below it
     if cache_limit is not None and bytes_of(cache_limit) is None:
         raise ValueError(f"{kind}: cache_limit: {cache_limit}; give a size such as 100gb")
 

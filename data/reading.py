@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import time
 from abc import abstractmethod
@@ -25,6 +26,7 @@ from torch import Tensor
 from data.column_reader import StoredSample, column_readers
 from data.downloads import CREDENTIAL
 from data.encoded_sets import EncodedSet
+from data.errors import one_line
 from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
 from data.ranges import check_reading
@@ -52,7 +54,7 @@ class EncodedDataset(FetchingDataset):
         arguments: of StreamingDataset.
 
     Raises:
-        ValueError: see `column_readers`.
+        ValueError: see `column_readers` and StreamingDataset.
     """
 
     def __init__(
@@ -65,7 +67,10 @@ class EncodedDataset(FetchingDataset):
         **arguments: Any,
     ) -> None:
         with own_names():
-            super().__init__(**arguments)
+            try:
+                super().__init__(**arguments)
+            except ValueError as error:  # streaming's own checks, such as of the size of the cache
+                raise ValueError(f"data: {one_line(error)}") from None
         self.weighted = weighted
         self._weights: np.ndarray | None = None  # (samples stored,) float32, of the epoch that is being read
         self.shards = column_readers(self.shards, columns, texts)
@@ -164,7 +169,6 @@ class EncodedLoader(StreamingDataLoader):
         super().__init__(dataset, **arguments)
         self.ranks = ranks
         self._positions = deque([(0, 0)], REMEMBERED_POSITIONS)  # epoch and its samples on all ranks, after each batch
-        self._skip_empty_epoch = False
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the next epoch, or of the rest of one that was resumed.
@@ -175,14 +179,11 @@ class EncodedLoader(StreamingDataLoader):
         """
         try:
             yield from self._epoch()
-            if self._skip_empty_epoch and not self.num_samples_yielded:
-                yield from self._epoch()
         except Exception as error:
             end_idle_workers(self)  # they would wait for as long as somebody holds the error, and with it this loader
             if not isinstance(error, NotFetched):
                 raise
             raise ValueError(f"data: {error.line}; start again when the store answers, and see {CREDENTIAL}") from None
-        self._skip_empty_epoch = False
 
     def _epoch(self) -> Iterator[Batch]:
         begin = None
@@ -205,7 +206,8 @@ class EncodedLoader(StreamingDataLoader):
 
     def _expected(self, sample: int) -> int:
         """The number of samples that this rank gets of an epoch of which all ranks had seen `sample`."""
-        left = max(0, len(self.dataset) - sample // self.ranks)
+        # Of the whole: the last batch on another number of ranks may have repeated samples, or none.
+        left = max(0, math.ceil((self.dataset.epoch_size - sample) / self.ranks))
         return left - left % self.batch_size if self.drop_last else left
 
     def _begin(self) -> tuple[int, int]:
@@ -219,9 +221,11 @@ class EncodedLoader(StreamingDataLoader):
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
         """See `Loading`. Where nothing is left of the state's epoch, the next epoch is read."""
+        if obj["sample_in_epoch"] and not self._expected(obj["sample_in_epoch"]):
+            # Some orders have more samples than an epoch. streaming would go on with these, or refuse the position.
+            obj = obj | {"epoch": obj["epoch"] + 1, "sample_in_epoch": 0}
         super().load_state_dict(obj)
         self._positions.append((obj["epoch"], obj["sample_in_epoch"]))
-        self._skip_empty_epoch = True
 
 
 def dataset_arguments(

@@ -81,7 +81,7 @@ def texts(
         ValueError: no stream, proportions of only some, texts that do not fit the model, or streams of several
             vocabularies.
     """
-    check_sets("texts", streams)
+    check_sets("texts", streams, epoch_size)
     manifests = _manifests({label: encoded.current(NAME) for label, encoded in streams.items()}, requirements)
     first = next(iter(manifests))
     dataset = TextDataset(

@@ -91,7 +91,7 @@ def tokens(
     check_least("tokens", 1, positions=positions)
     bpe = Vocabulary.read(vocabulary)
     needs = _check_text(requirements, positions, bpe)
-    manifests = manifests_of("tokens", streams)
+    manifests = manifests_of("tokens", streams, epoch_size)
     first = manifests[0]
     for manifest in manifests:
         manifest.check(resolution=resolution, **needs)

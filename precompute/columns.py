@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -73,6 +74,21 @@ class TokenColumns:
         """Bytes per sample of the columns of fixed size."""
         parts = {f"tokens {resolution}": 2 * self.crops * count for resolution, count in self.grids.items()}
         return {**parts, REST: 16 * self.crops * len(self.grids) + 16}
+
+
+def check_resolutions(resolutions: Iterable[int], downsample: int, encoder: str) -> None:
+    """
+    Args:
+        resolutions: in pixels.
+        downsample: image pixels per latent or token of the image encoder, along a side.
+        encoder: its readable name.
+
+    Raises:
+        ValueError: a resolution is not a multiple of the downsampling factor.
+    """
+    for resolution in resolutions:
+        if resolution % downsample:
+            raise ValueError(f"resolutions: {resolution} is not a multiple of {downsample}, as {encoder} requires")
 
 
 def stored_key(key: str) -> str:

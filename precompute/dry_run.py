@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_object
-from precompute.columns import REST, LatentColumns, TokenColumns
-from precompute.config import EncodeConfig, VocabularyConfig
+from precompute.columns import REST, LatentColumns, TokenColumns, check_resolutions
+from precompute.config import EncodeConfig, VocabularyConfig, source_options
 from precompute.output import OutputSet, output_of
 from precompute.pack_config import PackConfig
 from precompute.ranks import Rank
@@ -27,7 +27,11 @@ MDS_BYTES = 84  # of the MDS format per sample: sizes of the columns, offset of 
 
 
 def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
-    """The resolved config, the shards to do and the expected sizes of an encode job, as text."""
+    """The resolved config, the shards to do and the expected sizes of an encode job, as text.
+
+    Raises:
+        ValueError: the filter's bounds contradict each other, or a resolution does not fit the image encoder.
+    """
     build(config.filter)  # for its errors
     shards_line = _shards_line(partial(output_of, config), rank)
     return "\n".join([*_config_lines(config, missing), *_source_lines(config, shards_line), *_size_lines(config)])
@@ -76,6 +80,7 @@ def _source_lines(
     for label, component in config.sources.items():
         try:
             shards = build(component).shards()
+            source_options(component)  # for its errors
         except (FileNotFoundError, ValueError) as error:
             lines.append(f"{label}: the source cannot be read yet: {error}")
         else:
@@ -85,10 +90,14 @@ def _source_lines(
 
 def _size_lines(config: EncodeConfig) -> list[str]:
     lines = []
+    encoder = config.image_encoder
     if config.kind == "tokens":
+        check_resolutions(config.resolutions, DVAE_DOWNSAMPLE, encoder.args["path"])
         columns = TokenColumns({r: (r // DVAE_DOWNSAMPLE) ** 2 for r in config.resolutions}, config.crops)
     else:
-        (channels, downsample), vae_known = image_shape(config.image_encoder)
+        (channels, downsample), vae_known = image_shape(encoder)
+        if vae_known:
+            check_resolutions(config.resolutions, downsample, encoder.args["path"])
         text, text_known = text_shape(config.text_encoder)
         sides = {r: r // downsample for r in config.resolutions}
         columns = LatentColumns({r: (channels, side, side) for r, side in sides.items()}, text)

@@ -51,6 +51,11 @@ class Encodings:
         if self.ready is not None:
             self.ready.synchronize()
 
+    def not_finite(self, rows: int) -> list[int]:
+        """Which of the first `rows` rows hold a value that is not finite. The copies must be complete."""
+        good = (self.image_ok & self.text_ok).tolist()
+        return [row for row in range(rows) if not good[row]]
+
     @property
     def in_flight(self) -> bool:
         return self.ready is not None and not self.ready.query()
@@ -65,6 +70,19 @@ class Encodings:
                 old.sums[row] = new.sums[0]
         if self.text is not None:
             self.text[row] = other.text[0]
+
+
+def encode_exactly(
+    row: int, pixels: dict[int, Tensor], tokens: Tensor, images: ImageEncoder, texts: TextEncoder | None
+) -> Encodings:
+    """Encodes one row of a batch in fp32, as rows are whose values are not finite. See `encode`.
+
+    One row at a time: how many others there are must not matter, see `precompute.batch.DecodedBatch`.
+    """
+    squares = {resolution: values[row : row + 1] for resolution, values in pixels.items()}
+    fresh = encode(squares, tokens[row : row + 1], images, texts, exact=True).to_cpu()
+    fresh.wait()
+    return fresh
 
 
 def encode(

@@ -16,7 +16,7 @@ from data.log import every_rank, log
 from data.manifest import NULL_TEXT, Manifest
 from data.quarantine import Quarantine
 from data.sources.base import InputShard, Source
-from precompute.columns import LatentColumns, TokenColumns
+from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
 from precompute.output import CONFIG, UNREADABLE, OutputSet
@@ -188,16 +188,8 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def columns_of(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder | None) -> LatentColumns | TokenColumns:
-    """The columns that are stored.
-
-    Raises:
-        ValueError: a resolution is not a multiple of the image encoder's downsampling factor.
-    """
-    for resolution in config.resolutions:
-        if resolution % images.downsample:
-            raise ValueError(
-                f"resolutions: {resolution} is not a multiple of {images.downsample}, as {images.id} requires"
-            )
+    """The columns that are stored. Raises as `check_resolutions`."""
+    check_resolutions(config.resolutions, images.downsample, images.id)
     sides = {resolution: resolution // images.downsample for resolution in config.resolutions}
     assert images.kind == config.kind, f"{config.image_encoder.name}: TOKEN_ENCODERS must name all that make tokens"
     if images.kind == "tokens":

@@ -249,8 +249,11 @@ class OutputSet:
                 rejected_lines.write(self._file(shard, REJECTED).read_bytes())
             if not any(marker["samples"] for marker in markers):
                 rejected = sum((Counter(marker["rejected"]) for marker in markers), Counter())
-                reasons = counts_text(sorted(rejected.items())) if rejected else "the source is empty"
-                raise ValueError(f"{self.out}: nothing was encoded ({reasons}); see shards/*/{REJECTED}")
+                reasons = [counts_text(sorted(rejected.items()))] if rejected else []
+                if left := sum(marker.get("left_out", 0) for marker in markers):  # of packed texts
+                    reasons.append(f"{left:,} tokens of texts fill no row; give fewer positions, or longer texts")
+                why = "; ".join(reasons) or "the source is empty"
+                raise ValueError(f"{self.out}: nothing was encoded ({why}); see shards/*/{REJECTED}")
         write_json(self.out / INDEX, {"version": 2, "shards": entries})
         return markers
 

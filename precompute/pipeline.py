@@ -17,7 +17,7 @@ from typing import Any
 from data.sources.base import InputShard, Rejected
 from precompute.batch import DecodedBatch
 from precompute.columns import crop_column
-from precompute.encodings import Encodings, encode
+from precompute.encodings import Encodings, encode, encode_exactly
 from precompute.progress import EncodeProgress
 from precompute.writer import EncodedSample, ShardWriter
 from recipes.encoders.base import ImageEncoder, TextEncoder
@@ -121,19 +121,14 @@ class EncodePipeline:
     def _hand_over(self, result: EncodedBatch) -> None:
         if result.encodings is not None:
             result.encodings.wait()
-            good = (result.encodings.image_ok & result.encodings.text_ok).tolist()
-            bad = [row for row in range(len(result.batch.images)) if not good[row]]
-            if bad:
-                self._encode_again(result, bad)
+            self._encode_again(result, result.encodings.not_finite(len(result.batch.images)))
         self._put(result)
 
     def _encode_again(self, result: EncodedBatch, rows: list[int]) -> None:
         """Encodes rows with values that are not finite again, in fp32. Rejects those that still are not finite."""
         batch = result.batch
-        for row in rows:  # one by one: how many there are must not matter, see `DecodedBatch`
-            pixels = {r: squares[row : row + 1] for r, squares in batch.pixels.items()}
-            fresh = encode(pixels, batch.tokens[row : row + 1], self.images, self.texts, exact=True).to_cpu()
-            fresh.wait()
+        for row in rows:
+            fresh = encode_exactly(row, batch.pixels, batch.tokens, self.images, self.texts)
             if fresh.image_ok[0] and fresh.text_ok[0]:
                 result.reencoded.add(row)
                 result.encodings.replace(row, fresh)

@@ -17,7 +17,7 @@ from data.sources.base import InputShard, Rejected, Sample, Source
 from precompute.batch import DecodedBatch, ImageFacts
 from precompute.columns import crop_column, stored_key
 from precompute.decode import DecodedBatches, Preparation
-from precompute.encodings import encode
+from precompute.encodings import encode, encode_exactly
 from precompute.survey import Record
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
@@ -65,7 +65,7 @@ class Reencoded:
 
 
 class _Only:
-    """The samples of a source that have some keys, as the keys are stored.
+    """The first sample of a source with each of some keys, as the keys are stored.
 
     A source that was moved gives its shards other ids, whose readable parts stay. Random crops depend on the old id.
     """
@@ -77,8 +77,10 @@ class _Only:
     def read(self, shard: str) -> Iterator[Sample | Rejected]:
         known = self.source.shards()
         alike = [shard] if shard in known else [one for one in known if _name(one) == _name(shard)]
+        left = set(self.keys)
         for sample in self.source.read(alike[0] if len(alike) == 1 else shard):
-            if stored_key(sample.key) in self.keys:
+            if (key := stored_key(sample.key)) in left:
+                left.remove(key)  # a second sample of the key was rejected, see `ReadOnce`
                 yield sample
 
 
@@ -173,12 +175,15 @@ def _compared(record: Record) -> list[str]:
 def _encode(
     pixels: dict[int, Tensor], tokens: Tensor, size: int, exact: bool, images: ImageEncoder, texts: TextEncoder | None
 ) -> dict[str, np.ndarray]:
-    """The columns of N images, encoded in batches of `size`."""
+    """The columns of N images, encoded in batches of `size`, and in fp32 where that is not finite, as the job does."""
     parts: dict[str, list[np.ndarray]] = {}
     for begin in range(0, len(tokens), size):
         rows = slice(begin, begin + size)
-        made = encode({r: p[rows] for r, p in pixels.items()}, tokens[rows], images, texts, exact).to_cpu()
+        squares = {r: p[rows] for r, p in pixels.items()}
+        made = encode(squares, tokens[rows], images, texts, exact).to_cpu()
         made.wait()
+        for row in made.not_finite(len(tokens[rows])):
+            made.replace(row, encode_exactly(row, squares, tokens[rows], images, texts))
         if made.text is not None:
             parts.setdefault("text", []).append(made.text.numpy())
         for resolution, stored in made.images.items():

@@ -204,8 +204,17 @@ def test_streams_mix_by_their_proportions(latent_sets, load, stored):
         ({"expect": {"text_length": 77}}, "text_length is 12, the recipe expects 77"),
         ({"expect": {"text_lenght": 12}}, "knows no field text_lenght: did you mean text_length"),
         ({"streams": {}}, "streams is empty; name at least one encoded set"),
+        (
+            {"streams": {"a": EncodedSet("sets/a", None, {}), "b": EncodedSet("sets/a/", None, {})}},
+            "latents: streams.a and streams.b have the same folder, sets/a/; give each set once",
+        ),
+        (
+            {"streams": {"a": EncodedSet("", None, {"repeat": 2.0})}, "epoch_size": 9},
+            "latents: epoch_size and streams.a.repeat contradict each other; give proportions",
+        ),
         ({"caption_dropout": 1.5}, "caption_dropout is a share from 0 to 1, got 1.5"),
         ({"flip": -0.1}, "flip is a share from 0 to 1, got -0.1"),
+        ({"shuffle_block": 1}, "latents: shuffle_block: 1; give 2 or more"),
     ],
 )
 def test_what_does_not_fit_is_named(load, arguments, message):

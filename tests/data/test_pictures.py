@@ -65,6 +65,12 @@ def test_every_picture_once_a_pass_in_another_order(buffer, keep):
     assert set(source.reads.values()) == {1} if keep else min(source.reads.values()) >= 3
 
 
+def test_a_shard_without_a_picture_costs_a_part_no_more_than_a_pass():
+    """It is dealt to another part in each pass, and may be all that a part has."""
+    order = [take(load(Numbered(3, 4, reject=range(4)), rank=rank, world=3, batch=2), 24) for rank in range(3)]
+    assert all(set(found) == set(range(4, 12)) for found in order)
+
+
 @pytest.mark.parametrize("shards", [1, 8])  # dealt to the workers by sample, and by shard
 def test_ranks_and_workers_share_a_pass(shards):
     whole = []

@@ -149,6 +149,12 @@ def test_remote_with_eviction(tmp_path, workers, compression):
     assert 0 < len(left) < shards // 2
 
 
+def test_a_cache_that_is_too_small_is_an_error(tmp_path, plain):
+    stream = {"local": str(tmp_path / "cache"), "remote": str(plain)}
+    with pytest.raises(ValueError, match="^data: Cache limit .* is too low. Increase the `cache_limit`"):
+        make_loader(True, [stream], cache_limit=13_000)
+
+
 def test_a_shard_evicted_before_it_is_read_is_fetched_again(tmp_path, plain):
     stock, fast = copies(tmp_path, plain)
     fast = [{"local": str(tmp_path / "cache"), "remote": fast[0]["local"]}]
@@ -211,21 +217,32 @@ def test_a_loader_resumes_after_any_batch(tmp_path, plain, workers, drop_last):
         del resumed
 
 
-def test_a_state_after_the_last_batch_does_not_give_an_empty_epoch(tmp_path, plain):
-    """The loader cannot know at an epoch's last batch that there is none after it."""
+@pytest.mark.parametrize(("algorithm", "seen"), [("py1e", 43), ("py2s", 44)])
+def test_a_state_after_the_last_batch_does_not_give_an_empty_epoch(tmp_path, plain, algorithm, seen):
+    """The loader cannot know at an epoch's last batch that there is none after it. py2s has 64 samples in an order of
+    43, and trainers take as many batches as 43 fill."""
     _, fast = copies(tmp_path, plain)
-    loader = make_loader(True, fast)
+    loader = make_loader(True, fast, shuffle_algo=algorithm)
     batches = iter(loader)
     for _ in range(11):
         next(batches)
     state = loader.state_dict()
-    assert (state["epoch"], state["sample_in_epoch"]) == (0, 43)
+    assert (state["epoch"], state["sample_in_epoch"]) == (0, seen)
     second = list(loader)
     del batches, loader
     gc.collect()
-    resumed = make_loader(True, fast)
+    resumed = make_loader(True, fast, shuffle_algo=algorithm)
     resumed.load_state_dict(state)
     assert_same(second, list(resumed))
+
+
+def test_a_state_after_the_last_batch_of_other_ranks_leaves_nothing(tmp_path, plain):
+    """43 samples, which one of two ranks has one of twice."""
+    loader = make_loader(True, copies(tmp_path, plain)[1])
+    left = {(1, 40): 3, (1, 43): 0, (1, 44): 0, (2, 40): 2, (2, 43): 0, (2, 44): 0, (3, 36): 3, (3, 43): 0}
+    for (ranks, seen), samples in left.items():
+        loader.ranks, loader.dataset.length = ranks, -(-43 // ranks)
+        assert loader._expected(seen) == samples
 
 
 def test_composers_state_at_an_epochs_end_is_the_next_epoch(tmp_path, plain):

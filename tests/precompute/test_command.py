@@ -59,11 +59,29 @@ def test_errors_are_one_line(override, message, recipe, tmp_path):
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_dry_run_checks_the_filter(recipe):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"filter": {"name": "pictures", "min_side": 0}}, "filter.min_side is 0: give 1 or more"),
+        ({"resolutions": [16, 17]}, "resolutions: 17 is not a multiple of 2, as /"),
+        (
+            {"resolutions": [20], "image_encoder": {"name": "dvae", "path": "a/b"}, "text_encoder": None},
+            "resolutions: 20 is not a multiple of 8, as a/b requires",
+        ),
+    ],
+)
+def test_a_dry_run_checks_what_needs_no_encoder(recipe, changes, message):
     """As the job does, before it reads anything."""
-    config = load_config(recipe(filter={"name": "pictures", "min_side": 0}), [], EncodeConfig)
-    with pytest.raises(ValueError, match="filter.min_side is 0: give 1 or more"):
+    config = load_config(recipe(**changes), [], EncodeConfig, missing=[])
+    with pytest.raises(ValueError, match=message):
         encode_report(config, [], Rank.from_environment())
+
+
+def test_a_dry_run_says_what_is_to_be_scored_first(recipe, tars, tmp_path):
+    source = {"name": "scored", "source": {"name": "tars", "urls": f"{tars}/*.tar"}, "scores": str(tmp_path)}
+    config = load_config(recipe(sources={"train": source | {"at_least": 0.2}}), [], EncodeConfig)
+    report = encode_report(config, [], Rank.from_environment())
+    assert f"train: the source cannot be read yet: no file {tmp_path}/facts.json; finish precompute/scores" in report
 
 
 def test_hashes_and_compressions_are_those_of_the_format():

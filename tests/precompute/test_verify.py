@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 from streaming.base.hashing import get_hash
 
 from precompute.verify import main
+from recipes.encoders.vae import KLVae, kl_vae
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +88,15 @@ def test_sets_of_tokens_hold_when_the_yaml_of_their_job_is_given(token_sets, tmp
         assert (tmp_path / f"{label}.png").is_file()
 
 
-def test_a_flipped_byte_is_found(copy, tmp_path, capsys):
+@pytest.mark.parametrize("of_index", [False, True])
+def test_a_flipped_byte_is_found(copy, tmp_path, capsys, of_index):
     path = next(copy.glob("shards/*/shard.*.mds"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    changed = copy / "index.json" if of_index else path
+    data = bytearray(changed.read_bytes())
+    data[data.index(b'"xxh3_64": ') + 4 if of_index else len(data) // 2] ^= 1  # of the index: the name of a hash
+    changed.write_bytes(data)
     status, _, (fault,) = verify(capsys, copy, f"--out={tmp_path / 'out'}")
-    assert status == 1 and str(path) in fault and "xxh3_64" in fault
+    assert status == 1 and str(path) in fault and ("xxh2_64" if of_index else "xxh3_64") in fault
 
 
 def test_a_lost_and_a_shortened_file_are_found(copy, tmp_path, capsys):
@@ -109,8 +113,6 @@ def test_weights_of_another_vae_are_found(copy, other_vae, tmp_path, capsys):
 
 
 def test_latents_of_another_vae_are_found_where_the_manifest_hides_it(copy, other_vae, tmp_path, capsys):
-    from recipes.encoders.vae import kl_vae
-
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["image_encoder"]["weights_hash"] = kl_vae(path=str(other_vae)).weights_hash
     (copy / "manifest.json").write_text(json.dumps(manifest))
@@ -151,10 +153,31 @@ def test_a_set_whose_source_has_changed_is_found(copy, drawings, tmp_path, capsy
     assert status == 1 and len(faults) == 2 and all("does not give it" in fault for fault in faults)
 
 
-def test_a_source_that_was_moved_is_found_by_its_names(copy, drawings, tmp_path, capsys):
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_source_that_was_moved_is_found_by_its_names(copy, drawings, tmp_path, capsys, twice):
+    """A second sample of a key is no fault: the job rejects it."""
     shutil.copytree(drawings / "val", tmp_path / "moved")
+    if twice:
+        (path,) = (tmp_path / "moved").iterdir()
+        with tarfile.open(path) as tar:
+            members = [(member, tar.extractfile(member)) for member in tar.getmembers()]
+            with tarfile.open(path, "a") as longer:
+                for member, file in members:
+                    longer.addfile(member, file)
     source = f"sources.val.urls={tmp_path}/moved/*.tar"
     assert verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")[0] == 0
+
+
+def test_what_is_not_finite_is_encoded_in_fp32_as_in_the_job(copy, tmp_path, capsys, monkeypatch):
+    encode = KLVae.encode
+
+    def spoilt(self, images, exact=False):
+        mean, std = encode(self, images, exact)
+        mean[0] += 0 if exact else float("inf")
+        return mean, std
+
+    monkeypatch.setattr(KLVae, "encode", spoilt)
+    assert verify(capsys, copy, f"--out={tmp_path / 'out'}")[0] == 0
 
 
 @pytest.mark.parametrize(

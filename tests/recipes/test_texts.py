@@ -88,6 +88,13 @@ def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys):
     assert "holds values made with source {" in capsys.readouterr().err
 
 
+def test_texts_that_fill_no_row_are_said_to(text_sets, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        pack.main([str(text_sets / "docs" / "config.yaml"), f"out={tmp_path}", "positions=60000"])
+    assert "/docs: nothing was encoded (" in (error := capsys.readouterr().err)
+    assert "tokens of texts fill no row; give fewer positions, or longer texts); see shards" in error
+
+
 def test_a_cache_of_other_texts_is_an_error(text_sets, tmp_path):
     cache = str(tmp_path / "cache")
     remote_set(url=str(text_sets / "docs"), cache=cache).file(NAME)

@@ -274,6 +274,8 @@ def test_tokens_are_held_against_the_model(token_sets, tmp_path):
 
     needs = {"text_positions": 256, "text_vocabulary": 280, "codes": 32, "side": 4}
     assert samples(needs) == 80
+    sets = {label: {"name": "local", "path": str(token_sets / label), "repeat": 0.3} for label in ("train", "val")}
+    assert samples(needs, streams=sets | {"train": sets["train"] | {"repeat": 0.51}}) == 20 + 1  # of 40 and 6
     assert samples(needs | {"text_vocabulary": 16384}, vocabulary=str(tmp_path / "none.json")) == 80  # not made yet
     for name, wrong in (("text_positions", 64), ("text_vocabulary", 16384), ("codes", 8192), ("side", 32)):
         with pytest.raises(ValueError, match=f"{name} is .*, the recipe expects {wrong}"):
