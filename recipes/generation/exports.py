@@ -92,13 +92,13 @@ def find_network(export: Path, weights: Weights | None) -> Path:
         weights: averaged or as trained; None: averaged if there are any.
 
     Raises:
-        FileNotFoundError: averaged weights are requested, and the run had no average.
+        FileNotFoundError: averaged weights are requested, and the export has none.
     """
     raw = export / _identify(export)[1]
     averaged = raw.with_name(f"{raw.name}_ema")
     there = (averaged / "config.json").is_file()
     if weights == "ema" and not there:
-        raise FileNotFoundError(f"--weights ema: {averaged} does not exist, the run had no average; use raw")
+        raise FileNotFoundError(f"--weights ema: {averaged} does not exist, there is no average in this export; use raw")
     return averaged if there and weights != "raw" else raw
 
 
