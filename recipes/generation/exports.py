@@ -98,7 +98,7 @@ def find_network(export: Path, weights: Weights | None) -> Path:
     averaged = raw.with_name(f"{raw.name}_ema")
     there = (averaged / "config.json").is_file()
     if weights == "ema" and not there:
-        raise FileNotFoundError(f"--weights ema: {averaged} does not exist, there is no average in this export; use raw")
+        raise FileNotFoundError(f"--weights ema: {averaged} does not exist, this export has no average; use raw")
     return averaged if there and weights != "raw" else raw
 
 
