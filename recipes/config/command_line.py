@@ -103,7 +103,7 @@ def user_errors() -> Iterator[None]:
         fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
     except (ValueError, ConnectionError) as error:
         # Python's own kinds of them, such as UnicodeDecodeError, are bugs.
-        own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith("recipes.")
+        own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith(("data.", "recipes."))
         if not own or _from_a_library(error):
             raise
         fail([str(error)])
