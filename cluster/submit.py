@@ -37,6 +37,13 @@ SUBMITTERS = {
     "skypilot": (["sky", "jobs", "launch", "--yes", "/dev/stdin"], "a machine with SkyPilot"),
 }
 
+# Options that only one scheduler has.
+OWN = {
+    "slurm": ("partition", "account", "qos", "container", "python", "sbatch"),
+    "kubernetes": ("namespace", "queue", "claim", "secret", "cache", "topology"),
+    "skypilot": ("accelerator",),
+}
+
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,7 +79,12 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     kubernetes.add_argument("--cache", help="folder of each machine, at /cache in the pods")
     kubernetes.add_argument("--topology", help="label of nodes that are near to each other")
     parser.add_argument_group("skypilot").add_argument("--accelerator", help="GPU to rent, such as H200")
-    return parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    for scheduler, names in OWN.items():
+        for name in names if scheduler != options.scheduler else ():
+            if getattr(options, name) != parser.get_default(name):
+                fail([f"--{name}: an option of {scheduler} only; leave it out"])
+    return options
 
 
 def job_of(options: argparse.Namespace) -> Job:
@@ -121,8 +133,7 @@ def text_of(options: argparse.Namespace, command: str) -> str:
     """What is submitted: a batch script or YAML. Raises as `job_of`."""
     job = job_of(options)
     if options.scheduler == "kubernetes":
-        names = ("namespace", "queue", "claim", "secret", "cache", "topology")
-        return manifest_text(job, KubernetesOptions(**{name: getattr(options, name) for name in names}))
+        return manifest_text(job, KubernetesOptions(**{name: getattr(options, name) for name in OWN["kubernetes"]}))
     if options.scheduler == "skypilot":
         if job.address is None and not options.dry_run:
             key = "checkpoints.bucket" if job.kind == "train" else "upload"

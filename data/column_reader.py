@@ -16,7 +16,12 @@ from streaming.base.format.mds.encodings import get_mds_encoded_size
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 
+from data.errors import WorkersError
 from data.memory import MEMORY
+
+
+class DamagedError(WorkersError, ValueError):
+    """A file of a set is damaged, or a sample in it is."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class ColumnReader(MDSReader):
         with open(self.path, "rb") as file:
             found = get_hash(self._check, file.read())
         if found != self.raw_data.hashes[self._check]:
-            raise ValueError(
+            raise DamagedError(
                 f"{self.path}: damaged, its {self._check} is {found} and not {self.raw_data.hashes[self._check]} as in "
                 "the index; copy the file again, or delete its folder and start the encode job again"
             )
@@ -148,14 +153,14 @@ class ColumnReader(MDSReader):
 
         Raises:
             FileNotFoundError: the shard is not on this disk (any more).
-            ValueError: the sample is damaged, or the file is (see `check_with`).
+            DamagedError: the sample is damaged, or the file is (see `check_with`).
         """
         if self._check is not None:
             self._compare_hash()
         try:
             return self.decode_sample(self.get_sample_data(idx))
         except ValueError as error:
-            raise ValueError(
+            raise DamagedError(
                 f"{self.path}: sample {idx} is damaged ({error}); delete the file if it is a copy that is fetched "
                 "again, or encode the set again"
             ) from None

@@ -1,4 +1,13 @@
-"""Errors of libraries, in the words of one line."""
+"""Errors of libraries and of worker processes, in the words of one line."""
+
+
+class WorkersError(Exception):
+    """An error that worker processes of a loader raise, and that is one line for the user."""
+
+    @property
+    def line(self) -> str:
+        """The last line, without what PyTorch adds to errors of worker processes."""
+        return str(self).strip().splitlines()[-1].removeprefix(f"{type(self).__module__}.{type(self).__name__}: ")
 
 
 def one_line(error: BaseException) -> str:

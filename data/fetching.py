@@ -21,16 +21,11 @@ from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
 
 from data.downloads import fetch
-from data.errors import one_line
+from data.errors import WorkersError, one_line
 
 
-class NotFetched(RuntimeError):
+class NotFetched(WorkersError, RuntimeError):
     """A shard could not be fetched or decompressed. Its message's last line says which, and why."""
-
-    @property
-    def line(self) -> str:
-        """The last line, without what PyTorch adds to errors of worker processes."""
-        return str(self).strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: ")
 
 
 class WholeStream(Stream):

@@ -80,6 +80,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         try:
             yield partial
+            for file in partial.rglob("*.safetensors"):  # safetensors 0.8 lets only their owner read them
+                file.chmod(partial.stat().st_mode & 0o666)
             to_disk(partial)
             if path.exists():
                 path.rename(aside)

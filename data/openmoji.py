@@ -28,6 +28,7 @@ import io
 import json
 import multiprocessing
 import re
+import signal
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -304,7 +305,9 @@ def _draw_all(emojis: list[Emoji], size: int, workers: int) -> Iterator[bytes]:
         yield from map(partial(draw, size=size), codes)
         return
     # Not forked: a caller may have threads (torch has), and a fork with threads can hang.
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    # Ctrl-C reaches all processes; this one ends the others.
+    ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with multiprocessing.get_context("spawn").Pool(workers, **ignore) as pool:
         yield from pool.imap(partial(draw, size=size), codes, chunksize=16)
 
 
@@ -396,6 +399,8 @@ def main() -> int:
         build(**vars(parser.parse_args()))
     except (ValueError, OSError) as error:
         parser.exit(2, f"openmoji.py: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "openmoji.py: interrupted\n")
     return 0
 
 

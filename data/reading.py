@@ -23,7 +23,7 @@ from streaming import Stream, StreamingDataLoader
 from streaming.base.batching import generate_work
 from torch import Tensor
 
-from data.column_reader import StoredSample, column_readers
+from data.column_reader import DamagedError, StoredSample, column_readers
 from data.downloads import CREDENTIAL
 from data.encoded_sets import EncodedSet
 from data.errors import one_line
@@ -174,13 +174,15 @@ class EncodedLoader(StreamingDataLoader):
         """The batches of the next epoch, or of the rest of one that was resumed.
 
         Raises:
-            ValueError: a shard could not be fetched.
+            ValueError: a shard could not be fetched, or is damaged.
             RuntimeError: the epoch ended early for another reason.
         """
         try:
             yield from self._epoch()
         except Exception as error:
             end_idle_workers(self)  # they would wait for as long as somebody holds the error, and with it this loader
+            if isinstance(error, DamagedError):
+                raise ValueError(error.line) from None
             if not isinstance(error, NotFetched):
                 raise
             raise ValueError(f"data: {error.line}; start again when the store answers, and see {CREDENTIAL}") from None

@@ -43,7 +43,7 @@ def score(config: EncodeConfig, model: str) -> bool:
     """
     rank = Rank.from_environment()
     sources, decoder = build(config.sources), build(config.filter)
-    scorer = Reranker(model, str(pick_device(config.device, rank.local)))
+    scorer = Reranker(model, str(pick_device(config.device, rank.local)), "--model")
     of_all = {"model": model, "weights_hash": weights_hash(scorer.network), "filter": plain_values(config.filter)}
     facts = {label: of_all | source_options(component) for label, component in config.sources.items()}
     folders = {label: Path(config.out, label, FOLDER) for label in sources}

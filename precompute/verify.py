@@ -10,6 +10,7 @@ the folder `verified` beside the sets. Exits with status 1 if the set does not h
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> int:
             fail([f"{folder}: no {CONFIG} in it; give the YAML of the job that encoded the set"])
         label = folder.name
         rest = [str(folder / CONFIG), *rest[1:], f"out={folder.parent}"]
+    elif rest and re.fullmatch("[^-=][^=]*", rest[0]) and not Path(rest[0]).suffix and not Path(rest[0]).exists():
+        fail([f"{rest[0]}: no such folder"])
     command = read_command_line(rest, EncodeConfig, __doc__)
     config: EncodeConfig = command.config
     if options.records < 1:

@@ -12,7 +12,7 @@ from data.files import atomic_write, write_json
 from data.log import log
 from data.vocabulary_files import manifest_path, read_manifest
 from precompute.captions import Captions
-from precompute.config import VocabularyConfig
+from precompute.config import VocabularyConfig, changed_option
 from precompute.totals import counts_text
 from recipes.config.build import build
 
@@ -24,12 +24,16 @@ def write_vocabulary(config: VocabularyConfig) -> None:
         FileNotFoundError: a source does not exist.
         ValueError: the captions give fewer entries than requested, or another job wrote the file.
     """
-    out, request = Path(config.out), config.request()
+    out, request = Path(config.out), json.loads(json.dumps(config.request()))
     if manifest_path(out).is_file():
         made = read_manifest(out)
         whole = out.is_file() and hashlib.sha256(out.read_bytes()).hexdigest() == made["sha256"]
-        if made.get("request") != json.loads(json.dumps(request)):
-            raise ValueError(f"out: {out} was made with other options; give another `out`, or delete it to train again")
+        earlier = made.get("request") or {}
+        if (name := changed_option(earlier, request)) is not None:
+            raise ValueError(
+                f"out: {out} was made with {name} {earlier.get(name)}, this job has {request.get(name)}; give another "
+                "`out`, or delete it to train again"
+            )
         if whole:
             log.info(f"already complete: {out}; delete it to train again")
             return

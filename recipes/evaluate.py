@@ -62,7 +62,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from recipes.scoring.reranking import Reranker, draw_best
 
     pipeline = load_pipeline(folder, options.device, options.precision, options.weights)
-    model = Reranker(options.retrieval, pipeline.device)
+    model = Reranker(options.retrieval, pipeline.device, "--retrieval")
     reranker = None if options.rerank is None else Reranker(options.rerank, pipeline.device)
     generate = partial(pipeline.generate, batch=options.batch, **own)
     judge = weights_hash(model.network)

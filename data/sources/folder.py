@@ -38,7 +38,7 @@ class FolderSource:
             shard_size: number of images per shard.
 
         Raises:
-            FileNotFoundError: no such folder, or no such table.
+            FileNotFoundError: no such folder, no image in it, or no such table.
             ValueError: no image has its .txt; a table of another kind, without the columns, or not UTF-8; `shard_size`
                 below 1.
         """
@@ -68,6 +68,8 @@ class FolderSource:
         else:
             self.table, repeated = _read_table(self.root, captions)
             orphans = [name for name in self.table if name not in self.images]
+        if not self.images:
+            raise FileNotFoundError(f"source.path: no image (.{', .'.join(IMAGE_SUFFIXES)}) in {path}")
         # Captions without an image and repeated rows are entries too, so that they are rejected.
         entries: list[tuple[str, str]] = [("image", name) for name in self.images]
         entries += [("orphan", name) for name in orphans] + [("repeated", name) for name in repeated]

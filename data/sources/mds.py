@@ -48,11 +48,12 @@ class MDSSource:
 
     def _check(self, index: Path, info: dict[str, Any]) -> None:
         encodings = dict(zip(info["column_names"], info["column_encodings"], strict=True))
-        for column, allowed in ((self.image, _IMAGES), (self.caption, _TEXTS), (self.key, ("str", "int"))):
+        wanted = {"image": (self.image, _IMAGES), "caption": (self.caption, _TEXTS), "key": (self.key, ("str", "int"))}
+        for key, (column, allowed) in wanted.items():
             if column is None:
                 continue
             if column not in encodings:
-                raise ValueError(f"{index} has no column {column!r}: it has {', '.join(encodings)}")
+                raise ValueError(f"source.{key}: {index} has no column {column!r}: it has {', '.join(encodings)}")
             if encodings[column] not in allowed:
                 kind, read = encodings[column], ", ".join(allowed)
                 raise ValueError(f"{index}: column {column!r} is of encoding {kind!r}: read are {read}")

@@ -89,9 +89,9 @@ class ParquetSource:
     def _check(self, file: Path, schema: Any) -> None:
         import pyarrow.types as types
 
-        for column in self.columns:
-            if column not in schema.names:
-                raise ValueError(f"{file} has no column {column!r}: it has {', '.join(schema.names)}")
+        for key, column in (("image", self.image), ("caption", self.caption), ("key", self.key)):
+            if column is not None and column not in schema.names:
+                raise ValueError(f"source.{key}: {file} has no column {column!r}: it has {', '.join(schema.names)}")
         kind = schema.field(self.image).type
         if types.is_struct(kind):
             kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind

@@ -92,15 +92,18 @@ def check_out(path: Path) -> None:
 def user_errors() -> Iterator[None]:
     """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError,
     ConnectionError (a server that does not answer), and those of disks that are full, read-only or the like
-    (`data.disk_errors`)."""
+    (`data.disk_errors`). Ctrl-C is one line, too, with status 130."""
     try:
         yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except FileNotFoundError as error:
         of_system = error.filename is not None
         fail([f"{os.fspath(error.filename)}: there is no such file or folder" if of_system else str(error)])
     except (ValueError, ConnectionError) as error:
         # Python's own kinds of them, such as UnicodeDecodeError, are bugs.
-        own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith("recipes.")
+        own = type(error) in (ValueError, ConnectionError) or type(error).__module__.startswith(("data.", "recipes."))
         if not own or _from_a_library(error):
             raise
         fail([str(error)])

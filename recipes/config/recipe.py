@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -313,8 +313,14 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     Raises:
         ConfigError: all mistakes, one line each.
     """
+    values = read_values(path, overrides)
+    others = sorted(values.keys() - {own.name for own in fields(cls)})
+    if len(others) > 1 and 2 * len(others) > len(values):  # instead of a line for each
+        raise ConfigError(
+            [f"{path}: is for another command, which has {', '.join(others)}; the top of a YAML of yamls/ names it"]
+        )
     checker = Checker(all_components())
-    config = checker.section(cls, read_values(path, overrides), "")
+    config = checker.section(cls, values, "")
     errors = checker.errors + (checker.missing if missing is None else [])
     if errors:
         raise ConfigError(errors)

@@ -34,10 +34,15 @@ def source_file(module: str) -> Path:
     """
     top, *rest = module.split(".")
     folders = [str(ROOT / top)]
-    if not (ROOT / top).is_dir() and (spec := find_spec(top)) is not None:  # of a top-level module, which runs no code
+    if not _files(folders, rest) and (spec := find_spec(top)) is not None:  # of a top-level module, which runs no code
         folders = list(spec.submodule_search_locations or [str(spec.origin).removesuffix(".py")])
-    for path in (Path(folder, *rest) for folder in folders):
-        for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
-            if file.is_file():
-                return file
+    for file in _files(folders, rest):
+        return file
     raise ConfigError([f"{module}: no such module (looked in {', '.join(folders)})"])
+
+
+def _files(folders: list[str], rest: list[str]) -> list[Path]:
+    """The files that a module of one of these top-level folders may be, in the order in which Python takes them."""
+    paths = [Path(folder, *rest) for folder in folders]
+    files = [file for path in paths for file in (path / "__init__.py", path.with_name(f"{path.name}.py"))]
+    return [file for file in files if file.is_file()]

@@ -26,7 +26,9 @@ from recipes.training.kinds import KINDS, REST, resolved
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-OF_COMPOSER = ("CheckpointSaver", "WholeCheckpoints", "EndIfAsked", "EndWorkers", "Generators")  # not of the recipe
+OF_COMPOSER = (  # callbacks that are not of the recipe; all but the last have no state
+    "CheckpointSaver", "WholeCheckpoints", "Destination", "EndIfAsked", "EndWorkers", "Generators",
+)  # fmt: skip
 
 
 def convert(path: Path, engine: str) -> Path:
@@ -120,7 +122,8 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
     counts = checkpoint["counts"]
     groups = checkpoint["optimizer"]["param_groups"]
     generators = [_tensor_to_numpy(part) for part in checkpoint["generators"]]
-    callbacks = {name: packed(part) for name, part in checkpoint["callbacks"].items()}
+    callbacks = dict.fromkeys(OF_COMPOSER, {})  # Composer warns of each that is missing
+    callbacks |= {name: packed(part) for name, part in checkpoint["callbacks"].items()}
     timestamp = {
         **{name: 0 for name in ("iteration", "token", "token_in_iteration", "token_in_epoch")},
         **counts,

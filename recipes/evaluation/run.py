@@ -42,8 +42,8 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     pipeline = load_pipeline(folder, config.device, config.precision, config.weights)
     extractor = build_extractor(config.extractor.kind, config.extractor.path, pipeline.device)
     network = find_network(folder, config.weights)
-    clip = Reranker(config.clip, pipeline.device) if "clip_score" in config.metrics else None
-    reranker = None if config.rerank is None else Reranker(config.rerank.by, pipeline.device)
+    clip = Reranker(config.clip, pipeline.device, "clip") if "clip_score" in config.metrics else None
+    reranker = None if config.rerank is None else Reranker(config.rerank.by, pipeline.device, "rerank.by")
     identity = {
         "network": digest(network),
         "manifest": digest(folder / "manifest.json"),

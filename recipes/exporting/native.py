@@ -104,6 +104,10 @@ def training_data(
     args = recipe.data.args
     if "streams" not in args:
         return Loading(loader=None), None
+    if "resolution" not in args:
+        raise ValueError(
+            f"data: {recipe.data.name} holds no images, and models of it are written by their run only: {export_of_run}"
+        )
     beside = export_of_run if (export_of_run / MANIFEST).is_file() else None
     places = [EncodedSet(str(data), None, {})] if data is not None else [next(iter(build(args["streams"]).values()))]
     if data is None and beside is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.cycles import rare_searches
+from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from recipes.config.build import encoders_of
 from recipes.config.installed import all_components
@@ -69,7 +70,8 @@ def _identify(folder: Path) -> tuple[str, str] | None:
         return name, network
     for name, family in families().items():
         for network in family.networks:
-            if (folder / network / "config.json").is_file():
+            # A language model's folder has the same name, but nothing to make images with.
+            if (folder / network / "config.json").is_file() and (folder / MANIFEST).is_file():
                 return name, network
     return None
 
@@ -92,13 +94,13 @@ def find_network(export: Path, weights: Weights | None) -> Path:
         weights: averaged or as trained; None: averaged if there are any.
 
     Raises:
-        FileNotFoundError: averaged weights are requested, and the run had no average.
+        FileNotFoundError: averaged weights are requested, and the export has none.
     """
     raw = export / _identify(export)[1]
     averaged = raw.with_name(f"{raw.name}_ema")
     there = (averaged / "config.json").is_file()
     if weights == "ema" and not there:
-        raise FileNotFoundError(f"--weights ema: {averaged} does not exist, the run had no average; use raw")
+        raise FileNotFoundError(f"--weights ema: {averaged} does not exist, this export has no average; use raw")
     return averaged if there and weights != "raw" else raw
 
 

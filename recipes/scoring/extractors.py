@@ -54,7 +54,7 @@ def build_extractor(kind: Literal["inception", "contrastive"], path: str | None,
     """
     if kind == "inception":
         return inception(path, device)
-    model = Reranker(path, device, "extractor")
+    model = Reranker(path, device, "extractor.path")
     size = "x".join(map(str, model.size))
     return Features(
         name=f"picture tower of the contrastive model {path}",

@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.encoders.open_clip_models import LOCAL_PREFIX, check_vocabulary, load_open_clip, open_clip_tokenizer
+from recipes.encoders.open_clip_models import (
+    CONFIG,
+    LOCAL_PREFIX,
+    check_vocabulary,
+    load_open_clip,
+    open_clip_tokenizer,
+)
 
 IMAGES_AT_ONCE = 4096  # candidates in memory, of which few are kept: 0.8 GB at 256 x 256 pixels
 
@@ -22,19 +28,23 @@ class Reranker:
         name: a folder in open_clip's format, such as the export of a `contrastive_text` run, or MODEL/TAG as open_clip
             lists them.
         device: device of the model.
-        key: of the config that names it, for messages.
+        key: option, or key of the config, that names it, for messages.
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
         ValueError: open_clip has no such model or tag, or it cannot be loaded.
     """
 
-    def __init__(self, name: str, device: str, key: str = "rerank") -> None:
+    def __init__(self, name: str, device: str, key: str = "--rerank") -> None:
         from data.clip_library import open_clip
 
         folder = Path(name).expanduser()
         model, _, tag = name.partition("/")
         known = model in open_clip.list_models() and tag and not folder.exists()
+        if not known and not (folder / CONFIG).is_file():
+            raise FileNotFoundError(
+                f"{key}: no file {folder / CONFIG}; give a folder in open_clip's format, or MODEL/TAG of its lists"
+            )
         model, tag = (model, tag) if known else (f"{LOCAL_PREFIX}{folder}", None)
         self.network: Any = load_open_clip(model, tag, key).to(device).eval()
         self.tokenize = open_clip_tokenizer(model)

@@ -243,11 +243,16 @@ def test_kubernetes_needs_an_image_and_a_volume():
         (["--mount", "/data:/data"], ["skypilot"]),
         (["--cpus", "4"], ["skypilot"]),
         (["--memory", "64"], ["skypilot"]),
+        (["--partition", "gpu"], ["kubernetes", "skypilot"]),
+        (["--sbatch", "exclusive"], ["kubernetes"]),
+        (["--claim", "runs"], ["slurm", "skypilot"]),
+        (["--accelerator", "H200"], ["slurm", "kubernetes"]),
     ],
 )
 def test_an_option_that_a_scheduler_does_not_have_is_not_passed_over(option, schedulers):
+    needed = {"slurm": [], "kubernetes": CLOUD, "skypilot": ["--accelerator", "H200"]}
     for scheduler in schedulers:
-        error = error_of(scheduler, TRAIN, "--machines", "1", *CLOUD, "--accelerator", "H200", *option, "--dry-run")
+        error = error_of(scheduler, TRAIN, "--machines", "1", *needed[scheduler], *option, "--dry-run")
         assert error.startswith(f"error: {option[0]}: ") and error.endswith("; leave it out\n")
 
 

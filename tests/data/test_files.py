@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from data.files import atomic_folder, atomic_write, read_object, write_json
 
@@ -45,13 +47,16 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
     folder = tmp_path / "export"
     for name in ("old", "new"):
         with atomic_folder(folder) as partial:
-            (partial / name).touch()
-    assert [file.name for file in folder.iterdir()] == ["new"]
+            save_file({"a": torch.zeros(1)}, partial / f"{name}.safetensors")
+            (partial / "plain").touch()
+    weights, plain = sorted(folder.iterdir())
+    assert (weights.name, plain.name) == ("new.safetensors", "plain")
+    assert weights.stat().st_mode == plain.stat().st_mode  # who may read the folder may read the weights
 
     with pytest.raises(KeyError), atomic_folder(folder) as partial:
         Path(partial, "half").touch()
         raise KeyError
-    assert [file.name for file in folder.iterdir()] == ["new"]
+    assert sorted(folder.iterdir()) == [weights, plain]
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -205,3 +205,14 @@ def test_as_a_script(tmp_path):
     assert done.returncode == 2 and said(done) == ["openmoji.py: --size is 3: give 16 to 2,048"]
     done = run("--out", "tars", "--siez", "3")
     assert done.returncode == 2 and len(said(done)) == 1 and "--siez" in said(done)[0]
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupted(**options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(openmoji, "build", interrupted)
+    monkeypatch.setattr(sys, "argv", ["openmoji.py", "--out", "tars"])
+    with pytest.raises(SystemExit) as left:
+        openmoji.main()
+    assert (left.value.code, capsys.readouterr().err) == (130, "openmoji.py: interrupted\n")

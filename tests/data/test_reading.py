@@ -361,15 +361,20 @@ def test_a_flipped_byte_is_found_at_the_first_read(latent_sets, tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
-    def read(check):
+    def opened(check):
         streams = streams_of({"val": local_set(path=str(folder), validate_hash=check)})
-        dataset = LatentDataset(streams=streams, resolution=16, text="text", batch_size=2, shuffle=False)
+        return LatentDataset(streams=streams, resolution=16, text="text", batch_size=2, shuffle=False)
+
+    def read(check):
+        dataset = opened(check)
         return [dataset[i] for i in range(len(dataset))]
 
     assert len(read(None)) == 6
-    with pytest.raises(ValueError, match=f"{file}: damaged, its xxh3_64 is") as error:
-        read("xxh3_64")
-    assert "\n" not in str(error.value)
+    loader = open_loader(opened("xxh3_64"), Placement(2, training=False), 1, False)
+    for broken in (lambda: read("xxh3_64"), lambda: list(loader)):  # in this process, and in a worker
+        with pytest.raises(ValueError, match=f"^{file}: damaged, its xxh3_64 is") as error:
+            broken()
+        assert "\n" not in str(error.value)
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert len(read("xxh3_64")) == 6

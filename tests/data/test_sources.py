@@ -261,6 +261,8 @@ def test_missing_places_are_named(tmp_path):
     for build in (FolderSource, ParquetSource, MDSSource):
         with pytest.raises(FileNotFoundError, match="missing"):
             build(path=missing)
+    with pytest.raises(FileNotFoundError, match=r"no image \(.jpg, .jpeg, .*\) in "):
+        FolderSource(path=str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"t\.jsonl"):
         FolderSource(path=str(tmp_path), captions="t.jsonl")
     with pytest.raises(FileNotFoundError, match="no .parquet file"):
@@ -348,7 +350,7 @@ def test_parquet_errors(tmp_path):
     pq.write_table(pa.table({"image": ["a.png"], "text": ["x"], "n": [1]}), path)
     with pytest.raises(ValueError, match="'image' is of type string"):
         ParquetSource(path=str(path))
-    with pytest.raises(ValueError, match="no column 'picture': it has image, text, n"):
+    with pytest.raises(ValueError, match="^source.image: .* has no column 'picture': it has image, text, n"):
         ParquetSource(path=str(path), image="picture")
     pq.write_table(pa.table({"image": [b"a"], "text": [1]}), path)
     with pytest.raises(ValueError, match="'text' is of type int64"):
@@ -394,7 +396,7 @@ def test_mds_columns_are_checked(tmp_path):
     path = str(tmp_path / "mds")
     with pytest.raises(ValueError, match="'extra' is of encoding 'pkl'"):
         MDSSource(path=path, caption="extra")
-    with pytest.raises(ValueError, match="no column 'text'"):
+    with pytest.raises(ValueError, match="^source.caption: .* has no column 'text'"):
         MDSSource(path=path, caption="text")
     index = tmp_path / "mds" / "index.json"
     index.write_text(index.read_text().replace("shard.00000.mds", "../shard.00000.mds"))

@@ -194,7 +194,7 @@ def test_a_source_without_pairs_that_do_not_fit(job, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--model=none"], "no file none"),
+        (["--model=none"], "--model: no file none"),
         (["--shared", "val", "test"], "--shared: no source test; this job has train, val"),
         (["--threshold", "95"], "--threshold=95.0; give a cosine similarity"),
         (["filter={name: pictures, min_side: 9}"], "holds scores by filter"),

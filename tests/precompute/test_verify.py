@@ -201,5 +201,8 @@ def test_a_folder_that_is_no_set_says_what_to_give(copy, tmp_path, capsys):
         assert capsys.readouterr().err == f"error: {folder}: not an encoded set, it has no {text}\n"
     (copy / "config.yaml").unlink()
     with pytest.raises(SystemExit):
+        main([f"{folder}/trian"])
+    assert capsys.readouterr().err == f"error: {folder}/trian: no such folder\n"
+    with pytest.raises(SystemExit):
         main([str(copy)])
     assert "give the YAML of the job" in capsys.readouterr().err

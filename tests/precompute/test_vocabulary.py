@@ -58,7 +58,7 @@ def test_what_it_refuses(arguments, tmp_path, capsys):
     main(arguments())
     capsys.readouterr()
     error = expect_error(arguments("entries=271"), capsys)
-    assert "was made with other options; give another `out`" in error
+    assert "was made with entries 270, this job has 271; give another `out`" in error
     manifest_path(tmp_path / "new" / "words.json").unlink()
     assert "exists without its manifest" in expect_error(arguments(), capsys)
 

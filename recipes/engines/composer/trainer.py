@@ -157,6 +157,8 @@ def own_signal_files() -> Iterator[None]:
 @own_signal_files()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
+    # Of an epoch that was complete in the checkpoint.
+    warnings.filterwarnings("ignore", message="No batches were trained for global rank")
     run = ComposerRun(parts.task, place.precision)
     checkpoints = recipe.checkpoints
     load_path = load_path_of(recipe)

@@ -143,6 +143,10 @@ def test_errors_that_a_user_can_mend_have_no_traceback(tmp_path, capsys):
         raise ConnectionError("cannot fetch http://a/0.tar: no answer; start again when the server answers")
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith("error: cannot fetch http://a/0.tar: no answer; ")
+    with pytest.raises(SystemExit) as left, user_errors():
+        raise KeyboardInterrupt
+    assert (left.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
     with pytest.raises(BrokenPipeError), user_errors():
         raise BrokenPipeError(32, "Broken pipe")
 

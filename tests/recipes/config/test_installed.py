@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import installed
+from recipes.config import installed, sources
 from recipes.config.build import build
 from recipes.config.command_line import help_text, user_errors
 from recipes.config.recipe import Recipe, load_config
@@ -73,6 +73,14 @@ def test_a_recipe_cannot_name_a_module(package, name):
     with pytest.raises(ConfigError, match=f"^callbacks.n.name: unknown callback '{name}'; "):
         read(f"callbacks.n={{name: '{name}'}}")
     assert "of_tests" not in sys.modules
+
+
+def test_a_folder_of_the_checkout_does_not_hide_a_package(package, tmp_path, monkeypatch):
+    """Such as my_package, in which pyproject.toml lies beside the package my_package."""
+    folder = package(CALLBACK)
+    (tmp_path / "checkout" / "of_tests").mkdir(parents=True)
+    monkeypatch.setattr(sources, "ROOT", tmp_path / "checkout")
+    assert sources.source_file("of_tests.inner.norms") == folder / "inner" / "norms.py"
 
 
 def test_a_name_of_this_repository_cannot_be_taken(package):

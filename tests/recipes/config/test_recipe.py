@@ -346,6 +346,14 @@ def test_an_empty_yaml_misses_every_required_key(small, tmp_path):
     assert missing == ["run_name", "model", "data", "optimizer", "schedule", "training"]
 
 
+@pytest.mark.parametrize(("yaml", "cls"), [("sd2_encode", Recipe), ("openmoji_vae", EncodeConfig)])
+def test_the_yaml_of_another_command_is_one_line(yaml, cls):
+    with pytest.raises(ConfigError) as error:
+        load_config(ROOT / "yamls" / f"{yaml}.yaml", ["device=cpu"], cls)
+    (line,) = error.value.lines
+    assert line.startswith(f"{ROOT}/yamls/{yaml}.yaml: is for another command, which has ")
+
+
 def test_a_file_that_is_not_there(small):
     assert small(file="smal.yaml") == ["smal.yaml: no such YAML file; did you mean small.yaml?"]
     (line,) = small(file="sd2_bse.yaml")

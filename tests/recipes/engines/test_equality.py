@@ -3,6 +3,7 @@ run goes on under the other engine."""
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,10 @@ def test_a_run_goes_on_under_the_other_engine(whole, recipe_of, tmp_path, engine
     folder.mkdir()
     converted = convert(Path(shutil.copy(checkpoint(output), folder)), other)
     assert converted.parent == folder
-    crossed = record(other, recipe_of(tmp_path, "checkpoints.autoresume=true"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        crossed = record(other, recipe_of(tmp_path, "checkpoints.autoresume=true"))
+    assert not [warning for warning in warned if "is not in the state_dict" in str(warning.message)]
     assert len(crossed.losses) == BATCHES - MIDDLE
     assert_bit_equal(uninterrupted, crossed)
 

@@ -139,7 +139,9 @@ def test_what_cannot_be_evaluated(export, write, tmp_path, capsys):
     assert "sampling.sampler: {a: 1}; give a text" in refuse(export, write(sampling={"sampler": {"a": 1}}), capsys)
     assert "guidance: nan; give a finite number" in refuse(export, write(sampling={"guidance": math.nan}), capsys)
     (tmp_path / "empty").mkdir()
-    nothing = {"source": {"name": "folder", "path": str(tmp_path / "empty")}}
+    (tmp_path / "empty" / "a.png").touch()
+    (tmp_path / "empty" / "t.csv").write_text("file,text\n")
+    nothing = {"source": {"name": "folder", "path": str(tmp_path / "empty"), "captions": "t.csv"}}
     assert "reference" in refuse(export, write(reference=nothing), capsys)
     assert "metrics" in refuse(export, write(metrics=["fidd"]), capsys)
     missing = {"kind": "inception", "path": str(tmp_path / "none.pth")}

@@ -20,6 +20,7 @@ from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
+from recipes.exporting.native import training_data
 from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.latent_diffusion.unet import UNet
 from tests.disks import fill, read_only, small_disk
@@ -297,6 +298,9 @@ def test_the_next_export_removes_what_a_killed_one_has_left(exported, tmp_path, 
 
 
 def test_what_cannot_be_exported(small_recipe, tmp_path, capsys):
+    language = load_config(ROOT / "yamls" / "docs_gpt2.yaml", [], Recipe, [])
+    with pytest.raises(ValueError, match="^data: texts holds no images, and models of it are written by"):
+        training_data(language, {}, tmp_path / "export", None)
     recipe = small_recipe(tmp_path / "run")
     path, _ = a_run(recipe, average=False)
     out = tmp_path / "out"

@@ -91,7 +91,7 @@ def test_the_command(exported, drawings, clip_folder, tmp_path, capsys):
         (["--sets", "seen"], "--sets: seen; give NAME=TARS"),
         (["--number", "0"], "--number: 0; give 1 or more"),
         (["--out", str(tmp_path)], f"--out: {tmp_path} is a folder"),
-        (["--retrieval", str(tmp_path / "none")], "no file"),
+        (["--retrieval", str(tmp_path / "none")], "--retrieval: no file"),
         (["--candidates", "2"], "--candidates: give the model that says which are best"),
         (["--candidates", "2", "--rerank", str(clip_folder)], "is the model that judges"),
         (["--temperature", "0.5"], "--temperature: an option of "),

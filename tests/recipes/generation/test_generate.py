@@ -191,6 +191,11 @@ def test_where_the_export_is_looked_for(tmp_path, export):
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(ValueError, match="a pipeline of diffusers, which opens it; give the folder of the run"):
         find_export(tmp_path)
+    network = tmp_path / "language" / "transformer"  # an export of `language`
+    network.mkdir(parents=True)
+    (network / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="language: no exported run of a token model or diffusion model"):
+        find_export(network.parent)
 
 
 def test_a_seed_that_generators_do_not_take_is_refused(tmp_path, export, capsys):

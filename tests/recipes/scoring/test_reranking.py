@@ -49,7 +49,7 @@ def test_without_a_reranker_all_are_kept():
 def test_the_key_that_names_the_model_is_in_messages(tmp_path):
     from recipes.scoring.extractors import build_extractor
 
-    with pytest.raises(FileNotFoundError, match="^rerank.path: no file "):
+    with pytest.raises(FileNotFoundError, match="^--rerank: no file "):
         reranking.Reranker(str(tmp_path), "cpu")
     with pytest.raises(FileNotFoundError, match="^extractor.path: no file "):
         build_extractor("contrastive", str(tmp_path), "cpu")

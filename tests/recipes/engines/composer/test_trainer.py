@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import warnings
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -199,7 +200,10 @@ def test_autoresume_in_mid_epoch_changes_nothing(whole, quick_recipe, fit, tmp_p
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_too(whole, quick_recipe, fit, tmp_path):
-    resumed = fit(quick_recipe(tmp_path, f"checkpoints.load_path={whole[0]}/checkpoints/ep1-ba10-rank0.pt"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        resumed = fit(quick_recipe(tmp_path, f"checkpoints.load_path={whole[0]}/checkpoints/ep1-ba10-rank0.pt"))
+    assert not [warning for warning in warned if "No batches were trained" in str(warning.message)]
     assert resumed.state.timestamp.batch == 12 and difference(resumed, whole[1]) == 0
 
 
