@@ -226,18 +226,20 @@ def test_two_callbacks_of_a_kind_have_a_state_each(recipes, tmp_path, engine):
 def test_a_run_from_another_runs_checkpoint_has_its_own_rates(recipes, tmp_path, engine):
     overrides = ["training={duration: 4ba, eval_every: null}", "checkpoints.every=2ba", "algorithms.scheduled_ema=null"]
     overrides += ["schedule={name: constant, warmup: 8ba}", "optimizer={lr: 1e-3, betas: [0.9, 0.98]}"]
+    overrides += ["optimizer.decay_vectors=true"]  # one group of parameters
     whole = record(engine, recipes["diffusion"](tmp_path / "whole", *overrides))
     path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba2" in path.name)
     seen = []
-    other = ["optimizer={lr: 1e-4, betas: [0.8, 0.9]}", f"checkpoints.load_path={path}"]
+    other = ["optimizer={lr: 1e-4, betas: [0.8, 0.9], decay_vectors: false}", f"checkpoints.load_path={path}"]
 
     class Watch(Recorder):
         def step_end(self, run):
             super().step_end(run)
-            seen.append(tuple(run.optimizer.param_groups[0]["betas"]))
+            seen.append([(*group["betas"], group["weight_decay"]) for group in run.optimizer.param_groups])
 
     rest = record(engine, recipes["diffusion"](tmp_path / "rest", *overrides, *other), Watch())
-    assert rest.rates == pytest.approx([rate / 10 for rate in whole.rates[2:]]) and seen == [(0.8, 0.9)] * 2
+    assert rest.rates == pytest.approx([rate / 10 for rate in whole.rates[2:]])
+    assert seen == [[(0.8, 0.9, 0.01), (0.8, 0.9, 0.0)]] * 2
 
 
 def test_a_callback_may_have_the_label_of_a_schedule_that_watches_the_run(recipes, tmp_path):
