@@ -31,6 +31,7 @@ from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.composer.workers import EndWorkers
+from recipes.engines.conversion import PREFIX
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
@@ -40,6 +41,7 @@ from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
 from recipes.engines.resuming import says_what_to_remove
+from recipes.engines.same_model import check_weights
 from recipes.planning.opening import opening
 from recipes.training.callback import by_names_of_states, is_complete
 from recipes.training.kinds import KINDS, has_checkpoints
@@ -116,16 +118,20 @@ def own_data_parallel() -> Iterator[None]:
 
 
 @contextmanager
-def own_unpickling() -> Iterator[None]:
-    """Inside, Composer's Trainer loads no code from checkpoints, and full ones lazily.
+def own_unpickling(task: torch.nn.Module) -> Iterator[None]:
+    """Inside, Composer's Trainer loads no code from checkpoints, and full ones lazily and of this task alone.
 
-    See `recipes.engines.plain_pickles` and `recipes.engines.lazy`.
+    See `recipes.engines.plain_pickles`, `recipes.engines.lazy` and `recipes.engines.same_model`.
     """
     theirs = composer_checkpoint._torch_load_with_validation
 
     def load(path: str, map_location: str) -> Any:
-        # Composer links to the file from a temporary folder.
-        return upgraded(load_plain(os.path.realpath(path), lazily=True))
+        path = os.path.realpath(path)  # Composer links to the file from a temporary folder
+        found = upgraded(load_plain(path, lazily=True))
+        match found:
+            case {"state": {"model": dict() as weights}}:
+                check_weights(path, {n.removeprefix(PREFIX): tensor.shape for n, tensor in weights.items()}, task)
+        return found
 
     composer_checkpoint._torch_load_with_validation = load
     try:
@@ -151,7 +157,6 @@ def own_signal_files() -> Iterator[None]:
 
 
 @own_data_parallel()
-@own_unpickling()
 @own_signal_files()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""
@@ -165,7 +170,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     trained = [p for p in parts.task.parameters() if p.requires_grad]
     planner = LoadPlanner(parts.task)
-    trainer = Trainer(
+    trainer = own_unpickling(parts.task)(Trainer)(
         model=ComposerTask(parts.task, run.autocast),
         train_dataloader=data_spec(parts.data, parts.copies),
         eval_dataloader=[
