@@ -88,6 +88,11 @@ class EncodedDataset(FetchingDataset):
             state |= {"epoch": self.finished_epoch + 1, "sample_in_epoch": 0}
         return state
 
+    def load_state_dict(self, obj: dict[str, Any]) -> None:
+        """See `StreamingDataset.load_state_dict`. Nothing is left of an epoch that has fewer samples now than the state
+        has seen of it, where streaming would raise an error."""
+        super().load_state_dict(obj | {"sample_in_epoch": min(obj["sample_in_epoch"], int(self.epoch_size))})
+
     @property
     def epoch(self) -> int:
         """The epoch whose samples are being read, also in a worker process and after a resume in its middle.

@@ -182,6 +182,16 @@ def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, e
     assert [first[0] + rest[0], *rest[1:]] == whole
 
 
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_run_goes_on_with_fewer_samples_than_it_has_seen(recipes, tmp_path, engine):
+    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
+    record(engine, recipes["diffusion"](tmp_path, *always, "training.duration=4ba"))
+    change = ["data.epoch_size=16", "checkpoints.allow_changes=[data]", "training.duration=6ba"]
+    epochs = record(engine, recipes["diffusion"](tmp_path, *always, *change), Samples()).epochs
+    (whole,) = filter(None, epochs)
+    assert len(whole) == len(set(whole)) == 16
+
+
 def saved_states(recorder):
     """What a checkpoint at the end of the run would hold of its callbacks."""
     return {name: callback.state_dict() for name, callback in recorder.callbacks.items() if name != "recorder"}
