@@ -261,6 +261,8 @@ def dataset_arguments(
         "shuffle": shuffle and placement.training,
         "shuffle_block_size": shuffle_block,
         "weighted": not placement.training,
+        # With balanced, each validation would draw another part of a set, and a resumed run begin with the first again.
+        "sampling_method": "balanced" if placement.training else "fixed",
         "shuffle_seed": placement.seed,
         "replication": placement.copies if placement.copies > 1 else None,
         **options,
