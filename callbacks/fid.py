@@ -46,6 +46,8 @@ class Fid(PeriodicCallback):
     features, however long that takes. The weights are the averaged ones if the run has an average.
     """
 
+    alone = True
+
     def __init__(
         self,
         task: Task,

@@ -30,6 +30,8 @@ class PromptGrid(PeriodicCallback, ABC):
     others, since a sharded model needs all ranks for each pass, and the first one decodes all.
     """
 
+    alone = True
+
     def __init__(
         self,
         task: Task,

@@ -93,6 +93,11 @@ class EncodedDataset(FetchingDataset):
             state |= {"epoch": self.finished_epoch + 1, "sample_in_epoch": 0}
         return state
 
+    def load_state_dict(self, obj: dict[str, Any]) -> None:
+        """See `StreamingDataset.load_state_dict`. Nothing is left of an epoch that has fewer samples now than the state
+        has seen of it, where streaming would raise an error."""
+        super().load_state_dict(obj | {"sample_in_epoch": min(obj["sample_in_epoch"], int(self.epoch_size))})
+
     @property
     def epoch(self) -> int:
         """The epoch whose samples are being read, also in a worker process and after a resume in its middle.
@@ -262,6 +267,8 @@ def dataset_arguments(
         "shuffle": shuffle and placement.training,
         "shuffle_block_size": shuffle_block,
         "weighted": not placement.training,
+        # With balanced, each validation would draw another part of a set, and a resumed run begin with the first again.
+        "sampling_method": "balanced" if placement.training else "fixed",
         "shuffle_seed": placement.seed,
         "replication": placement.copies if placement.copies > 1 else None,
         **options,

@@ -222,6 +222,7 @@ def test_composer_loads_no_code(tmp_path):
 
     mark = tmp_path / "mark"
     torch.save({"state": Bomb(mark)}, tmp_path / "c.pt")
-    with own_unpickling(), pytest.raises(ValueError, match="not a checkpoint that this repository wrote"):
+    task = torch.nn.Linear(1, 1)
+    with own_unpickling(task), pytest.raises(ValueError, match="not a checkpoint that this repository wrote"):
         checkpoint.safe_torch_load(tmp_path / "c.pt")
     assert not mark.exists()

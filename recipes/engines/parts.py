@@ -26,7 +26,7 @@ from recipes.algorithms.resilience.recipe_rates import RecipeRates
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
-from recipes.config.build import build, build_on_meta, encoders_of
+from recipes.config.build import build, build_on_meta, encoders_of, import_builder
 from recipes.config.recipe import Recipe, Training
 from recipes.engines.first_weights import load_first_weights
 from recipes.engines.loggers import Opener
@@ -164,6 +164,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
             lever.built(optimizer)
         return optimizer
 
+    check_callbacks(recipe)
     context = context_of(recipe, task, data)
     levers = build_levers(recipe, place, context, batch)
     search = the_one(levers, MicrobatchSearch)
@@ -207,6 +208,21 @@ def context_of(recipe: Recipe, task: Task, data: Loading | None) -> dict[str, An
         "encoders": None if data is None else lambda: encoders_of(data.manifest),
         "blank": lambda: build_on_meta(recipe.model),
     }
+
+
+def check_callbacks(recipe: Recipe) -> None:
+    """
+    Raises:
+        ValueError: two callbacks of a class of which a run has at most one.
+    """
+    found: dict[Any, str] = {}
+    for label, component in recipe.callbacks.items():
+        first = found.setdefault(import_builder(component), label)
+        if first != label and getattr(import_builder(component), "alone", False):
+            raise ValueError(
+                f"callbacks: {first} and {label} are both {component.name}, and what one writes would replace what the "
+                "other does; remove one of them"
+            )
 
 
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:

@@ -24,7 +24,7 @@ from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
 from recipes.engines.first_weights import load_first_weights
-from recipes.engines.parts import Place, build_levers, context_of, the_one
+from recipes.engines.parts import Place, build_levers, check_callbacks, context_of, the_one
 from recipes.engines.precision import resolve
 from recipes.engines.resuming import check_folder
 from recipes.models.task import Task
@@ -75,6 +75,7 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
         if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
             build(component, **context)
+    check_callbacks(recipe)
     for lever in levers:
         lever.change_modules(run)
     for lever in levers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from recipes.training.clock import Clock, Interval
 from recipes.training.hooks import Hooks
@@ -12,7 +13,13 @@ from recipes.training.run import Run
 
 
 class Callback(Hooks):
-    """The base class of callbacks. At each moment, callbacks act after levers."""
+    """The base class of callbacks. At each moment, callbacks act after levers.
+
+    Attributes:
+        alone: whether a run has at most one of the class: the files or figures of two would have the same names.
+    """
+
+    alone: ClassVar[bool] = False
 
     def is_complete(self, clock: Clock) -> bool:
         """Whether everything that `end` writes is there. A run that was killed at its end is otherwise ended again."""

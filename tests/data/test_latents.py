@@ -57,6 +57,8 @@ def test_validation_reads_everything_once_in_order_at_its_mean(load, stored, wor
             np.testing.assert_array_equal(batch["text"][i], stored[seed]["text"].astype(np.float32))
     assert (torch.get_rng_state() == state).all()
     assert seeds(loading) == list(stored)  # and again at the next validation
+    part = load(training=False, workers=workers, epoch_size=11)
+    assert seeds(part) == seeds(part) and len(set(seeds(part))) == 11
 
 
 def test_what_a_loading_says(load, latent_sets):

@@ -25,9 +25,13 @@ class RecipeRates(Lever):
         self.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     def loaded(self, run: Run) -> None:
-        for group, settings in zip(run.optimizer.param_groups, self.groups, strict=True):
-            peak, before = settings["lr"], group.get("initial_lr")
-            rate = group["lr"]  # in every bit, where the peak is what it was
+        groups = run.optimizer.param_groups
+        # Where the checkpoint has one group for two, as after a change of decay_vectors, PyTorch may fill one of them.
+        filled = next(group for group in groups if "lr" in group)
+        for group, settings in zip(groups, self.groups, strict=True):
+            saved = group if "lr" in group else filled
+            peak, before = settings["lr"], saved.get("initial_lr")
+            rate = saved["lr"]  # in every bit, where the peak is what it was
             if peak != before:
                 rate = peak * (rate / before if before else 1.0)
             group.update(settings | {"lr": rate, "initial_lr": peak})

@@ -31,6 +31,7 @@ from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.composer.workers import EndWorkers
+from recipes.engines.conversion import PREFIX
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
@@ -40,6 +41,7 @@ from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
 from recipes.engines.resuming import says_what_to_remove
+from recipes.engines.same_model import check_weights
 from recipes.planning.opening import opening
 from recipes.training.callback import by_names_of_states, is_complete
 from recipes.training.kinds import KINDS, has_checkpoints
@@ -88,6 +90,7 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     with (
         says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints),
         own_data_parallel(parts.levers.average),
+        own_unpickling(parts.task),
     ):
         trainer = new_trainer(recipe, place, parts)
     count_in_present_batches(trainer, recipe, parts)
@@ -119,16 +122,20 @@ def own_data_parallel(averaged: bool) -> Iterator[None]:
 
 
 @contextmanager
-def own_unpickling() -> Iterator[None]:
-    """Inside, Composer's Trainer loads no code from checkpoints, and full ones lazily.
+def own_unpickling(task: torch.nn.Module) -> Iterator[None]:
+    """Inside, Composer's Trainer loads no code from checkpoints, and full ones lazily and of this task alone.
 
-    See `recipes.engines.plain_pickles` and `recipes.engines.lazy`.
+    See `recipes.engines.plain_pickles`, `recipes.engines.lazy` and `recipes.engines.same_model`.
     """
     theirs = composer_checkpoint._torch_load_with_validation
 
     def load(path: str, map_location: str) -> Any:
-        # Composer links to the file from a temporary folder.
-        return upgraded(load_plain(os.path.realpath(path), lazily=True))
+        path = os.path.realpath(path)  # Composer links to the file from a temporary folder
+        found = upgraded(load_plain(path, lazily=True))
+        match found:
+            case {"state": {"model": dict() as weights}}:
+                check_weights(path, {n.removeprefix(PREFIX): tensor.shape for n, tensor in weights.items()}, task)
+        return found
 
     composer_checkpoint._torch_load_with_validation = load
     try:
@@ -153,7 +160,6 @@ def own_signal_files() -> Iterator[None]:
         dist.get_node_signal_file_name = theirs
 
 
-@own_unpickling()
 @own_signal_files()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     """Composer's Trainer of a run's parts."""

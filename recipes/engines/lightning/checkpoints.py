@@ -37,6 +37,7 @@ from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.resuming import says_what_to_remove
+from recipes.engines.same_model import check_weights
 from recipes.training.callback import by_names_of_states
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
@@ -147,6 +148,7 @@ class Checkpoints:
                 f"{self.path}: holds the state of {state['optimizer_name']}, the recipe's optimizer is {optimizer}; "
                 "take only the weights, by checkpoints.load_weights"
             )
+        check_weights(self.path, {name: tensor.shape for name, tensor in state["weights"].items()}, run.task)
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)

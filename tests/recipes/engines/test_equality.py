@@ -186,6 +186,16 @@ def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, e
     assert [first[0] + rest[0], *rest[1:]] == whole
 
 
+@pytest.mark.parametrize("engine", ["composer", "lightning"])
+def test_a_run_goes_on_with_fewer_samples_than_it_has_seen(recipes, tmp_path, engine):
+    always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
+    record(engine, recipes["diffusion"](tmp_path, *always, "training.duration=4ba"))
+    change = ["data.epoch_size=16", "checkpoints.allow_changes=[data]", "training.duration=6ba"]
+    epochs = record(engine, recipes["diffusion"](tmp_path, *always, *change), Samples()).epochs
+    (whole,) = filter(None, epochs)
+    assert len(whole) == len(set(whole)) == 16
+
+
 def saved_states(recorder):
     """What a checkpoint at the end of the run would hold of its callbacks."""
     return {name: callback.state_dict() for name, callback in recorder.callbacks.items() if name != "recorder"}
@@ -230,18 +240,20 @@ def test_two_callbacks_of_a_kind_have_a_state_each(recipes, tmp_path, engine):
 def test_a_run_from_another_runs_checkpoint_has_its_own_rates(recipes, tmp_path, engine):
     overrides = ["training={duration: 4ba, eval_every: null}", "checkpoints.every=2ba", "algorithms.scheduled_ema=null"]
     overrides += ["schedule={name: constant, warmup: 8ba}", "optimizer={lr: 1e-3, betas: [0.9, 0.98]}"]
+    overrides += ["optimizer.decay_vectors=true"]  # one group of parameters
     whole = record(engine, recipes["diffusion"](tmp_path / "whole", *overrides))
     path = next(path for path in (tmp_path / "whole" / "checkpoints").iterdir() if "-ba2" in path.name)
     seen = []
-    other = ["optimizer={lr: 1e-4, betas: [0.8, 0.9]}", f"checkpoints.load_path={path}"]
+    other = ["optimizer={lr: 1e-4, betas: [0.8, 0.9], decay_vectors: false}", f"checkpoints.load_path={path}"]
 
     class Watch(Recorder):
         def step_end(self, run):
             super().step_end(run)
-            seen.append(tuple(run.optimizer.param_groups[0]["betas"]))
+            seen.append([(*group["betas"], group["weight_decay"]) for group in run.optimizer.param_groups])
 
     rest = record(engine, recipes["diffusion"](tmp_path / "rest", *overrides, *other), Watch())
-    assert rest.rates == pytest.approx([rate / 10 for rate in whole.rates[2:]]) and seen == [(0.8, 0.9)] * 2
+    assert rest.rates == pytest.approx([rate / 10 for rate in whole.rates[2:]])
+    assert seen == [[(0.8, 0.9, 0.01), (0.8, 0.9, 0.0)]] * 2
 
 
 def test_a_callback_may_have_the_label_of_a_schedule_that_watches_the_run(recipes, tmp_path):

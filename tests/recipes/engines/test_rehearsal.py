@@ -86,6 +86,11 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         ("openmoji_diffusion", ["schedule={name: cosine, warmup: 2000sp}"], "a warm-up of 2000sp cannot be taken"),
         ("openmoji_diffusion", ["training.fsdp={parameters: bf16}", "training.precision=fp32"], "^training.fsdp.param"),
         ("openmoji_diffusion", ["callbacks.x={name: gradient_scales}"], "the run has no resblock_grad_scaling"),
+        (
+            "openmoji_diffusion",
+            ["callbacks.x={name: sample_grid, prompts: [a]}"],
+            "callbacks: sample_grid and x are both sample_grid, .*; remove one of them",
+        ),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], steps: 0}"], "steps: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], batch: 0}"], "batch: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], sampler: no}"], "sampler"),

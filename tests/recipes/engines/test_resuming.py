@@ -104,6 +104,9 @@ def test_a_damaged_or_foreign_checkpoint_costs_one_line_that_helps(quick_recipe,
         other.build_trainer(quick_recipe(tmp_path, *changes))
     newest = (tmp_path / "checkpoints" / LINKS[engine]).resolve()
     older = newest.with_name(newest.name.replace("ba2", "ba1"))
+    changes += ["model.denoiser.layers=3", f"checkpoints.load_path={newest}"]
+    with pytest.raises(ValueError, match=rf"{newest}: a checkpoint of another model: \S+ is not there in it"):
+        own.build_trainer(quick_recipe(tmp_path / "other", *changes)).fit()
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     with pytest.raises(ValueError, match=f"; remove {newest}, and the next start goes on from {older}$") as error:
         own.build_trainer(recipe)
