@@ -170,21 +170,28 @@ def remote_set(
     return EncodedSet(cache, url, options)
 
 
-def check_sets(kind: str, sets: Mapping[str, EncodedSet]) -> None:
+def check_sets(kind: str, sets: Mapping[str, EncodedSet], epoch_size: int | None = None) -> None:
     """Check what is known of encoded sets before they are read.
 
     Args:
         kind: name of the component that reads them.
         sets: by label.
+        epoch_size: number of samples per epoch, if the component sets it.
 
     Raises:
-        ValueError: there is no set, or only some of them have a proportion.
+        ValueError: there is no set, only some of them have a proportion, or one is repeated in epochs of a set size.
     """
     if not sets:
         raise ValueError(f"{kind}: streams is empty; name at least one encoded set")
     without = [label for label, encoded in sets.items() if encoded.options.get("proportion") is None]
     if 0 < len(without) < len(sets):
         raise ValueError(f"{kind}: streams.{without[0]} has no proportion, others have; give all of them one, or none")
+    repeated = [label for label, encoded in sets.items() if encoded.options.get("repeat") is not None]
+    if epoch_size is not None and repeated:
+        raise ValueError(
+            f"{kind}: epoch_size: {epoch_size} and streams.{repeated[0]}.repeat contradict each other; give one of "
+            "them, or proportions with epoch_size"
+        )
 
 
 def manifests_of(kind: str, sets: Mapping[str, EncodedSet]) -> list[Manifest]:

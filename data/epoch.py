@@ -25,15 +25,14 @@ def epoch_of(
             `encoded_samples`.
 
     Raises:
-        ValueError: there is no set, only some of them have a proportion, or an error of `stored`.
+        ValueError: see `check_sets`, or an error of `stored`.
     """
-    check_sets(kind, streams)
-    total: float | None = 0.0
+    check_sets(kind, streams, args["epoch_size"])
+    total: int | None = 0
     for encoded in streams.values():
         samples, repeat = stored(Path(encoded.local)), encoded.options["repeat"]
-        total = None if total is None or samples is None else total + samples * (1.0 if repeat is None else repeat)
-    samples = args["epoch_size"] or (None if total is None else int(total))
-    return Epoch(samples, incomplete_batch=not args["drop_last"])
+        total = None if total is None or samples is None else total + int(samples * (1.0 if repeat is None else repeat))
+    return Epoch(args["epoch_size"] or total, incomplete_batch=not args["drop_last"])
 
 
 def encoded_samples(kind: str, args: dict[str, Any], requirements: dict[str, Any], folder: Path) -> int | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data.column_reader import StoredSample, column_readers
 from data.downloads import CREDENTIAL
-from data.encoded_sets import EncodedSet
+from data.encoded_sets import EncodedSet, check_sets
 from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
 from data.ranges import check_reading
@@ -246,9 +246,10 @@ def dataset_arguments(
         options: further arguments of StreamingDataset.
 
     Raises:
-        ValueError: a number or size is out of range (see `check_reading`), or another run uses the cache of a set.
+        ValueError: see `check_reading` and `check_sets`, or another run uses the cache of a set.
     """
     check_reading(kind, workers=workers, shuffle_block=shuffle_block, **options)
+    check_sets(kind, streams, options["epoch_size"])
     return {
         "streams": streams_of(streams),
         "blocks": shared_blocks(workers),

@@ -141,6 +141,11 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_diffusion", "data.streams.train.validate_hash=xxh3", "stream: validate_hash: xxh3; give a hash"),
         ("openmoji_dalle", "data.epoch_size=0", "tokens: epoch_size: 0; give 1 or more"),
         ("docs_gpt2", "data.predownload=0", "texts: predownload: 0; give 1 or more"),
+        (
+            "docs_gpt2",
+            "data={epoch_size: 64, streams: {docs: {repeat: 2}}}",
+            "texts: epoch_size: 64 and streams.docs.repeat contradict each other; give one of them",
+        ),
         ("openmoji_diffusion", "data={streams: {train: null}}", "latents: streams is empty; name at least one encoded"),
         ("openmoji_dalle", "evals.val.streams={val: null}", "tokens: streams is empty; name at least one encoded set"),
         ("docs_gpt2", "data.streams={docs: null, captions: null}", "texts: streams is empty; name at least one"),

@@ -260,6 +260,8 @@ def test_tokens_are_held_against_the_model(token_sets, tmp_path):
 
     needs = {"text_positions": 256, "text_vocabulary": 280, "codes": 32, "side": 4}
     assert samples(needs) == 80
+    parts = {label: {"name": "local", "path": str(token_sets / "train"), "repeat": 0.54} for label in "ab"}
+    assert samples(needs, streams=parts) == 2 * 21  # whole samples of each set
     assert samples(needs | {"text_vocabulary": 16384}, vocabulary=str(tmp_path / "none.json")) == 80  # not made yet
     for name, wrong in (("text_positions", 64), ("text_vocabulary", 16384), ("codes", 8192), ("side", 32)):
         with pytest.raises(ValueError, match=f"{name} is .*, the recipe expects {wrong}"):
