@@ -17,6 +17,7 @@ from data.deaths import DecoderDied, keep_alarms, worker_deaths
 from data.held import Held
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
 from data.log import log
+from data.needs import check_pictures
 from data.picture_deaths import PictureDeaths
 from data.ranges import check_least, check_shares
 from data.sources.base import DecodedSample, Rejected, Sample, Source
@@ -30,12 +31,13 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
     """That training has no epochs, see `data.cost`."""
-    _check(training=plan.training, **args)
+    _check(plan.task.requirements(), training=plan.training, **args)
     plan.build(args["filter"])  # which refuses what no sample can pass
     return Cost(epoch=Epoch(None, endless=True))
 
 
 def _check(
+    requirements: dict[str, Any],
     training: bool,
     resolution: int,
     tokens: int | None,
@@ -53,11 +55,13 @@ def _check(
     check_shares("pictures", flip=flip, word_dropout=word_dropout)
     if keep_decoded and crop != "center" and training:
         raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
+    check_pictures(requirements, resolution, tokens)
 
 
 @with_cost(pictures_cost)
 def pictures(
     placement: Placement,
+    requirements: dict[str, Any],
     *,
     source: Annotated[Any, "source"],
     resolution: int,
@@ -94,9 +98,22 @@ def pictures(
         shuffle_buffer: number of samples within which the order is shuffled, in addition to the order of shards.
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
         limit: maximum number of images of a validation set, per device.
+
+    Raises:
+        ValueError: a number out of range, or images or captions that do not fit the model.
     """
     _check(
-        placement.training, resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout, keep_decoded, crop
+        requirements,
+        placement.training,
+        resolution,
+        tokens,
+        limit,
+        shuffle_buffer,
+        workers,
+        flip,
+        word_dropout,
+        keep_decoded,
+        crop,
     )
     stream = ImageStream(
         source=source,

@@ -115,9 +115,10 @@ class Task(nn.Module):
         """
 
     def requirements(self) -> dict[str, Any]:
-        """What the manifest of the training data must say, such as the number of latent channels.
+        """What the training data must have, such as the number of latent channels.
 
-        An empty dict, the default, is for models that train on images and captions, which have no manifest.
+        These are fields of the manifest of an encoded set, or what `data.needs.check_pictures` compares for models that
+        train on images. By default nothing is required.
         """
         return {}
 

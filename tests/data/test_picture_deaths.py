@@ -38,7 +38,7 @@ def by(number):
 
 def load(source, output=None, training=True, workers=0, **arguments):
     placement = Placement(4, training, output=output)
-    return pictures(placement, source=source, resolution=8, workers=workers, shuffle_buffer=4, **arguments).loader
+    return pictures(placement, {}, source=source, resolution=8, workers=workers, shuffle_buffer=4, **arguments).loader
 
 
 def take(loader, batches=8, pause=0.0):

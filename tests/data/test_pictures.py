@@ -43,7 +43,7 @@ class Numbered:
 
 def load(source, batch=4, training=True, rank=0, world=1, seed=17, **arguments):
     arguments = {"resolution": 8, "workers": 0, "shuffle_buffer": 16, **arguments}
-    return pictures(Placement(batch, training, rank, world, seed), source=source, **arguments).loader
+    return pictures(Placement(batch, training, rank, world, seed), {}, source=source, **arguments).loader
 
 
 def numbers(batch):

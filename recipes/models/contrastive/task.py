@@ -127,6 +127,15 @@ class ContrastiveText(Task):
         del self.network.logit_scale
         self.eval_names = ["loss", "accuracy"]
 
+    def requirements(self) -> dict[str, int]:
+        """The sizes that images and captions must have."""
+        text = self.config["text_cfg"]
+        return {
+            "picture_size": self.config["vision_cfg"]["image_size"],
+            "context_length": text["context_length"],
+            "caption_vocabulary": text["vocab_size"],
+        }
+
     def networks(self) -> list[nn.Module]:
         """The image tower and the text transformer, which are called one by one."""
         return [self.network.visual, self.network.transformer]

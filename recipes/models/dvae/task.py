@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recipes.models.dvae.files import load_dvae_into, save_dvae
 from recipes.models.dvae.loss import kl_to_uniform, logit_laplace, relax
-from recipes.models.dvae.network import DVAE, map_pixels, unmap_pixels
+from recipes.models.dvae.network import DOWNSAMPLE, DVAE, map_pixels, unmap_pixels
 from recipes.models.task import Task
 
 
@@ -71,6 +71,10 @@ class DiscreteAutoencoder(Task):
         allowed, text = (value > 0, "a number above 0") if name == "temperature" else (value >= 0, "0 or more")
         if not allowed:
             raise ValueError(f"dvae: {name}: {value}; give {text}")
+
+    def requirements(self) -> dict[str, int]:
+        """Of what the sides of images must be multiples."""
+        return {"side_multiple": DOWNSAMPLE}
 
     def blocks(self) -> list[nn.Module]:
         """The residual blocks of encoder and decoder."""

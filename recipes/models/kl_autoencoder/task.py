@@ -63,6 +63,10 @@ class KLAutoencoder(Task):
         self.register_buffer("latent_moments", torch.tensor([0.0, 1.0]))
         self.register_buffer("latent_batches", torch.tensor(0.0))
 
+    def requirements(self) -> dict[str, int]:
+        """Of what the sides of images must be multiples: the grid halves between levels."""
+        return {"side_multiple": 2 ** (len(self.network.config.block_out_channels) - 1)}
+
     def blocks(self) -> list[nn.Module]:
         """One block per level of encoder and decoder, and their middle blocks."""
         encoder, decoder = self.network.encoder, self.network.decoder

@@ -12,7 +12,8 @@ from tests.data.test_pictures import Numbered
 def mean_of(source, rank, world):
     """The mean over the set of the red channel and, per batch, how many pictures there are."""
     figure, sizes = Figure({"red": 1.0}, {}), []
-    for batch in pictures(Placement(4, False, rank, world), source=source, resolution=8, tokens=6, workers=0).loader:
+    placement = Placement(4, False, rank, world)
+    for batch in pictures(placement, {}, source=source, resolution=8, tokens=6, workers=0).loader:
         assert batch["tokens"].shape == (len(batch[WEIGHT]), 6)
         figure.update({"red": batch["image"][:, 0].float().mean(dim=(1, 2))}, batch[WEIGHT])
         sizes.append(len(batch["image"]))
