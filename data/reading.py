@@ -190,9 +190,12 @@ class EncodedLoader(StreamingDataLoader):
             begin = self._begin() if begin is None else begin
             epoch, sample = begin
             self._positions.append((epoch, sample + self.num_samples_yielded * self.ranks))
-            if self.num_samples_yielded >= self._expected(sample):  # Composer asks for no batch after it
+            last = self.num_samples_yielded >= self._expected(sample)
+            if last:  # Composer asks for no batch after it, unless the epoch was resumed
                 self.dataset.finished_epoch = epoch
             yield batch
+            if last:
+                break  # for py1s and py2s, streaming fills an epoch up to a multiple of 64 samples per machine
         epoch, sample = self._begin() if begin is None else begin
         expected = self._expected(sample)
         if self.num_samples_yielded < expected:
@@ -231,6 +234,7 @@ def dataset_arguments(
     workers: int,
     *,
     shuffle: bool,
+    shuffle_algo: str,
     shuffle_block: int | None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -242,6 +246,7 @@ def dataset_arguments(
         placement: which part of the data this process reads, and the batch size.
         workers: number of processes that read.
         shuffle: shuffle the samples in each epoch (training only).
+        shuffle_algo: streaming's shuffling algorithm (training only: some fill an epoch up with repeated samples).
         shuffle_block: number of samples within which parts of shards are shuffled; None: streaming's default.
         options: further arguments of StreamingDataset.
 
@@ -255,6 +260,7 @@ def dataset_arguments(
         "blocks": shared_blocks(workers),
         "batch_size": placement.batch,
         "shuffle": shuffle and placement.training,
+        "shuffle_algo": shuffle_algo if placement.training else "py1e",
         "shuffle_block_size": shuffle_block,
         "weighted": not placement.training,
         "shuffle_seed": placement.seed,

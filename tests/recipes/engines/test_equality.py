@@ -169,7 +169,7 @@ def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_p
 
 
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
-@pytest.mark.parametrize("size", ["streams.train.repeat=2.5", "epoch_size=24"])
+@pytest.mark.parametrize("size", ["streams.train.repeat=2.5", "epoch_size=24", "shuffle_algo=py2s"])
 def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, engine, size):
     always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
     always += [f"data.{size}"]
