@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from data.aliases import Duration  # noqa: F401 - read from the annotations belo
 from data.cost import Cost, Plan
 from data.loading import Loading
 from data.log import log
+from data.ranges import check_least
 from data.sources.base import Sample
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.encoders.base import ModelPath
@@ -87,6 +88,7 @@ class Fid(PeriodicCallback):
             ValueError: a model that draws no images, an unknown option of sampling, fewer pictures than a metric needs.
         """
         super().__init__(every)
+        check_least("fid", 0, seed=seed)
         grid = _grid_of(task, extractor, path, sampling)
         self.settings = Settings(metrics=list(metrics))
         self.extractor = extractor, path
@@ -111,6 +113,7 @@ class Fid(PeriodicCallback):
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
         """Nothing that is counted. What is refused without the reference is refused here, see `data.cost`."""
+        check_least("fid", 0, seed=args["seed"])
         settings, images = Settings(metrics=args["metrics"]), args["images"]
         check_counts(replace(settings, kid_subset_size=2), images, images)
         grid = _grid_of(plan.task, args["extractor"], args["path"], args["sampling"])
@@ -171,8 +174,13 @@ def _grid_of(task: Task, extractor: str, path: str | None, sampling: dict[str, A
     if extractor == "contrastive" and path is None:
         raise ValueError("fid: path is missing; name the contrastive model's folder")
     options = {p.name for p in inspect.signature(grid).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    for name in sampling or {}:
+    kinds = get_type_hints(grid.__init__)
+    for name, value in (sampling or {}).items():
         if name not in options or name in NOT_OF_A_SAMPLE:
             known = ", ".join(sorted(options - {*NOT_OF_A_SAMPLE}))
             raise ValueError(f"fid: sampling.{name}: no option of {type(task).__name__} models, which have {known}")
+        number = isinstance(value, int) and isinstance(1.0, kinds[name])  # 3 for 3.0
+        if not (number or isinstance(value, kinds[name])) or isinstance(value, bool):
+            wanted = inspect.signature(grid).parameters[name].annotation
+            raise ValueError(f"fid: sampling.{name}: {value!r}; give {wanted}")
     return grid

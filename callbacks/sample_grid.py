@@ -51,8 +51,13 @@ class SampleGrid(PromptGrid):
             sampler: one of the objective's samplers, such as dpm++ or ddim; null: its default.
             columns: images per row; null: as many as make the grid nearest to a square.
             batch: number of images that a rank samples at once.
+
+        Raises:
+            ValueError: another kind of model, or options that it cannot sample with.
         """
         super().__init__(task, output, average, copies, prompts, every, columns, batch)
+        if "denoise" not in task.entry_points:
+            raise ValueError(f"sample_grid: a {type(task).__name__} is no diffusion model; remove the callback")
         check_least("sample_grid", 1, steps=steps)
         self.loading = loading
         self.encoders = encoders

@@ -53,8 +53,13 @@ class TokenGrid(PromptGrid):
             guidance: scale of classifier-free guidance, for data with caption_dropout; 1 for none.
             columns: images per row; null: as many as make the grid nearest to a square.
             batch: number of images that a rank samples at once.
+
+        Raises:
+            ValueError: another kind of model, or options that it cannot sample with.
         """
         super().__init__(task, output, average, copies, prompts, every, columns, batch)
+        if "sample" not in task.entry_points:
+            raise ValueError(f"token_grid: a {type(task).__name__} draws no tokens of images; remove the callback")
         self.choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, guidance=guidance)
         self.loading = loading
         self.encoders = encoders

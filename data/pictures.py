@@ -17,6 +17,7 @@ from data.deaths import DecoderDied, keep_alarms, worker_deaths
 from data.held import Held
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
 from data.log import log
+from data.needs import check_pictures
 from data.picture_deaths import PictureDeaths
 from data.ranges import check_least, check_shares
 from data.sources.base import DecodedSample, Rejected, Sample, Source
@@ -58,14 +59,7 @@ def _check(
     check_shares("pictures", flip=flip, word_dropout=word_dropout)
     if keep_decoded and crop != "center" and training:
         raise ValueError("pictures: keep_decoded holds one crop per image and needs crop: center")
-    for key, value, wanted in (
-        ("resolution", resolution, requirements.get("picture_side", resolution)),
-        ("tokens", tokens, requirements.get("caption_tokens", tokens)),
-    ):
-        if value != wanted:
-            raise ValueError(f"pictures: {key}: {'null' if value is None else value}; the model needs {wanted}")
-    if resolution % (multiple := requirements.get("picture_multiple", 1)):
-        raise ValueError(f"pictures: resolution: {resolution}; the model needs a multiple of {multiple}")
+    check_pictures(requirements, resolution, tokens)
 
 
 @with_cost(pictures_cost)
@@ -108,11 +102,23 @@ def pictures(
         shuffle_buffer: number of samples within which the order is shuffled, in addition to the order of shards.
         keep_decoded: keep cropped images in memory after the first pass, as uint8; needs crop: center.
         limit: maximum number of images of a validation set, per device.
+
+    Raises:
+        ValueError: a number out of range, or images or captions that do not fit the model.
     """
     _check(
-        requirements, placement.training, resolution, tokens, limit, shuffle_buffer, workers, flip, word_dropout,
-        keep_decoded, crop,
-    )  # fmt: skip
+        requirements,
+        placement.training,
+        resolution,
+        tokens,
+        limit,
+        shuffle_buffer,
+        workers,
+        flip,
+        word_dropout,
+        keep_decoded,
+        crop,
+    )
     stream = ImageStream(
         source=source,
         filter=filter or Filter(),

@@ -198,9 +198,12 @@ class EncodedLoader(StreamingDataLoader):
             begin = self._begin() if begin is None else begin
             epoch, sample = begin
             self._positions.append((epoch, sample + self.num_samples_yielded * self.ranks))
-            if self.num_samples_yielded >= self._expected(sample):  # Composer asks for no batch after it
+            last = self.num_samples_yielded >= self._expected(sample)
+            if last:  # Composer asks for no batch after it, unless the epoch was resumed
                 self.dataset.finished_epoch = epoch
             yield batch
+            if last:
+                break  # for py1s and py2s, streaming fills an epoch up to a multiple of 64 samples per machine
         epoch, sample = self._begin() if begin is None else begin
         expected = self._expected(sample)
         if self.num_samples_yielded < expected:
@@ -242,6 +245,7 @@ def dataset_arguments(
     workers: int,
     *,
     shuffle: bool,
+    shuffle_algo: str,
     shuffle_block: int | None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -253,11 +257,12 @@ def dataset_arguments(
         placement: which part of the data this process reads, and the batch size.
         workers: number of processes that read.
         shuffle: shuffle the samples in each epoch (training only).
+        shuffle_algo: streaming's shuffling algorithm (training only: some fill an epoch up with repeated samples).
         shuffle_block: number of samples within which parts of shards are shuffled; None: streaming's default.
         options: further arguments of StreamingDataset.
 
     Raises:
-        ValueError: a number or size is out of range (see `check_reading`), or another run uses the cache of a set.
+        ValueError: see `check_reading`, or another run uses the cache of a set.
     """
     check_reading(kind, workers=workers, shuffle_block=shuffle_block, **options)
     return {
@@ -265,6 +270,7 @@ def dataset_arguments(
         "blocks": shared_blocks(workers),
         "batch_size": placement.batch,
         "shuffle": shuffle and placement.training,
+        "shuffle_algo": shuffle_algo if placement.training else "py1e",
         "shuffle_block_size": shuffle_block,
         "weighted": not placement.training,
         # With balanced, each validation would draw another part of a set, and a resumed run begin with the first again.

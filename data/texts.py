@@ -13,6 +13,7 @@ from data.cost import Cost, Plan, with_cost
 from data.encoded_sets import check_sets
 from data.epoch import epoch_of
 from data.loading import Batch, Loading, Placement
+from data.needs import check_kind
 from data.ranges import check_reading
 from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
@@ -36,6 +37,7 @@ def _manifests(paths: Mapping[str, Path], requirements: dict[str, Any]) -> dict[
     Raises:
         ValueError: texts that do not fit the model, or of several vocabularies.
     """
+    check_kind("texts", requirements, ("positions", "vocabulary"))
     manifests = {label: TextManifest.read(path) for label, path in paths.items()}
     for label, manifest in manifests.items():
         manifest.check(paths[label], **requirements)

@@ -119,7 +119,10 @@ def from_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """A full checkpoint of the engine `lightning` as one of Composer."""
-    counts = checkpoint["counts"]
+    counts, data = checkpoint["counts"], checkpoint["data"]
+    if not counts["batch_in_epoch"] and data.get("sample_in_epoch"):
+        # The epoch has been counted. Composer would count what is left of it, no batch, as one more.
+        data = {**data, "epoch": data["epoch"] + 1, "sample_in_epoch": 0}
     groups = checkpoint["optimizer"]["param_groups"]
     generators = [_tensor_to_numpy(part) for part in checkpoint["generators"]]
     callbacks = dict.fromkeys(OF_COMPOSER, {})  # Composer warns of each that is missing
@@ -148,7 +151,7 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
         ],
         "callbacks": {**callbacks, "Generators": {"generators": generators}},
         "timestamp": {"Timestamp": timestamp},
-        "dataset_state": {"train": checkpoint["data"], "eval": {}},
+        "dataset_state": {"train": data, "eval": {}},
     }
     if checkpoint["scaler"]:
         state["scaler"] = dict.fromkeys(("GradScaler", "ClosureGradScaler"), checkpoint["scaler"])

@@ -110,7 +110,7 @@ def rows_of(job: Job, variant: Variant, reference: dict[int, Any]) -> list[dict[
             varied, against = {"blur": label}, reference[label]
         else:
             option = variant.name.partition("=")[0]
-            varied, against = {option: variant.options[option]}, reference[0]
+            varied, against = {option: variant.options.get(option)}, reference[0]  # null is not among them
         text = ", ".join(f"{name} {value}" for name, value in varied.items())
         rows.append({"label": text, "varied": varied, "figures": figures(settings_of(job.config), arrays, against)})
     return rows

@@ -11,6 +11,7 @@ from data.encoded_sets import EncodedSet
 from data.files import write_json
 from data.loading import Loading
 from data.manifest import NAME as MANIFEST
+from data.text_manifest import VOCABULARY
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
@@ -104,22 +105,22 @@ def training_data(
     args = recipe.data.args
     if "streams" not in args:
         return Loading(loader=None), None
-    if "resolution" not in args:
-        raise ValueError(
-            f"data: {recipe.data.name} holds no images, and models of it are written by their run only: {export_of_run}"
-        )
-    beside = export_of_run if (export_of_run / MANIFEST).is_file() else None
+    texts = "resolution" not in args  # packed ones, of which an export needs the vocabulary only
+    needed = VOCABULARY if texts else MANIFEST
+    beside = export_of_run if (export_of_run / needed).is_file() else None
     places = [EncodedSet(str(data), None, {})] if data is not None else [next(iter(build(args["streams"]).values()))]
     if data is None and beside is not None:
         places.append(EncodedSet(str(beside), None, {}))
     for place in places:
         try:
+            if texts:
+                return Loading(loader=None, vocabulary=place.file(VOCABULARY)), None
             manifest = place.manifest()
             break
         except (FileNotFoundError, ValueError) as error:  # a remote set's store may refuse, or not answer
             missing = error
     else:
-        raise FileNotFoundError(f"{missing}; or give a folder that has the manifest: --data FOLDER")
+        raise FileNotFoundError(f"{missing}; or give a folder that has it: --data FOLDER")
     manifest.check(resolution=args["resolution"], **{n: v for n, v in requirements.items() if n in CHECKED})
     loading = Loading(
         loader=None,

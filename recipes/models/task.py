@@ -115,10 +115,10 @@ class Task(nn.Module):
         """
 
     def requirements(self) -> dict[str, Any]:
-        """What the manifest of the training data must say, such as the number of latent channels.
+        """What the training data must have, such as the number of latent channels.
 
-        Models that train on images and captions may name `picture_side` or `picture_multiple` (pixels), and
-        `caption_tokens`. The default, an empty dict, accepts all.
+        These are fields of the manifest of an encoded set, or what `data.needs.check_pictures` compares for models that
+        train on images. By default nothing is required.
         """
         return {}
 

@@ -31,7 +31,7 @@ class Pictures:
 class Grid:
     """Draws noise that grows with the batch."""
 
-    def __init__(self, task, output, loading, encoders, average, copies, *, prompts, seed, batch, steps=3):
+    def __init__(self, task, output, loading, encoders, average, copies, *, prompts, seed, batch, steps: int = 3):
         self.prompts, self.seed, self.steps = prompts, seed, steps
 
     def begin(self, run):

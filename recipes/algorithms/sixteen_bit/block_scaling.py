@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from recipes.algorithms.modules.activation_checkpointing import recomputed_modules
 from recipes.training.compiled import result
 
 
@@ -98,7 +99,8 @@ def scale_branch(branch: nn.Module, scale: Tensor, filtered: Tensor) -> None:
         filtered: () int64, to which the backward pass adds.
     """
     assert not isinstance(branch, ScaledBranch)
-    assert "forward" not in vars(branch), "an instance attribute `forward` would hide that of the class"
+    # Recomputation calls the forward of the class; any other instance attribute would hide it.
+    assert "forward" not in vars(branch) or branch in recomputed_modules(branch), "its forward is not the class's"
     branch.__class__ = _scaled(type(branch))
     # Not buffers, so that checkpoints of the model do not contain them. Compiled code saves the count for the backward
     # pass; `data` has a version counter of its own, so that counts of other branches in the same memory may change.

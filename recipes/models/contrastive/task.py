@@ -128,10 +128,12 @@ class ContrastiveText(Task):
         self.eval_names = ["loss", "accuracy"]
 
     def requirements(self) -> dict[str, int]:
-        """The side of the images and the number of tokens, including the start and end marks."""
+        """The sizes that images and captions must have."""
+        text = self.config["text_cfg"]
         return {
-            "picture_side": self.config["vision_cfg"]["image_size"],
-            "caption_tokens": self.config["text_cfg"]["context_length"],
+            "picture_size": self.config["vision_cfg"]["image_size"],
+            "context_length": text["context_length"],
+            "caption_vocabulary": text["vocab_size"],
         }
 
     def networks(self) -> list[nn.Module]:

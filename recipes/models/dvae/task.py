@@ -73,8 +73,8 @@ class DiscreteAutoencoder(Task):
             raise ValueError(f"dvae: {name}: {value}; give {text}")
 
     def requirements(self) -> dict[str, int]:
-        """What the side of the images must be a multiple of."""
-        return {"picture_multiple": DOWNSAMPLE}
+        """Of what the sides of images must be multiples."""
+        return {"side_multiple": DOWNSAMPLE}
 
     def blocks(self) -> list[nn.Module]:
         """The residual blocks of encoder and decoder."""

@@ -64,8 +64,8 @@ class KLAutoencoder(Task):
         self.register_buffer("latent_batches", torch.tensor(0.0))
 
     def requirements(self) -> dict[str, int]:
-        """What the side of the images must be a multiple of."""
-        return {"picture_multiple": 2 ** (len(self.network.config.block_out_channels) - 1)}
+        """Of what the sides of images must be multiples: the grid halves between levels."""
+        return {"side_multiple": 2 ** (len(self.network.config.block_out_channels) - 1)}
 
     def blocks(self) -> list[nn.Module]:
         """One block per level of encoder and decoder, and their middle blocks."""

@@ -11,6 +11,7 @@ import pytest
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines.conversion import convert
 from recipes.training.callback import Callback
+from recipes.training.kinds import KINDS
 from tests.ranks import launch
 from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
 
@@ -160,19 +161,27 @@ def test_a_run_goes_on_with_other_batches_and_the_rest_of_its_epoch(recipes, tmp
     assert samples.rates[1:] == pytest.approx([1e-3 * (1 - share) for share in samples.shares[:-1]])
 
 
-@pytest.mark.parametrize("engine", ["composer", "lightning"])
-def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_path, engine):
+@pytest.mark.parametrize(
+    ("engine", "other"), [("composer", "composer"), ("lightning", "lightning"), ("lightning", "composer")]
+)
+def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_path, engine, other):
     always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints={every: 1ep, autoresume: true}"]
 
-    def epochs(name, length):
+    def epochs(name, engine, length):
         recipe = recipes["diffusion"](tmp_path / name, *always, f"training.duration={length}ep")
         return record(engine, recipe, Samples()).epochs[:-1]
 
-    whole = epochs("whole", 4)
-    assert epochs("parts", 1) + epochs("parts", 2) + epochs("parts", 4) == whole
+    whole = epochs("whole", engine, 3)
+    first = epochs("parts", engine, 1)
+    if other != engine:
+        convert(tmp_path / "parts" / "checkpoints" / KINDS[engine].link, other)
+    assert first + epochs("parts", other, 2) + epochs("parts", other, 3) == whole
 
 
-@pytest.mark.parametrize(("engine", "size"), [("composer", "streams.train.repeat=2.5"), ("lightning", "epoch_size=24")])
+@pytest.mark.parametrize(
+    ("engine", "size"),
+    [("composer", "streams.train.repeat=2.5"), ("lightning", "epoch_size=24"), ("composer", "shuffle_algo=py2s")],
+)
 def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, engine, size):
     """Engines do not know why it is not, nor does the data know engines."""
     always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]

@@ -65,16 +65,17 @@ def figures(result):
 def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, monkeypatch):
     path = write(
         blur=[0, 2],
-        sweeps={"guidance": [1.0, 6.0], "sampler": ["ddim"]},
+        sweeps={"guidance": [1.0, 6.0], "sampler": ["ddim", None]},
         rerank={"by": str(clip_folder), "pools": [1, 3]},
     )
     command.main([str(export), str(path)], USAGE)
     said = capsys.readouterr().out
     result = json.loads((tmp_path / "report" / "report.json").read_text())
     found = figures(result)
-    assert list(found) == ["blur 0", "blur 2", "guidance 1.0", "guidance 6.0", "sampler ddim", "pool 1", "pool 3"]
+    swept = ["guidance 1.0", "guidance 6.0", "sampler ddim", "sampler None"]
+    assert list(found) == ["blur 0", "blur 2", *swept, "pool 1", "pool 3"]
     assert all(np.isfinite(list(row.values())).all() for row in found.values())
-    assert found["pool 1"] == found["blur 0"] != found["guidance 6.0"]
+    assert found["pool 1"] == found["sampler None"] == found["blur 0"] != found["guidance 6.0"]
     assert found["pool 3"]["clip_score"] >= found["pool 1"]["clip_score"]
     assert found["blur 2"]["fid"] != found["blur 0"]["fid"]
     assert (tmp_path / "report" / "report.md").read_text() in said

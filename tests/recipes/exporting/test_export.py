@@ -22,6 +22,7 @@ from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
 from recipes.exporting.native import training_data
 from recipes.generation.exports import draw, find_export, load_pipeline
+from recipes.models.language.task import load_language
 from recipes.models.latent_diffusion.unet import UNet
 from tests.disks import fill, read_only, small_disk
 from tests.recipes.exporting.runs import a_run
@@ -263,6 +264,25 @@ def test_other_models_keep_their_own_format(tmp_path, drawings):
     known = task.network.state_dict()
     assert all(torch.equal(tensor, known[name]) for name, tensor in vae.state_dict().items())
     assert recipe.run_name in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_language_model_has_its_vocabulary(text_sets, tmp_path, capsys):
+    paths = [f"data.streams.{name}.path={text_sets}/{name}" for name in ("docs", "captions")]
+    paths += [f"evals.val.streams.val.path={text_sets}/docs_val", f"output={tmp_path}/run", "training.device=cpu"]
+    sizes = "model={layers: 1, width: 8, heads: 1, positions: 16, vocabulary: 320}"
+    path, task = a_run(load_config(ROOT / "yamls" / "docs_gpt2.yaml", [*paths, sizes], Recipe))
+    export(path, tmp_path / "out")
+    written, known = load_language(tmp_path / "out" / "transformer").state_dict(), task.network.state_dict()
+    assert all(torch.equal(written[name], known[name] / 2) for name in known)
+    vocabulary = (text_sets / "docs" / "vocabulary.json").read_bytes()
+    assert (tmp_path / "out" / "vocabulary.json").read_bytes() == vocabulary
+    # Where the set has gone, the run's own export has it.
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(text_sets), "gone"))
+    assert "vocabulary.json: not there" in refuse(capsys, path, tmp_path / "again")
+    shutil.copytree(tmp_path / "out", tmp_path / "run" / "export")
+    export(path, tmp_path / "again")
+    assert (tmp_path / "again" / "vocabulary.json").read_bytes() == vocabulary
 
 
 def test_a_full_or_read_only_disk_costs_one_line(exported, tmp_path, capsys):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sixteen_bit.block_scaling import Enter, Leave, ScaledBranch, Scales, scale_branch, unscale
 from tests.recipes.algorithms.residual import network
 
@@ -85,10 +86,10 @@ def batch(width=32):
     return torch.randn(16, width, generator=generator), torch.randn(16, width, generator=generator)
 
 
-def loss_of(model, factor=1.0, recompute=False):
+def loss_of(model, factor=1.0, recomputes=False):
     x, wanted = batch()
     for block in model:
-        x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        x = checkpoint(block, x, use_reentrant=False) if recomputes else block(x)
     assert x.dtype == torch.float32
     return factor * (x - wanted).square().mean()
 
@@ -97,12 +98,14 @@ def gradients(model):
     return [[p.grad for p in block.parameters()] for block in model]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_those_of_32_bit(recompute):
-    plain = network()
+@pytest.mark.parametrize("recomputed", ["nothing", "blocks", "branches"])
+def test_gradients_are_those_of_32_bit(recomputed):
+    plain, scaled = network(), network()
     loss_of(plain).backward()
-    scaled, scales, filtered = with_scales(network(), [2.0 ** (10 + i) for i in range(6)])
-    loss_of(scaled, recompute=recompute).backward()
+    if recomputed == "branches":  # by a lever that the recipe names before
+        recompute([block.branch for block in scaled])
+    scaled, scales, filtered = with_scales(scaled, [2.0 ** (10 + i) for i in range(6)])
+    loss_of(scaled, recomputes=recomputed == "blocks").backward()
     carried = gradients(scaled)[5][1].clone()
     assert all(unscale(found, scale) for found, scale in zip(gradients(scaled), scales, strict=True))
     assert torch.equal(gradients(scaled)[5][1], carried / scales[5])  # until then they carried their block's scale
