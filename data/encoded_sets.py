@@ -61,7 +61,7 @@ class EncodedSet:
         if self.remote and not path.is_file():
             self._fetch(name).replace(path)
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: not there; encode the set first with precompute/encode.py")
+            raise FileNotFoundError(f"{path}: not there; write the set first, with precompute/encode.py or pack.py")
         return path
 
     def _fetch(self, name: str) -> Path:

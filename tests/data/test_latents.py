@@ -255,7 +255,7 @@ def test_a_set_that_is_not_there_or_not_finished(load, latent_sets, tmp_path):
     with pytest.raises(FileNotFoundError, match="manifest.json"):
         load(sets={"a": tmp_path / "none"})
     shutil.copytree(latent_sets / "val", tmp_path / "part", ignore=shutil.ignore_patterns("null_text.npy"))
-    with pytest.raises(FileNotFoundError, match="null_text.npy: not there; encode the set first"):
+    with pytest.raises(FileNotFoundError, match="null_text.npy: not there; write the set first"):
         load(sets={"a": tmp_path / "part"})
 
 
