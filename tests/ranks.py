@@ -22,8 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+from unittest import mock
 
 import numpy as np
 
@@ -113,11 +116,39 @@ def start_server(variables: dict[str, str] | None = None) -> str:
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """Inside, what is imported must not start CUDA: forks of a process that has started it cannot use the GPU.
+
+    Raises:
+        RuntimeError: it did; or it tried to, where the driver's library says that there is a GPU.
+    """
+    import torch
+
+    calls: list[str] = []
+
+    def start(*arguments: object, **keywords: object) -> None:
+        calls.extend(traceback.format_list(traceback.extract_stack()[-4:-1]))
+        raise RuntimeError("CUDA is not there")
+
+    there_is_a_gpu = torch.cuda._device_count_nvml() > 0  # which is not asked of CUDA
+    functions = mock.patch.multiple(torch._C, _cuda_getDeviceCount=start, _cuda_init=start)
+    with functions if there_is_a_gpu else contextlib.nullcontext():
+        yield
+    if calls or torch.cuda.is_initialized():
+        raise RuntimeError(f"imports start CUDA: no forked process can use the GPU\n{''.join(calls)}")
+
+
 def preload() -> None:
     """Imports what workers and ranks would."""
     from data.cycles import RARELY
 
     gc.set_threshold(*RARELY)
+    with without_cuda():
+        _import_all()
+
+
+def _import_all() -> None:
     import composer.algorithms  # noqa: F401 - which Composer imports in its first run
     import torch._inductor.debug
     import torch._inductor.pattern_matcher  # noqa: F401 - which any compilation imports
@@ -135,8 +166,6 @@ def preload() -> None:
         with contextlib.suppress(ImportError):  # a test that needs what is missing says so itself
             importlib.import_module(builder.split(":")[0])
     get_cpu_model()  # Composer's Trainer starts a process to ask for it, once per process
-    if torch.cuda.is_initialized():
-        raise RuntimeError("imports have initialised CUDA: no forked process can use the GPU")
 
 
 def _serve(listener: socket.socket) -> None:
@@ -241,15 +270,20 @@ def _become(rank: int, request: dict, port: int) -> None:
     size = request["ranks"]
     os.environ.clear()
     os.environ.update(request["environment"])
-    own = (rank, size, rank, size, 0, "127.0.0.1", port)
     if size > 1:
-        os.environ.update({name: str(value) for name, value in zip(LAUNCHERS_OWN, own, strict=True)})
+        os.environ.update(variables_of(rank, size, port))
     os.chdir(request["cwd"])
     np.random.seed()  # forked processes share its state
     if size > 1:
         _share_groups()
     sys.argv = request["words"]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def variables_of(rank: int, size: int, port: int) -> dict[str, str]:
+    """What launchers tell a rank of one machine by its environment."""
+    own = (rank, size, rank, size, 0, "127.0.0.1", port)
+    return {name: str(value) for name, value in zip(LAUNCHERS_OWN, own, strict=True)}
 
 
 def _share_groups() -> None:

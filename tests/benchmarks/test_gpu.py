@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 import weakref
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from torch.autograd import DeviceType
 from benchmarks import adam16, gpu
 from benchmarks.gpu_run import device, numbers, operators, suite, trained
 from benchmarks.gpu_run.context import Context, benchmark
-from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import FAMILIES, Item, items
 from benchmarks.gpu_run.numbers import SameDraws
 from benchmarks.gpu_run.page import page
@@ -312,35 +309,6 @@ def test_optimizers_are_measured_one_after_the_other(tmp_path, monkeypatch):
     failed = [row["optimizer"] for row in found[-1] if not isinstance(row["ms per step"], float)]
     assert failed == ["adam16"] and found[-1][3]["ms per step"].startswith("OutOfMemoryError: CUDA out")
     assert page(records).count("## adam16, d16") == 1
-
-
-IMPORTS = """
-import sys, traceback
-import torch
-
-def touch(*args, **kwargs):
-    touched.extend(traceback.format_list(traceback.extract_stack()[-4:-1]))
-    raise RuntimeError("CUDA is not there")
-
-touched = []
-torch.cuda._device_count_nvml = lambda: 1  # the driver's library finds one
-torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch.cuda._lazy_init = touch
-
-from benchmarks.gpu_run.device import failed_imports
-from tests.ranks import preload
-preload()
-failed_imports()
-assert torch.cuda.is_available()
-sys.exit("".join(touched) or None)
-"""
-
-
-def test_processes_that_fork_others_start_no_cuda():
-    """As on a machine with a GPU, where forks of a process that has started CUDA cannot use it: neither importing what
-    the server of tests imports does, nor what that of `gpu.py` imports."""
-    environment = os.environ | WITHOUT_CUDA | {"PYTHONPATH": str(gpu.ROOT), "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run([sys.executable, "-c", IMPORTS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # --- processes, which a step cannot take with it -----------------------------------------------

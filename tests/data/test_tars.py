@@ -4,7 +4,6 @@ import errno
 import gzip
 import http.server
 import io
-import json
 import os
 import shutil
 import tarfile
@@ -13,45 +12,12 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from data import downloads
 from data.sources import tars
-from data.sources.base import Rejected, Sample
+from data.sources.base import Sample
 from data.sources.tars import TarSource, expand
-
-
-def picture(number: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8 + number, 8), (number, 2 * number, 255)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-ROWS = [(f"p{number:02d}", picture(number), f"caption {number}, ünïcode") for number in range(7)]
-
-
-def write_tar(path, members, mode="w"):
-    with tarfile.open(path, mode) as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-def layout(rows=ROWS):
-    for key, image, caption in rows:
-        yield f"{key}.png", image
-        yield f"{key}.txt", caption.encode()
-        yield f"{key}.json", json.dumps({"number": int(key[1:])}).encode()
-
-
-def read(source):
-    return [row for shard in source.shards() for row in source.read(shard)]
-
-
-def reasons(source):
-    return {row.key: row.reason for row in read(source) if isinstance(row, Rejected)}
+from tests.data.test_sources import ROWS, layout, picture, read, reasons, write_tar
 
 
 def test_the_webdataset_library_and_this_one_read_each_other(tmp_path):

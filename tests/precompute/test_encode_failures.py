@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from torch.utils.data import get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from benchmarks.killing import digests, fork
 from data.locks import held
@@ -229,6 +230,8 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
         os._exit(9)
 
     monkeypatch.setattr(Filter, "decode", die)
-    monkeypatch.setattr("data.quarantine.LIMIT", 3)  # PyTorch takes five seconds to notice each
+    monkeypatch.setattr("data.quarantine.LIMIT", 3)
+    # PyTorch looks for workers that ended before it could be told so; every five seconds, if not more often.
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
     error = expect_error([recipe(workers=1)], capsys)
     assert "a decoding process died" in error and "shm" in error

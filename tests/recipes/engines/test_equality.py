@@ -168,9 +168,9 @@ def test_a_run_goes_on_from_the_end_of_an_epoch_with_the_next_one(recipes, tmp_p
     assert epochs("parts", 1) + epochs("parts", 2) + epochs("parts", 4) == whole
 
 
-@pytest.mark.parametrize("engine", ["composer", "lightning"])
-@pytest.mark.parametrize("size", ["streams.train.repeat=2.5", "epoch_size=24"])
+@pytest.mark.parametrize(("engine", "size"), [("composer", "streams.train.repeat=2.5"), ("lightning", "epoch_size=24")])
 def test_a_run_goes_on_in_an_epoch_that_is_not_the_set_once(recipes, tmp_path, engine, size):
+    """Engines do not know why it is not, nor does the data know engines."""
     always = ["algorithms.scheduled_ema=null", "training.eval_every=null", "checkpoints.autoresume=true"]
     always += [f"data.{size}"]
 

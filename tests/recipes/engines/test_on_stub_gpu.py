@@ -26,7 +26,8 @@ def seen(request, stub_gpu, tmp_path_factory):
     for number, name in enumerate(SMALLER):
         for turn, kind in enumerate(("whole", "fsdp")):
             recipe = small(name, sets, folder / kind / name, sharded=kind == "fsdp")
-            changes = ["training.device=gpu", "training.tensor_parallel=1"]
+            # Two microbatches a step, as on each of two ranks.
+            changes = ["training={device: gpu, tensor_parallel: 1, microbatch: 4}"]
             if "powersgd" in recipe.algorithms:  # which needs several machines, as tensor parallelism several GPUs
                 changes += ["algorithms.powersgd=null"] + ["training.fsdp.replicas=1"] * (kind == "fsdp")
             path = folder / f"{name}_{kind}.yaml"
@@ -35,7 +36,8 @@ def seen(request, stub_gpu, tmp_path_factory):
             plan[f"{name} {kind}"] = (ENGINES[(number + turn) % 2], str(path))
     for name in AVERAGED:
         engine, path = plan[f"{name} fsdp"]
-        longer = [f"training.duration={BATCHES + 1}ba", "checkpoints.allow_changes=[training]"]
+        longer = [f"training.duration={BATCHES + 1}ba", "checkpoints.allow_changes=[training, algorithms]"]
+        longer.append("algorithms.compile=null")  # which what is loaded does not depend on
         (folder / f"{name}_again.yaml").write_text(to_yaml(load_config(path, longer, Recipe)))
         plan[f"{name} again"] = (engine, str(folder / f"{name}_again.yaml"))
     (folder / "recipes.json").write_text(json.dumps(plan))

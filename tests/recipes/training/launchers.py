@@ -1,7 +1,7 @@
 """Run by test_stop.py in a forked process that has imported both launchers: how `composer` and `torchrun` are stopped.
 
 argv: a folder. <folder>/report.json says for each launcher and event what it exits with (minus the signal that ended
-it) and what its two ranks were stopped by.
+it), what its two ranks were stopped by, and what they were told by their environment.
 
 As one of the ranks, with the variable RANKS_FOLDER, it waits for a signal as a run does between two batches.
 """
@@ -18,13 +18,15 @@ from recipes.training import stop
 LAUNCHERS = {"composer": ["-n", "2"], "torchrun": ["--standalone", "--nproc_per_node", "2"]}
 # Signals to the launcher, SIGTERM to both of its ranks, or SIGINT to all, as a terminal sends it.
 EVENTS = {"composer": ("SIGTERM", "SIGINT", "rank", "Ctrl-C"), "torchrun": ("SIGTERM", "SIGUSR1", "rank", "Ctrl-C")}
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "MASTER_")  # beginnings of variables
 
 
 def be_a_rank(folder: Path) -> None:
     rank = os.environ["RANK"]
     with stop.stop_signals():
         stop.begin_batches()
-        (folder / f"{rank}.started").write_text(str(os.getpid()))
+        told = {name: value for name, value in os.environ.items() if name.startswith(TOLD)}
+        (folder / f"{rank}.started").write_text(json.dumps([os.getpid(), told]))
         while not stop.requested():
             time.sleep(0.01)
         time.sleep(0.2)  # the end of the batch, and a checkpoint
@@ -44,23 +46,24 @@ def be_a_launcher(name: str, folder: Path) -> None:
     sys.exit(main())
 
 
-def stopped(name: str, event: str, folder: Path) -> list:
+def stopped(name: str, event: str, folder: Path) -> tuple[int, list[str], list[dict[str, str]]]:
     folder.mkdir()
     launcher = os.fork()
     if not launcher:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         be_a_launcher(name, folder)
-    started = [text_of(folder / f"{rank}.started") for rank in range(2)]
+    started = [json.loads(text_of(folder / f"{rank}.started")) for rank in range(2)]
     if event == "rank":
-        for process in started:
-            os.kill(int(process), signal.SIGTERM)
+        for process, _ in started:
+            os.kill(process, signal.SIGTERM)
     elif event == "Ctrl-C":
         os.killpg(launcher, signal.SIGINT)
     else:
         os.kill(launcher, getattr(signal, event))
     code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
-    return [code, [text_of(folder / f"{rank}.stopped") for rank in range(2)]]
+    signals = [text_of(folder / f"{rank}.stopped") for rank in range(2)]
+    return code, signals, [told for _, told in started]
 
 
 def text_of(file: Path) -> str:
