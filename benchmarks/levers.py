@@ -138,10 +138,15 @@ def additions(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[A
         Addition("fused AdamW", ["optimizer.fused=true"]),
         Addition("torch.compile", ["algorithms.compile={name: compile}"], why_no_compiler(gpu) or ""),
         Addition("CUDA graphs", ["algorithms.compile={name: compile, mode: reduce-overhead}"], no_gpu),
+        Addition("averages by block", ["algorithms.averages={name: block_all_reduce}"], one_rank),
         Addition(
             "FSDP SHARD_GRAD_OP",
-            # CUDA graphs need parameters at fixed addresses.
-            [*(["algorithms.compile.mode=default"] if gpu else []), "training.fsdp={strategy: SHARD_GRAD_OP}"],
+            [
+                "algorithms.averages=null",
+                "training.fsdp={strategy: SHARD_GRAD_OP}",
+                # CUDA graphs need parameters at fixed addresses.
+                *(["algorithms.compile.mode=default"] if gpu else []),
+            ],
             one_rank,
         ),
     ]

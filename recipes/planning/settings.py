@@ -24,7 +24,16 @@ from recipes.planning.footprint import gathered_format, gathered_sizes, replica_
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.pass_memory import Passes
 from recipes.planning.sharding import check_sharding
-from recipes.planning.step_time import GRAPHED, LAUNCH, UPDATE_BYTES, StepTime, message_seconds, pass_times
+from recipes.planning.step_time import (
+    BY_BLOCK,
+    BY_DDP,
+    GRAPHED,
+    LAUNCH,
+    UPDATE_BYTES,
+    StepTime,
+    message_seconds,
+    pass_times,
+)
 from recipes.planning.tensor_parallel import (
     check_tensor_parallel,
     held,
@@ -354,11 +363,17 @@ class Run:
         update /= place.shares.memory * place.device.bandwidth
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
-        host = LAUNCH * sum(1 for _ in trace.executed(recompute)) * passes * (
-            GRAPHED if has_graphs(self.recipe.algorithms) else 1
-        )
+        operations = passes * sum(1 for _ in trace.executed(recompute))
+        host = LAUNCH * operations * (GRAPHED if has_graphs(self.recipe.algorithms) else 1) + self.averaging()
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
         return StepTime(*parts, exposed=self.exposed(passes, recompute))
+
+    def averaging(self) -> float:
+        """Seconds of the host for the averaging of gradients over whole copies of the model."""
+        if self.recipe.training.fsdp is not None or self.devices.replicas == 1:
+            return 0.0
+        by_block = any(lever.name == "block_all_reduce" for lever in self.recipe.algorithms.values())
+        return (BY_BLOCK if by_block else BY_DDP) * sum(p.requires_grad for p in self.task.parameters())
 
     def exposed(self, passes: float, recompute: bool) -> float:
         """Seconds of the messages for which the devices that divide matrices wait."""

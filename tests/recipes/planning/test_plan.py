@@ -19,7 +19,7 @@ from recipes.planning.devices import Devices
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import BLOCKS, WORKSPACE, Place, best_of
-from recipes.planning.step_time import GRAPHED, LAUNCH, UPDATE_BYTES, message_seconds, pass_times
+from recipes.planning.step_time import BY_BLOCK, BY_DDP, GRAPHED, LAUNCH, UPDATE_BYTES, message_seconds, pass_times
 from recipes.planning.trace import PASSES, Operation, Trace, trace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -297,11 +297,12 @@ def test_the_host_launches_less_with_cuda_graphs_which_fsdp_does_not_allow(plann
         return {run.division: run.time(128, False).host for run in compiled(planner, f"mode: {mode}").runs(place_of(8))}
 
     eager = 2 * LAUNCH * len(list(planner.traces.at(128).executed(False)))  # two microbatches
+    averaging = BY_DDP * len(list(planner.task.parameters()))
     without = {f"{name}, without CUDA graphs": pytest.approx(eager) for name in ("SHARD_GRAD_OP", "FULL_SHARD")}
     for mode in ("reduce-overhead", "max-autotune"):
-        assert launches(mode) == {"DDP": pytest.approx(GRAPHED * eager), **without}
+        assert launches(mode) == {"DDP": pytest.approx(GRAPHED * eager + averaging), **without}
     found = launches("max-autotune-no-cudagraphs")
-    assert found["DDP"] == pytest.approx(eager) and set(found) == {"DDP", "SHARD_GRAD_OP", "FULL_SHARD"}
+    assert found["DDP"] == pytest.approx(eager + averaging) and set(found) == {"DDP", "SHARD_GRAD_OP", "FULL_SHARD"}
 
 
 def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):
@@ -316,6 +317,10 @@ def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):
         assert memory.activations == other.activations
     assert runs["DDP"].sent(2)[1] == plain["DDP"].sent(2)[1] / 2
     assert "averages" not in runs["FULL_SHARD"].recipe.algorithms
+    tensors = len(list(planner.task.parameters()))
+    assert plain["DDP"].time(128, False).host - runs["DDP"].time(128, False).host == pytest.approx(
+        tensors * (BY_DDP - BY_BLOCK)
+    )
 
 
 def test_ways_in_which_a_block_would_not_be_one_graph_are_left_out(planner):

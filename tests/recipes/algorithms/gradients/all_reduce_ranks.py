@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce, groups_of
+from recipes.engines.data_parallel import data_parallel
 from recipes.models.task import Task
 from recipes.training.levers import Levers
 from tests.recipes.training.fake_run import FakeRun
@@ -61,8 +62,8 @@ def mean(name, wire):
 def averaged(wire, steps=1, shares=True):
     """A task whose gradients the lever has averaged, and the events of the last step: sizes of messages, and the
     beginning of the backward pass of the first block."""
-    torch.manual_seed(0)
-    task = Blocks(shares)
+    torch.manual_seed(dist.get_rank())  # only the first rank has the weights that all begin with
+    task = data_parallel(Blocks(shares), averaged=True)
     run = FakeRun(task)
     lever = BlockAllReduce(task, wire=wire)
     levers = Levers([lever])
