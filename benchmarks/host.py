@@ -2,6 +2,7 @@
 
     python benchmarks/host.py
     python benchmarks/host.py --settings "sd2_base, microbatches of 128"
+    python benchmarks/host.py --averaging
 
 The recipes train on a GPU that computes nothing (see `benchmarks.stub_gpu.build`), so a step lasts as long as the host
 needs to launch it: the rate is the most that any GPU could reach with this host. Memory is that of PyTorch's allocator,
@@ -60,7 +61,7 @@ AT_512 = [*ON_ONE, NO_AVERAGE]
 RECOMPUTED = "algorithms.activation_checkpointing={name: activation_checkpointing}"
 GRAPHS = ["training.microbatch=16", "algorithms.compile={name: compile, mode: reduce-overhead}"]
 BY_BLOCK = "algorithms.averages={name: block_all_reduce}"
-OF_MANY = "unet_256_of_128"  # one of several copies of the model, whose gradients are averaged
+OF_MANY = "unet_256_of_128"
 WARM_UP, WINDOWS, STEPS = 5, 3, 3  # steps before the first window, windows, steps of a window
 MARK = "row: "
 # Row -> subject of gpu.py, and changes of its recipe.
@@ -69,18 +70,22 @@ SETTINGS = {
     "sd2_base, microbatches of 128": ("unet_256", [*ON_ONE, "training.microbatch=128"]),
     "sd2_base, microbatches of 256": ("unet_256", [*ON_ONE, "training.microbatch=256"]),
     "sd2_base, 16 images": (OF_MANY, [*ON_ONE, "training.microbatch=16"]),
-    "sd2_base, 16 images, by block": (OF_MANY, [*ON_ONE, "training.microbatch=16", BY_BLOCK]),
     "sd2_base, 16 images, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", "training.engine=lightning"]),
     "sd2_base, 16 images, CUDA graphs": (OF_MANY, [*ON_ONE, *GRAPHS]),
-    "sd2_base, 16 images, CUDA graphs, by block": (OF_MANY, [*ON_ONE, *GRAPHS, BY_BLOCK]),
-    "sd2_base, 16 images, CUDA graphs, by block, Lightning": (
-        OF_MANY,
-        [*ON_ONE, *GRAPHS, BY_BLOCK, "training.engine=lightning"],
-    ),
+    "sd2_base, 16 images, CUDA graphs, Lightning": (OF_MANY, [*ON_ONE, *GRAPHS, "training.engine=lightning"]),
     "sd2_base_512, microbatches of 32": ("unet_512", [*AT_512, "training.microbatch=32"]),
     "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
     "dalle_1b, microbatches of 16": ("transformer", [NO_AVERAGE]),
     "dalle_1b, microbatches of 16, recomputing": ("transformer", [NO_AVERAGE, RECOMPUTED]),
+}
+# With the averaging of gradients over several copies of the model.
+AVERAGING = {
+    "DDP": (OF_MANY, [*ON_ONE, "training.microbatch=16"]),
+    "by block": (OF_MANY, [*ON_ONE, "training.microbatch=16", BY_BLOCK]),
+    "DDP, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", "training.engine=lightning"]),
+    "CUDA graphs, DDP": (OF_MANY, [*ON_ONE, *GRAPHS]),
+    "CUDA graphs, by block": (OF_MANY, [*ON_ONE, *GRAPHS, BY_BLOCK]),
+    "CUDA graphs, by block, Lightning": (OF_MANY, [*ON_ONE, *GRAPHS, BY_BLOCK, "training.engine=lightning"]),
 }
 
 
@@ -155,14 +160,14 @@ def planned(recipe: Recipe, of_many: bool) -> float:
 
 def measure(name: str) -> dict[str, Any]:
     """A row of the table."""
-    key, changes = SETTINGS[name]
+    key, changes = (SETTINGS | AVERAGING)[name]
     subject = SUBJECTS[key]
     length = f"training.duration={WARM_UP + WINDOWS * STEPS}ba"
     steps = Steps()
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_for(subject, [*changes, length], False, Path(folder))
         with made_on(torch.device("cuda")):
-            train(recipe, steps, of_many=key == OF_MANY)
+            train(recipe, steps, of_many=name in AVERAGING)
         peak = torch.cuda.max_memory_allocated()
     rate = statistics.median(steps.rates) * recipe.training.global_batch * subject.per_sample
     goal = next(goal for _, table, _, goal in GOALS if subject.table.startswith(table))
@@ -175,14 +180,15 @@ def measure(name: str) -> dict[str, Any]:
         "waits per step": steps.waits,
         "peak GB": round(peak / 1e9, 1),
         "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 1),
-        "peak GB by the planner": round(planned(recipe, key == OF_MANY) / 1e9, 1),
+        "peak GB by the planner": round(planned(recipe, name in AVERAGING) / 1e9, 1),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--row", choices=list(SETTINGS), help=argparse.SUPPRESS)  # of a process on the stub GPU
+    parser.add_argument("--averaging", action="store_true", help="measure the averaging of gradients instead")
+    parser.add_argument("--row", choices=list(SETTINGS | AVERAGING), help=argparse.SUPPRESS)  # on the stub GPU
     arguments = parser.parse_args()
     if arguments.row:
         compute_decisions_on_host()
@@ -193,7 +199,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | variables(build(Path(folder)))
-        for name in arguments.settings:  # each in a process of its own, with all memory of the GPU
+        # Each in a process of its own, with all memory of the GPU.
+        for name in AVERAGING if arguments.averaging else arguments.settings:
             command = [sys.executable, __file__, "--row", name]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
@@ -201,14 +208,15 @@ def main() -> None:
             rows.append(json.loads(done.stdout.split(MARK)[1]))
     notes = (
         "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
-        "this host needs to launch it. A step has 256 images at 256, 64 at 512, and 64 sequences of 1,280 tokens. Rows "
-        "with 16 images are one of 128 GPUs in the recipe's batch of 2,048, whose gradients are averaged by "
-        "DistributedDataParallel or, `by block`, by block_all_reduce. `waits` are those for all that was "
+        "this host needs to launch it. A step has 256 images at 256 (or 16, the share of one of 128 GPUs in the "
+        "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for all that was "
         "launched before; one of them is due to this measurement, which decides on the host whether gradients are "
         "finite. `peak GB` is what PyTorch's allocator gave out at once, and `reserved GB` what it had of the GPU, "
         "with the memory that CUDA graphs keep; workspaces of cuDNN come on top."
     )
-    write_results("host", "sd2", rows, notes)
+    if arguments.averaging:
+        notes = f"sd2_base with 16 images, `by block` with the lever block_all_reduce. {notes}"
+    write_results("host_averaging" if arguments.averaging else "host", "sd2", rows, notes)
 
 
 if __name__ == "__main__":

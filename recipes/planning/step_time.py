@@ -14,8 +14,9 @@ from recipes.planning.trace import Trace
 # operations. The median of benchmarks/host.py on one core, whose rows have 15 (transformer) to 46.
 LAUNCH = 33e-6
 GRAPHED = 0.4  # share of these seconds that is left there where CUDA graphs launch the blocks
-# Seconds of the host per parameter whose gradient is averaged over whole copies of the model, there too.
-BY_DDP, BY_BLOCK = 8e-6, 3e-6
+# Seconds of the host per parameter whose gradient is averaged over whole copies of the model. The difference is that of
+# `benchmarks/host.py --averaging` with CUDA graphs.
+BY_DDP, BY_BLOCK = 15e-6, 4e-6
 # Bytes per trained value that an update moves: weight, gradient and two moments are read, and all but the gradient
 # written.
 UPDATE_BYTES = 28
