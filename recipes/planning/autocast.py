@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 DTYPE = torch.bfloat16
 # Functions through which models multiply matrices. PyTorch casts below them, where no mode sees it.
@@ -51,9 +52,9 @@ class MetaAutocast(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.enabled and func in PRODUCTS:
-            args, kwargs = tuple(map(_cast, args)), {name: _cast(value) for name, value in kwargs.items()}
+            args, kwargs = tree_map_only(Tensor, _cast, (args, kwargs))
         elif self.enabled and self.wide_norms and func in NORMS:
-            args, kwargs = tuple(map(_widen, args)), {name: _widen(value) for name, value in kwargs.items()}
+            args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
         return func(*args, **kwargs)
 
     def __enter__(self) -> MetaAutocast:
@@ -85,13 +86,9 @@ class MetaAutocast(TorchFunctionMode):
             self.enabled = before
 
 
-def _cast(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(DTYPE) if value.is_meta and value.dtype == torch.float32 else value
-    if isinstance(value, list | tuple):
-        return type(value)(map(_cast, value))
-    return value
+def _cast(tensor: Tensor) -> Tensor:
+    return tensor.to(DTYPE) if tensor.is_meta and tensor.dtype == torch.float32 else tensor
 
 
-def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_meta else value
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_meta else tensor

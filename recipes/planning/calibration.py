@@ -19,7 +19,7 @@ from data.cost import count_text, size_text
 from data.memory import MEMORY
 from data.process_groups import leave
 from recipes.planning.gpus import Device, Shares
-from recipes.planning.link_checks import all_reduce_rate
+from recipes.planning.link_checks import all_reduce_rate, synchronize
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST, LARGEST = 256, 16384  # sides of the matrices
@@ -165,13 +165,11 @@ def memory(kind: str) -> float:
 
 def median_seconds(kind: str, work: Callable[[], Any]) -> float:
     """Median seconds of a call, after one that is not counted."""
-    seconds = []
+    device, seconds = torch.device(kind), []
     for _ in range(ROUNDS + 1):
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         began = time.perf_counter()
         work()
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         seconds.append(time.perf_counter() - began)
     return max(statistics.median(seconds[1:]), math.ulp(1.0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from data.cost import Cost, Plan
+from data.cost import FLOAT, Cost, Plan
 from recipes.config.build import build, import_builder
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
@@ -34,10 +34,10 @@ class Costs:
     algorithms: dict[str, Cost]
     callbacks: dict[str, Cost]
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Size of the state of optimizer and algorithms in a checkpoint, averaged weights excluded."""
-        return sum(cost.checkpoint_bytes for cost in (self.optimizer, *self.algorithms.values()))
+    def checkpoint_bytes(self, parameters: int) -> int:
+        """Size of a checkpoint of a model with this many parameters, averaged weights excluded."""
+        state = sum(cost.checkpoint_bytes for cost in (self.optimizer, *self.algorithms.values()))
+        return FLOAT * parameters - 2 * self.stored_16_bit + state
 
     @property
     def stored_16_bit(self) -> int:
@@ -60,6 +60,12 @@ class Costs:
         return next((cost.gathered for cost in self.algorithms.values() if cost.gathered), None)
 
 
+def parameter_counts(task: nn.Module) -> tuple[int, int]:
+    """The number of parameters of a model, and of those that are trained."""
+    counts = [(p.numel(), p.requires_grad) for p in task.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+
+
 def plan_of(recipe: Recipe, task: nn.Module, devices: Devices) -> Plan:
     """What the components of a recipe are told to report their costs.
 
@@ -68,10 +74,11 @@ def plan_of(recipe: Recipe, task: nn.Module, devices: Devices) -> Plan:
         task: its model, on the meta device.
         devices: of the run.
     """
+    parameters, trained = parameter_counts(task)
     return Plan(
         task=task,
-        parameters=sum(p.numel() for p in task.parameters()),
-        trained=sum(p.numel() for p in task.parameters() if p.requires_grad),
+        parameters=parameters,
+        trained=trained,
         replicas=devices.replicas,
         shards=devices.shards * devices.tensor,
         output=recipe.output,

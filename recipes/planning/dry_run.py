@@ -10,7 +10,7 @@ from typing import Any
 import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
 from torch import nn
 
-from data.cost import FLOAT, Epoch, size_text
+from data.cost import Epoch, size_text
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs, cost_of, costs_of, plan_of
@@ -116,17 +116,11 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         *traffic_lines(recipe, task, costs, devices),
         f"run: {length_text(recipe.training.duration, length)}",
         *evals_lines(recipe, costs, length),
-        checkpoints_text(recipe, checkpoint_bytes(found), costs.averaged_bytes, length),
+        checkpoints_text(recipe, costs.checkpoint_bytes(found.parameters), costs.averaged_bytes, length),
         *callback_lines(costs, length),
         *(f"missing: {path}" for path in absent_inputs(recipe, missing)),
     ]
     return "\n".join(lines)
-
-
-def checkpoint_bytes(found: Survey) -> int:
-    """Size of a checkpoint without averaged weights."""
-    weights = FLOAT * found.parameters - 2 * found.costs.stored_16_bit
-    return weights + found.costs.checkpoint_bytes
 
 
 def disk_bytes(recipe: Recipe, found: Survey) -> int:
@@ -136,7 +130,8 @@ def disk_bytes(recipe: Recipe, found: Survey) -> int:
     written = found.length.times(checkpoints.every) or 1
     held = written if checkpoints.keep == -1 else min(checkpoints.keep + 1, written)
     exports = sum(cost.files.held for cost in found.costs.callbacks.values() if cost.files is not None)
-    return held * (checkpoint_bytes(found) + found.costs.averaged_bytes) * checkpoints.save + exports
+    size = found.costs.checkpoint_bytes(found.parameters) + found.costs.averaged_bytes
+    return held * size * checkpoints.save + exports
 
 
 def evals_lines(recipe: Recipe, costs: Costs, length: Length) -> Iterable[str]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from data.cost import FLOAT, Cost, all_reduce_bytes, size_text
 from recipes.config.recipe import FSDP, Recipe
-from recipes.planning.costs import Costs
+from recipes.planning.costs import Costs, parameter_counts
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import held, messages, recomputed, sent_bytes, sized_plan
 
@@ -18,9 +18,9 @@ NAMES = {"all_reduce": "all-reduces", "all_gather": "all-gathers", "reduce_scatt
 def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices) -> str:
     """What weights, gradients and optimizer state take on each device, and under FSDP what is gathered there."""
     fsdp, shards, several = recipe.training.fsdp, devices.shards, microbatches_of(recipe, devices) > 1
-    trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
+    parameters, trained = parameter_counts(task)
     halves = 2 * costs.stored_16_bit  # bytes of the weights that take half as much, and of their gradients
-    size = state_bytes(_count(task), trained, held(task, task, devices) / _count(task) / shards, costs)
+    size = state_bytes(parameters, trained, held(task, task, devices) / parameters / shards, costs)
     state = f", {costs.optimizer.note}" if costs.optimizer.note else ""
     low = f" (in 16 bits for the blocks' matrices, {size_text(halves)} each)" if halves else ""
     text = f"memory: {size_text(size)} on each device for weights, gradients{low}{state}"
@@ -178,7 +178,3 @@ def microbatches_of(recipe: Recipe, devices: Devices) -> int:
     """Microbatches per step on each device; 1 where their size is still to be measured."""
     microbatch = recipe.training.microbatch
     return -(-recipe.training.device_batch(devices.world) // microbatch) if isinstance(microbatch, int) else 1
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

@@ -81,7 +81,7 @@ def unreachable(own: list[Finding], reason: str) -> Finding:
     if os.environ.get("RANK") != "0" and os.environ.get("LOCAL_RANK") == "0":
         for finding in own:
             if finding.level == "error":
-                print(f"{finding.level + ':':9}{finding.subject}: on {host}: {finding.text}", flush=True)
+                print(dataclasses.replace(finding, text=f"on {host}: {finding.text}"), flush=True)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return Finding("error", "links", f"{host} does not reach the other processes at {address} ({reason})")
 
@@ -121,15 +121,16 @@ def all_reduce_rate(device: torch.device, group: ProcessGroup | None = None) -> 
     seconds = []
     for _ in range(ROUNDS):
         words.fill_(1.0)
-        _wait(device)
+        synchronize(device)
         began = time.perf_counter()
         dist.all_reduce(words, group=group)
-        _wait(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - began)
     right = bool((words == world).all())
     return all_reduce_bytes(words.nbytes, world) / min(seconds) if right else None
 
 
-def _wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all that a GPU was given; a CPU has done it."""
     if device.type == "cuda":
         torch.cuda.synchronize()

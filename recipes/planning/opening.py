@@ -11,6 +11,7 @@ from data.cost import Epoch, count_text
 from data.loading import Loading
 from recipes.config.recipe import Recipe, Training
 from recipes.config.values import Component
+from recipes.planning.costs import parameter_counts
 from recipes.planning.length import batch_text, length_of, length_text
 
 CONFIG = "config.yaml"  # the resolved config, in the folder of the run
@@ -34,8 +35,7 @@ def opening(
             the batch does not divide over the devices.
     """
     training = recipe.training
-    parameters = sum(p.numel() for p in task.parameters())
-    trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
+    parameters, trained = parameter_counts(task)
     incomplete = not recipe.data.args.get("drop_last", True)
     length = length_of(recipe, Epoch(data.samples, incomplete, endless=data.samples is None))
     lines = {

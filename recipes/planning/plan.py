@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import torch._dynamo  # noqa: F401 - it must be imported before the meta device is the default one
 
-from data.cost import FLOAT, Epoch, count_text, size_text
+from data.cost import Epoch, count_text, size_text
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.batches import blank_batch, sample_bytes, traced_model
-from recipes.planning.costs import costs_of, plan_of
+from recipes.planning.costs import costs_of, parameter_counts, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
@@ -77,12 +77,12 @@ class Planner:
         Raises:
             ValueError: the batch does not divide over the devices, or nothing fits.
         """
-        parameters = sum(p.numel() for p in self.task.parameters())
-        checkpoint = FLOAT * parameters - 2 * self.costs.stored_16_bit + self.costs.checkpoint_bytes
+        parameters, _ = parameter_counts(self.task)
         samples = self.recipe.training.global_batch
         length = self.recipe.training.duration if self.steps is None else f"{self.steps:,} steps"
         lines = [f"{self.recipe.run_name}: {parameters:,} parameters, {samples:,} samples per step, {length}"]
-        lines += [f"stored: {size_text(checkpoint)} per checkpoint, {size_text(self.sample_bytes)} per sample"]
+        stored = self.costs.checkpoint_bytes(parameters), self.sample_bytes
+        lines.append("stored: {} per checkpoint, {} per sample".format(*map(size_text, stored)))
         for place in places:
             lines += ["", *self._lines(place, price)]
         return "\n".join(lines)

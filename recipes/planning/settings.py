@@ -18,7 +18,7 @@ from recipes.config.recipe import FSDP, Recipe
 from recipes.config.values import Component
 from recipes.models.task import Task
 from recipes.planning.batches import batch_bytes
-from recipes.planning.costs import Costs, costs_of, plan_of
+from recipes.planning.costs import Costs, costs_of, parameter_counts, plan_of
 from recipes.planning.devices import Devices
 from recipes.planning.footprint import gathered_format, gathered_sizes, replica_traffic, shard_traffic, state_bytes
 from recipes.planning.gpus import Device, Shares
@@ -34,13 +34,7 @@ from recipes.planning.step_time import (
     message_seconds,
     pass_times,
 )
-from recipes.planning.tensor_parallel import (
-    check_tensor_parallel,
-    held,
-    messages,
-    sent_bytes,
-    sized_plan,
-)
+from recipes.planning.tensor_parallel import check_tensor_parallel, held, messages, sent_bytes, sized_plan
 from recipes.planning.trace import BYTES, Traces
 
 # Of a device's memory: the rest is taken by CUDA, by workspaces of kernels and by fragments. Not measured here.
@@ -262,13 +256,6 @@ def _microbatches(batch: int) -> list[int]:
     return sorted({2**n for n in range(int(math.log2(batch)) + 1)} | {batch})
 
 
-def _counts(task: Task) -> tuple[int, int]:
-    return (
-        sum(p.numel() for p in task.parameters()),
-        sum(p.numel() for p in task.parameters() if p.requires_grad),
-    )
-
-
 @dataclass(frozen=True)
 class Run:
     """A recipe on devices that are divided in one way.
@@ -314,7 +301,7 @@ class Run:
 
     def memory(self, microbatch: int, recompute: bool) -> Memory:
         """On each device."""
-        parameters, trained = _counts(self.task)
+        parameters, trained = parameter_counts(self.task)
         fsdp, devices, costs = self.recipe.training.fsdp, self.devices, self.costs
         halves = 2 * costs.stored_16_bit
         share = self.held / parameters
@@ -345,7 +332,7 @@ class Run:
         pass. Those of blocks that are computed again are made again, for one block at a time. Compiled blocks make
         theirs whenever they run.
         """
-        parameters, _ = _counts(self.task)
+        parameters, _ = parameter_counts(self.task)
         every = BYTES * (parameters - self.costs.stored_16_bit) * self.held / parameters
         levers = {lever.name for lever in self.recipe.algorithms.values()}
         inside = [held(block, self.task, self.devices) for block in self.task.recomputed_blocks()]
@@ -359,7 +346,8 @@ class Run:
         passes = self.batch / microbatch
         place, devices, trace = self.place, self.devices, self.traces.at(microbatch)
         compute, traffic, gaps = pass_times(trace, place.device, place.peak, place.shares, recompute)
-        update = UPDATE_BYTES * self.held * _trained_share(self.task) / devices.shards
+        parameters, trained = parameter_counts(self.task)
+        update = UPDATE_BYTES * self.held * (trained / parameters) / devices.shards
         update /= place.shares.memory * place.device.bandwidth
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
@@ -404,8 +392,3 @@ class Run:
         if devices.replicas > 1:
             between = replica_traffic(self.task, self.costs, devices).sent_bytes
         return within, between
-
-
-def _trained_share(task: Task) -> float:
-    parameters, trained = _counts(task)
-    return trained / parameters

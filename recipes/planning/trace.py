@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from recipes.models.task import Task
@@ -195,8 +196,7 @@ class _Recorder(TorchDispatchMode):
             return result
         flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0.0
         kind: Kind = "other" if not flops else "convolution" if "convolution" in packet.__name__ else "product"
-        moved = _bytes(_tensors((args, kwargs))) + _bytes(_tensors(result))
-        self.operations.append(Operation(kind, float(flops), moved, self.recomputed))
+        self.operations.append(Operation(kind, float(flops), _bytes((args, kwargs, result)), self.recomputed))
         return result
 
     def attention(self, flops: float, tensors: Iterable[Tensor]) -> None:
@@ -209,16 +209,6 @@ class _Recorder(TorchDispatchMode):
         return found
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _bytes(tensors: Any) -> float:
-    """Bytes of tensors, floating-point ones in bf16 unless they are wider."""
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+def _bytes(values: Any) -> float:
+    """Bytes of the tensors among some values, which may be nested."""
+    return float(sum(value.nbytes for value in tree_leaves(values) if isinstance(value, Tensor)))

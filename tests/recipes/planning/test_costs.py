@@ -52,7 +52,7 @@ def test_a_component_that_says_nothing_costs_nothing():
 def test_sums():
     algorithms = {"a": Cost(checkpoint_bytes=3, averaged_bytes=5), "b": Cost(checkpoint_bytes=4, gathered="fp16")}
     costs = Costs(data=Cost(), evals={}, optimizer=Cost(checkpoint_bytes=8), algorithms=algorithms, callbacks={})
-    assert (costs.checkpoint_bytes, costs.averaged_bytes, costs.gathered) == (15, 5, "fp16")
+    assert (costs.checkpoint_bytes(0), costs.averaged_bytes, costs.gathered) == (15, 5, "fp16")
 
 
 def test_texts():
