@@ -23,7 +23,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import torch
 from torch import nn
 
-from benchmarks.reporting import keep_results, write_results
+from benchmarks.reporting import keep_results, reason, write_results
 from benchmarks.timing import times, training_device
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             reference = reference or (values["ms per step"] if name == "AdamW, fused" else None)
             values["relative to fused AdamW"] = round(values["ms per step"] / reference, 2) if reference else ""
         except Exception as error:  # one that does not run here; the others still count
-            values["ms per step"] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            values["ms per step"] = reason(error)
         rows.append(values)
         keep_results("adam16", f"d{options.width}", rows)
     write_results("adam16", f"d{options.width}", rows)

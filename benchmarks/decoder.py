@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.flex_blocks import NARROW, block_share, narrow_attend
-from benchmarks.reporting import keep_results, write_results
+from benchmarks.reporting import keep_results, reason, write_results
 from benchmarks.timing import gpu_seconds, training_device
 from recipes.models.autoregressive.flex import BLOCK
 from recipes.models.autoregressive.masks import Kind, TokenLayout, visible_pairs
@@ -90,8 +90,7 @@ def attention(device: TimedDevice, options: argparse.Namespace) -> None:
                 works[name]()
             except Exception as error:  # one implementation does not run here; the others still count
                 works.pop(name, None)
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                rows.append({**attention_facts(name, layout), "ms": reason})
+                rows.append({**attention_facts(name, layout), "ms": reason(error)})
         rows += attention_rows(works, rows, layout, device, options.rounds)
         keep_results("decoder_attention", options.size, rows)
     note = (

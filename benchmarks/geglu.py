@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.norms import copy_rate
-from benchmarks.reporting import write_results
+from benchmarks.reporting import reason, write_results
 from benchmarks.timing import milliseconds, training_device
 from recipes.models.kernels.geglu import geglu, reference
 
@@ -76,8 +76,8 @@ def main(words: list[str] | None = None) -> None:
             try:
                 rows.append(row(name, way, options.batch * tokens, width, options.seconds, rate, device))
             except Exception as error:  # a compiler that does not run here; the others still count
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-                rows.append({"shape": f"{options.batch * tokens}x{2 * width}", "way": name, "forward ms": reason})
+                shape = f"{options.batch * tokens}x{2 * width}"
+                rows.append({"shape": shape, "way": name, "forward ms": reason(error)})
     write_results("geglu", "sd2" if gpu else "small", rows, NOTES)
 
 

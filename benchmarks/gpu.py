@@ -37,6 +37,7 @@ from benchmarks.gpu_run.forks import WITHOUT_CUDA
 from benchmarks.gpu_run.items import Item, items
 from benchmarks.gpu_run.page import page, place, write_page
 from benchmarks.gpu_run.records import DONE, LATE, LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
+from benchmarks.reporting import reason, surroundings
 from data.threads import set_default_threads
 
 CACHE = ROOT / "runs" / "gpu" / "cache"
@@ -92,15 +93,10 @@ def in_own_process(perform: Perform, item: Item, folder: Path, small: bool, limi
                 perform(item, folder, small)
             except BaseException as error:
                 traceback.print_exc()
-                (folder / ".reason").write_text(one_line(error), encoding="utf-8")
+                (folder / ".reason").write_text(reason(error), encoding="utf-8")
                 sys.stdout.flush()
                 os._exit(1)  # not by way of cleaning up, which hangs where a GPU has failed
     os._exit(0)
-
-
-def one_line(error: BaseException) -> str:
-    """The kind of an error and the first of its words."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 class Isolated:
@@ -131,9 +127,9 @@ class Isolated:
             return f"{LATE} {limit:.0f} s"
         if self.process.exitcode == 0:
             return DONE
-        reason = self.folder / ".reason"
-        if reason.exists():
-            return f"FAILED: {reason.read_text(encoding='utf-8')}"
+        said = self.folder / ".reason"
+        if said.exists():
+            return f"FAILED: {said.read_text(encoding='utf-8')}"
         return f"FAILED: exit code {self.process.exitcode}"
 
     def end(self) -> None:
@@ -160,7 +156,7 @@ def here(folder: Path, small: bool) -> Callable[[Item, float], str]:
             perform(item, folder, small)
         except Exception as error:
             traceback.print_exc()
-            return f"FAILED: {one_line(error)}"
+            return f"FAILED: {reason(error)}"
         return DONE
 
     return run
@@ -233,8 +229,6 @@ def run(options: argparse.Namespace, chosen: list[Item], began: float) -> Record
     """Run the chosen steps and write their results beside those of earlier runs."""
     folder = (options.out or ROOT / "runs" / "gpu").resolve()
     records = Records(folder / RECORDS)
-    from benchmarks.reporting import surroundings
-
     records.begin_run(surroundings=surroundings(), small=options.small, budget=options.budget)
     if options.resume:
         tried = records.tried()

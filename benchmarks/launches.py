@@ -39,9 +39,9 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.parts import Place, build_levers, the_one
+from recipes.engines.rehearsal import MetaRun
 from recipes.training.clock import Clock
 from recipes.training.levers import Levers
-from recipes.training.run import Run
 
 SAMPLES = 2  # per microbatch
 # The recipes of each kind of model, with overrides for a small width, and one microbatch.
@@ -101,50 +101,22 @@ def batch_of(recipe: Recipe) -> dict[str, Tensor]:
     return {"image": integers(256, 3, 32, 32).to(torch.uint8)}
 
 
-class StepRun(Run):
-    """A run of one step on the CPU, as levers see it."""
+class StepRun(MetaRun):
+    """A run of one step on the CPU, as levers see it. Nothing is logged."""
 
     def __init__(
         self, module: nn.Module, task: nn.Module, precision: str, passes: int, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.module, self.task = module, task
-        self.device = torch.device("cpu")
-        self.precision = precision
-        self.batch, self.outputs = {}, {}
-        self.passes, self.pass_number = passes, -1
-        self.loss = None
-        self.eval_label, self.eval_figures = "", {}
-        self.optimizer = optimizer
-
-    clock = Clock(1, SAMPLES, 0, "1000000ba", None)  # not a multiple of the intervals at which levers log
+        # Not a multiple of the intervals at which levers log.
+        super().__init__(task, precision, optimizer, Clock(1, SAMPLES, 0, "1000000ba", None))
+        self.module, self.device = module, torch.device("cpu")
+        self.passes, self.loss = passes, None
 
     def autocast(self) -> AbstractContextManager:
         """As on a GPU, with the CPU's lists of operations."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast("cpu", torch.bfloat16)
-
-    def gradient_scale(self) -> float:
-        """Without amp_fp16 there is none."""
-        return 1.0
-
-    def new_parameters(self) -> AbstractContextManager:
-        """Nothing is sharded."""
-        return nullcontext()
-
-    def peak_rates_changed(self) -> None:
-        """There is no schedule."""
-
-    def set_microbatch(self, samples: int) -> None:
-        """The microbatch is fixed."""
-
-    def log(self, figures: Any) -> None:
-        """Nothing is logged."""
-
-    log_settings = log
-
-    def log_images(self, name: str, images: Any) -> None:
-        """Nothing is logged."""
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def reason(error: BaseException) -> str:
+    """Why something does not run here, in one line for a table: the kind of the error and its first words."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
 def commit() -> str:
     """The commit of the code, with "and changes" if tracked files differ from it; "unknown" outside of a repository.
 

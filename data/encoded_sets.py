@@ -204,19 +204,47 @@ def check_sets(kind: str, sets: Mapping[str, EncodedSet], epoch_size: int | None
         )
 
 
-def manifests_of(kind: str, sets: Mapping[str, EncodedSet], epoch_size: int | None) -> list[Manifest]:
-    """Reads the manifests of encoded sets.
+def first_manifest(
+    kind: str,
+    sets: Mapping[str, EncodedSet],
+    epoch_size: int | None,
+    resolution: int,
+    requirements: Mapping[str, Any],
+    expect: Mapping[str, Any] | None,
+) -> Manifest:
+    """The manifest of the first of some encoded sets, all of which fit the recipe and each other.
 
     Args:
         kind: what the sets must hold, latents or tokens.
         sets, epoch_size: see `check_sets`, whose errors this raises, too.
+        resolution, requirements, expect: see `check_fit`.
 
     Raises:
         FileNotFoundError: a set has no manifest.
-        ValueError: a set is of another kind.
+        ValueError: a set is of another kind, does not fit the recipe, or was encoded in another way than the first.
     """
     check_sets(kind, sets, epoch_size)
     manifests = [encoded.manifest() for encoded in sets.values()]
     for manifest in manifests:
-        manifest.check(kind=kind)
-    return manifests
+        check_fit(manifest, kind, resolution, requirements, expect)
+        manifest.check(**manifests[0].encoders())
+    return manifests[0]
+
+
+def check_fit(
+    manifest: Manifest, kind: str, resolution: int, requirements: Mapping[str, Any], expect: Mapping[str, Any] | None
+) -> None:
+    """
+    Args:
+        manifest: of an encoded set.
+        kind: what it must hold, latents or tokens.
+        resolution: the encoded resolution that is read, in pixels.
+        requirements: what the model needs, see `Manifest.check`.
+        expect: what the recipe expects besides.
+
+    Raises:
+        ValueError: the set is another one.
+    """
+    manifest.check(kind=kind)
+    manifest.check(resolution=resolution, **requirements)
+    manifest.check(**{"resolution": resolution, **(expect or {})})

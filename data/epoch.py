@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cost import Epoch
-from data.encoded_sets import EncodedSet, check_sets
+from data.encoded_sets import EncodedSet, check_fit, check_sets
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 
@@ -42,7 +42,7 @@ def encoded_samples(kind: str, args: dict[str, Any], requirements: dict[str, Any
     Args:
         kind: what the set holds, latents or tokens.
         args: of the data component: `resolution`, `expect`, and perhaps `text`.
-        requirements: what the model needs, see `Manifest.check`.
+        requirements: see `check_fit`.
         folder: of the set.
 
     Raises:
@@ -51,8 +51,7 @@ def encoded_samples(kind: str, args: dict[str, Any], requirements: dict[str, Any
     if not (folder / MANIFEST).is_file():
         return None
     manifest = Manifest.read(folder)
-    manifest.check(kind=kind, resolution=args["resolution"], **requirements)
-    manifest.check(**{"resolution": args["resolution"], **(args["expect"] or {})})
+    check_fit(manifest, kind, args["resolution"], requirements, args["expect"])
     column = args.get("text")
     if column is not None and manifest.columns and column not in manifest.columns:
         raise ValueError(f"{folder}: no column `{column}`; the set has {', '.join(manifest.columns)}")

@@ -65,6 +65,14 @@ def read_object(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_if_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is no such file, or it holds something else."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError):
+        return {}
+
+
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A new temporary folder beside `path`, which replaces it when the block ends without an error.

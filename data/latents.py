@@ -12,7 +12,7 @@ from torch import Tensor
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
 from data.draws import draws_of
-from data.encoded_sets import manifests_of
+from data.encoded_sets import first_manifest
 from data.epoch import encoded_samples, epoch_of
 from data.loading import Batch, Loading, Placement
 from data.ranges import check_reading, check_shares
@@ -75,12 +75,7 @@ def latents(
         ValueError: a field of a manifest does not fit the recipe.
     """
     check_shares("latents", caption_dropout=caption_dropout, flip=flip)
-    manifests = manifests_of("latents", streams, epoch_size)
-    first = manifests[0]
-    for manifest in manifests:
-        manifest.check(resolution=resolution, **requirements)
-        manifest.check(**{"resolution": resolution, **(expect or {})})
-        manifest.check(**first.encoders())
+    manifest = first_manifest("latents", streams, epoch_size, resolution, requirements, expect)
     dataset = LatentDataset(
         resolution=resolution,
         text=text,
@@ -106,7 +101,7 @@ def latents(
         open_loader(dataset, placement, workers, drop_last),
         on_device,
         samples=int(dataset.epoch_size),
-        manifest=first,
+        manifest=manifest,
         resolution=resolution,
         null_text=null_text,
     )

@@ -38,7 +38,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.files import atomic_folder, read_object
+from data.files import atomic_folder, read_if_object
 
 LICENCE = "CC BY-SA 4.0"
 LAYOUT = 2  # raised when captions, splits or files change, so that older folders are replaced
@@ -122,10 +122,10 @@ def build(
         "shard_size": shard_size,
         "packages": packages,
     }
-    found = _read_done(out)
-    if found is None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    found = read_if_object(out / "done.json")
+    if found.get("dataset") != "openmoji" and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"--out {out} exists and was not written by this script: give another folder")
-    if found is not None and all(found.get(key) == value for key, value in asked.items()):
+    if all(found.get(key) == value for key, value in asked.items()):
         if _is_whole(out, found):
             _say(f"{out} is complete: {_counts(found)}; nothing to do")
             return found
@@ -357,21 +357,10 @@ def _write_tar(path: Path, emojis: list[Emoji], drawn: Iterator[bytes], split: s
             bar.update()
 
 
-def _read_done(out: Path) -> dict[str, Any] | None:
-    """The content of OUT/done.json, if it exists and this script wrote it."""
-    try:
-        done = read_object(out / "done.json")
-    except (OSError, ValueError):
-        return None
-    return done if done.get("dataset") == "openmoji" else None
-
-
 def _is_whole(out: Path, done: dict[str, Any]) -> bool:
     """Whether every tar in done.json exists with its full size."""
-    try:
-        return all((out / name).stat().st_size == size for name, size in done["files"].items())
-    except FileNotFoundError:
-        return False
+    files = {out / name: size for name, size in done["files"].items()}
+    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
 def _counts(done: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import InitVar, dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.cost import Cost, Epoch, Plan, with_cost
-from data.crops import CROPS, LARGEST
 from data.deaths import DecoderDied, keep_alarms, worker_deaths
 from data.held import Held
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
@@ -22,7 +22,7 @@ from data.picture_deaths import PictureDeaths
 from data.ranges import check_least, check_shares
 from data.sources.base import DecodedSample, Rejected, Sample, Source
 from data.sources.filters import Filter
-from data.transforms import resize, resize_and_crop
+from data.transforms import Crop, resize_and_crop, side_needed
 from data.word_cache import bound
 
 # Passes in a row without a usable image in a part of the source, after which that is an error. Shards are dealt anew in
@@ -200,6 +200,7 @@ class ImageLoader(DataLoader):
         self._positions.append(self.dataset.position())
 
 
+@dataclass(eq=False)
 class ImageStream(IterableDataset):
     """`image` (3, R, R) uint8 and, if requested, `tokens` (L,) int64; endless in training, once through otherwise.
 
@@ -211,31 +212,21 @@ class ImageStream(IterableDataset):
     In training a sample also has its `place`, (2,) int64: the pass, and the number of its samples drawn so far.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        filter: Filter,
-        resolution: int,
-        crop: Literal["center", "random", "dvae", "transformer"],
-        flip: float,
-        tokens: int | None,
-        word_dropout: float,
-        shuffle_buffer: int,
-        keep_decoded: bool,
-        placement: Placement,
-        workers: int = 0,
-    ) -> None:
-        self.source = source
-        self.filter = filter
-        self.resolution = resolution
-        self.crop = crop
-        self.flip = flip
-        self.tokens = tokens
-        self.word_dropout = word_dropout
-        self.shuffle_buffer = shuffle_buffer
-        self.keep_decoded = keep_decoded
-        self.placement = placement
-        self.deaths = PictureDeaths(placement.output, "train" if placement.training else "val", source.shards())
+    source: Source
+    filter: Filter
+    resolution: int
+    crop: Crop
+    flip: float
+    tokens: int | None
+    word_dropout: float
+    shuffle_buffer: int
+    keep_decoded: bool
+    placement: Placement
+    workers: InitVar[int]
+
+    def __post_init__(self, workers: int) -> None:
+        label = "train" if self.placement.training else "val"
+        self.deaths = PictureDeaths(self.placement.output, label, self.source.shards())
         self.batches = 0  # taken by the training process
         self.places = [(0, 0)] * max(1, workers)  # of each worker, after the last batch that was taken from it
 
@@ -380,16 +371,11 @@ class ImageStream(IterableDataset):
         if self.deaths.kills(shard, number):
             return Rejected(sample.key, "kills_decoder", "two processes that decoded it died")
         self.deaths.mark(shard, number, sample.key)
-        needed = round(LARGEST * self.resolution) if self.crop in CROPS else self.resolution
-        decoded = self.filter.decode(sample, needed) if isinstance(sample, Sample) else sample
-        return (self._cut(decoded, rng), decoded.caption) if isinstance(decoded, DecodedSample) else decoded
-
-    def _cut(self, picture: DecodedSample, rng: np.random.Generator) -> np.ndarray:
-        """The crop, (R, R, 3) uint8."""
-        if self.crop in CROPS:
-            box = CROPS[self.crop](picture.original_size, self.resolution, rng)
-            return resize(picture.image, box, self.resolution, picture.original_size, area=True)
-        return resize_and_crop(picture.image, self.resolution, self.crop, rng, picture.original_size)
+        if isinstance(sample, Sample):
+            sample = self.filter.decode(sample, side_needed(self.resolution, self.crop))
+        if not isinstance(sample, DecodedSample):
+            return sample
+        return resize_and_crop(sample.image, self.resolution, self.crop, rng, sample.original_size), sample.caption
 
     def _mixed(self, samples: Iterator, rng: np.random.Generator) -> Iterator:
         """Shuffles within a buffer of stored samples, which are smaller than decoded images."""

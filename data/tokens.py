@@ -15,7 +15,7 @@ from data.aliases import InputPath
 from data.bpe import Vocabulary
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
-from data.encoded_sets import manifests_of
+from data.encoded_sets import first_manifest
 from data.epoch import encoded_samples, epoch_of
 from data.loading import Batch, Loading, Placement
 from data.log import log
@@ -91,12 +91,7 @@ def tokens(
     check_least("tokens", 1, positions=positions)
     bpe = Vocabulary.read(vocabulary)
     needs = _check_text(requirements, positions, bpe)
-    manifests = manifests_of("tokens", streams, epoch_size)
-    first = manifests[0]
-    for manifest in manifests:
-        manifest.check(resolution=resolution, **needs)
-        manifest.check(**{"resolution": resolution, **(expect or {})})
-        manifest.check(**first.encoders())
+    manifest = first_manifest("tokens", streams, epoch_size, resolution, needs, expect)
     dataset = TokenDataset(
         resolution=resolution,
         vocabulary=bpe,
@@ -121,7 +116,7 @@ def tokens(
         open_loader(dataset, placement, workers, drop_last),
         widen,
         samples=int(dataset.epoch_size),
-        manifest=first,
+        manifest=manifest,
         resolution=resolution,
         vocabulary=Path(vocabulary),
     )

@@ -6,8 +6,9 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-Crop = Literal["center", "random"]
-Box = tuple[int, int, int, int]
+from data.crops import CROPS, LARGEST, Box
+
+Crop = Literal["center", "random", "dvae", "transformer"]
 
 # Before the Lanczos filter, the image is averaged over whole pixels down to this many times the wanted
 # size. Pillow calls 3 "almost indistinguishable" from filtering every pixel; it is several times faster on
@@ -18,19 +19,28 @@ REDUCING_GAP = 3.0
 JPEG_SCALES = (1, 2, 4, 8)
 
 
-def crop_box(size: tuple[int, int], crop: Crop, rng: np.random.Generator | None = None) -> Box:
-    """The largest square inside an image: (left, top, right, bottom) in its pixels.
+def side_needed(resolution: int, crop: Crop) -> int:
+    """The least side in pixels that a decode at reduced size must leave, for a crop of R x R pixels."""
+    return round(LARGEST * resolution) if crop in CROPS else resolution
 
-    Resizing it to R x R is the same as resizing the shorter side to R and cropping R x R from that.
+
+def crop_box(size: tuple[int, int], resolution: int, crop: Crop, rng: np.random.Generator | None = None) -> Box:
+    """A square inside an image: (left, top, right, bottom) in its pixels.
+
+    "center" and "random" take the largest square, the same for every resolution: resizing it to R x R is the same as
+    resizing the shorter side to R and cropping R x R from that. The others are those of `data.crops`.
 
     Args:
         size: (width, height) in pixels.
-        crop: "center", or "random" for a position drawn uniformly.
-        rng: random generator for "random".
+        resolution: R, in pixels.
+        crop: "center"; "random" for a position drawn uniformly; or the name of one of `CROPS`.
+        rng: random generator; "center" needs none.
 
     Raises:
         ValueError: an unknown `crop`, or "random" without `rng`.
     """
+    if crop in CROPS:
+        return CROPS[crop](size, resolution, rng)
     width, height = size
     side = min(width, height)
     spare_x, spare_y = width - side, height - side
@@ -47,7 +57,7 @@ def crop_box(size: tuple[int, int], crop: Crop, rng: np.random.Generator | None 
 
 def resize(
     image: Image.Image,
-    box: tuple[float, float, float, float],
+    box: Box,
     resolution: int,
     original_size: tuple[int, int] | None = None,
     area: bool = False,
@@ -74,7 +84,7 @@ def resize(
     return np.asarray(image.resize(wanted, Image.Resampling.LANCZOS, box=scaled, reducing_gap=REDUCING_GAP))
 
 
-def area_average(image: Image.Image, box: tuple[float, float, float, float], resolution: int) -> np.ndarray:
+def area_average(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
     """Resamples by area averaging: input pixels count by the part of them that an output pixel covers.
 
     Pillow's box filter takes whole input pixels. Between 1 and 1.5 input pixels per output pixel, where DALL-E's crops
@@ -126,15 +136,12 @@ def resize_and_crop(
     rng: np.random.Generator | None = None,
     original_size: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Resizes the shorter side to `resolution` and crops a square, in one resampling step.
-
-    For several resolutions of one crop, call `crop_box` once and `resize` for each.
+    """Crops a square and resizes it, in one resampling step; DALL-E's crops by area averaging.
 
     Args:
         image: RGB, upright.
         resolution: side of the result in pixels.
-        crop: "center" or "random".
-        rng: random generator for "random".
+        crop, rng: see `crop_box`.
         original_size: (width, height) before decoding at reduced size; the image's own if None.
 
     Returns:
@@ -145,4 +152,5 @@ def resize_and_crop(
     """
     if resolution < 1:
         raise ValueError(f"resolution is {resolution}: give 1 or more pixels")
-    return resize(image, crop_box(original_size or image.size, crop, rng), resolution, original_size)
+    box = crop_box(original_size or image.size, resolution, crop, rng)
+    return resize(image, box, resolution, original_size, area=crop in CROPS)

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from data.crops import Box
 from data.sources.base import InputShard, Position, Rejected
-
-CropBox = tuple[float, float, float, float]
-"""(left, top, right, bottom) in pixels of the original image."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class ImageFacts:
 
     Attributes:
         width, height: of the original image, in pixels.
-        boxes: the crops by resolution.
+        boxes: the crops by resolution, in pixels of the original image.
     """
 
     position: Position
@@ -26,7 +24,7 @@ class ImageFacts:
     caption: str
     width: int
     height: int
-    boxes: dict[int, list[CropBox]]
+    boxes: dict[int, list[Box]]
 
     @property
     def short_side(self) -> int:

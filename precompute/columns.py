@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from data.crops import Box
+
 BASIC = {"key": "str", "caption": "str", "width": "int", "height": "int"}
 REST = "the rest"  # the small columns among the bytes of a sample
 
@@ -96,7 +98,7 @@ def stored_key(key: str) -> str:
     return key.encode("utf-8", "backslashreplace").decode()
 
 
-def crop_column(kind: str, boxes: list[tuple[float, float, float, float]]) -> np.ndarray:
+def crop_column(kind: str, boxes: list[Box]) -> np.ndarray:
     """The value of a `crop_R` column: int32 (4,) of latents, float32 (crops, 4) of tokens.
 
     Args:

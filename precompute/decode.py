@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from data.crops import CROPS, LARGEST
+from data.crops import CROPS
 from data.deaths import Places
 from data.errors import one_line
 from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
-from data.transforms import crop_box, resize
-from precompute.batch import CropBox, DecodedBatch, ImageFacts, ShardEnd
+from data.transforms import crop_box, resize, side_needed
+from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import stored_key
 
 BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
@@ -44,14 +44,7 @@ class Preparation:
     @property
     def shrink_to(self) -> int:
         """The least side, in pixels, that a decode at reduced size must leave."""
-        largest = max(self.resolutions)
-        return round(LARGEST * largest) if self.crop in CROPS else largest
-
-    def box(self, size: tuple[int, int], resolution: int, rng: np.random.Generator) -> CropBox:
-        """One crop of an image of (width, height) pixels; center and random are the same for every resolution."""
-        if self.crop in CROPS:
-            return CROPS[self.crop](size, resolution, rng)
-        return crop_box(size, self.crop, rng)
+        return side_needed(max(self.resolutions), self.crop)
 
 
 class DecodedBatches(IterableDataset):
@@ -144,8 +137,8 @@ class DecodedBatches(IterableDataset):
         row = len(batch.images)
         boxes = {
             resolution: [
-                wanted.box((width, height), resolution, self._generator(position.shard, sample.key, crop))
-                for crop in range(wanted.crops)
+                crop_box((width, height), resolution, wanted.crop, self._generator(position.shard, sample.key, number))
+                for number in range(wanted.crops)
             ]
             for resolution in wanted.resolutions
         }

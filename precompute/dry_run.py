@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.files import read_object
+from data.files import read_if_object
 from precompute.columns import REST, LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, VocabularyConfig, source_options
 from precompute.output import OutputSet, output_of
@@ -117,7 +117,7 @@ def _size_lines(config: EncodeConfig) -> list[str]:
 def image_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
     """(channels, downsampling factor) of a VAE, and whether they were read from its config."""
     folder = Path(str(encoder.args.get("path", ""))).expanduser() / (encoder.args.get("subfolder") or "")
-    config = _read(folder / "config.json")
+    config = read_if_object(folder / "config.json")
     if "latent_channels" not in config or "block_out_channels" not in config:
         return USUAL_VAE, False
     return (config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)), True
@@ -127,10 +127,11 @@ def text_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
     """(tokens, width) of a text encoder, and whether they were read from its config."""
     args = encoder.args
     root = Path(str(args.get("path") or args.get("model", "")).removeprefix("local-dir:")).expanduser()
-    config = _read(root / (args.get("subfolder") or "") / "config.json")
+    config = read_if_object(root / (args.get("subfolder") or "") / "config.json")
     if "max_position_embeddings" in config and "hidden_size" in config:
         return (config["max_position_embeddings"], config["hidden_size"]), True
-    text = _read(root / "open_clip_config.json").get("model_cfg", _open_clip(args.get("model", ""))).get("text_cfg", {})
+    model = read_if_object(root / "open_clip_config.json").get("model_cfg") or _open_clip(args.get("model", ""))
+    text = model.get("text_cfg", {})
     if "width" not in text:
         return USUAL_TEXT, False
     return (text.get("context_length", 77), text["width"]), True
@@ -141,11 +142,4 @@ def _open_clip(model: str) -> dict[str, Any]:
     package = importlib.util.find_spec("open_clip")
     if package is None or not model or "/" in model:
         return {}
-    return _read(Path(package.submodule_search_locations[0]) / "model_configs" / f"{model}.json")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except (OSError, ValueError):
-        return {}
+    return read_if_object(Path(package.submodule_search_locations[0]) / "model_configs" / f"{model}.json")

@@ -18,6 +18,7 @@ from benchmarks.gpu_run.device import measured_rate
 from benchmarks.gpu_run.operators import bound_by, kernels_of, new_profiler, write_profile
 from benchmarks.gpu_run.subjects import SHIPPED
 from benchmarks.random_encoders import TEXTS, VAES, vae_flops, write_encoders
+from benchmarks.reporting import reason
 from callbacks.peak_flops import peak_flops
 from recipes.encoders.vae import kl_vae
 
@@ -76,7 +77,7 @@ def rates(context: Context, *, resolution: int) -> None:
                 del encoder, pixels, work
             except Exception as error:
                 where = "bound by" if "images/s" in values else "images/s"
-                values[where] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                values[where] = reason(error)
                 failed.append(name)
             context.records.row(table, values)
             if profiler is not None:  # at once: the step may be ended while a later option compiles

@@ -32,6 +32,7 @@ from benchmarks.gpu_run.subjects import (
     why_not_compared,
 )
 from benchmarks.random_latents import REDUCTION
+from benchmarks.reporting import reason
 from benchmarks.steady import Steady, UnderLightning, run_until
 from benchmarks.training import unet_flops
 from callbacks.peak_flops import NumberFormat, number_format_of, peak_flops
@@ -94,7 +95,7 @@ def setting(context: Context, *, subject: str, name: str, profiled: bool = False
         found, seconds, number_format = measure(measured, changes, context, profile_step)
         values |= found
     except Exception as error:
-        values[measured.unit] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        values[measured.unit] = reason(error)
         raise
     else:
         profiler = None if profile_step is None else profile_step.profiler

@@ -49,7 +49,12 @@ def asked_for(component: Component) -> list[str]:
 
 def import_builder(component: Component) -> Callable[..., Any]:
     """The function or class that a component's target names."""
-    module, name = component.target.split(":")
+    return imported(component.target)
+
+
+def imported(target: str) -> Any:
+    """The object that "module:name" names."""
+    module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data.files import read_object
+from data.files import read_if_object
 from recipes.config.recipe import Recipe
 from recipes.models.task import Task
 
@@ -31,7 +31,7 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
 
 def _kind(folder: Path) -> str | None:
     """The model whose weights are in a folder: by the record of an export, or as diffusers names its class."""
-    record, config = (_read(folder / name) for name in ("export.json", "config.json"))
+    record, config = (read_if_object(folder / name) for name in ("export.json", "config.json"))
     if "family" in record:
         return _named(record["family"], record)
     return config["_class_name"] if isinstance(config.get("_class_name"), str) else None
@@ -39,10 +39,3 @@ def _kind(folder: Path) -> str | None:
 
 def _named(model: str, record: dict[str, Any]) -> str:
     return f"{model} with the denoiser {record['denoiser']}" if "denoiser" in record else model
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return read_object(file)
-    except (OSError, ValueError):
-        return {}

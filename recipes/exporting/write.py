@@ -9,10 +9,11 @@ from typing import Literal
 from data.disk_errors import about
 from data.files import atomic_folder, write_text
 from data.log import log
+from recipes.config.build import imported
 from recipes.exporting.card import model_card
 from recipes.exporting.checkpoints import find_checkpoint
 from recipes.exporting.native import from_checkpoint, from_export
-from recipes.generation.exports import Weights, families, find_export, imported, open_parts, read_record
+from recipes.generation.exports import Weights, families, find_export, open_parts, read_record
 from recipes.models.family import Family, NotInDiffusersError
 
 Layout = Literal["diffusers", "native"]

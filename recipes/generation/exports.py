@@ -11,7 +11,7 @@ from typing import Any, Literal
 from data.cycles import rare_searches
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
-from recipes.config.build import encoders_of
+from recipes.config.build import encoders_of, imported
 from recipes.config.installed import all_components
 from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
@@ -172,9 +172,3 @@ def open_parts(
         device="cuda" if device != "cpu" and torch.cuda.is_available() else "cpu",
         precision=precision,
     )
-
-
-def imported(target: str) -> Any:
-    """The object that "module:name" names."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +113,6 @@ def reference_features(
             for radius in missing if len(pictures) else []:
                 found[radius].append(extractor(blurred(pictures, radius))["features"])
         for radius, parts in found.items():
-            _save(files[radius], np.concatenate(parts) if parts else np.empty((0, 0), np.float32))
+            with atomic_write(files[radius]) as partial, open(partial, "wb") as stream:
+                np.save(stream, np.concatenate(parts) if parts else np.empty((0, 0), np.float32), allow_pickle=False)
     return {radius: np.load(file, allow_pickle=False) for radius, file in files.items()}
-
-
-def _save(file: Path, array: np.ndarray) -> None:
-    def write(partial: Path) -> None:
-        with open(partial, "wb") as stream:
-            np.save(stream, array, allow_pickle=False)
-
-    save_atomically(file, write)
-
-
-def save_atomically(file: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` with a path that becomes `file`."""
-    with atomic_write(file) as partial:
-        write(partial)

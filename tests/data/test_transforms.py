@@ -30,23 +30,23 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 @given(width=sides, height=sides, crop=st.sampled_from(["center", "random"]), seed=st.integers(0, 2**32 - 1))
 def test_box_is_the_largest_square_inside(width, height, crop, seed):
-    left, top, right, bottom = crop_box((width, height), crop, np.random.default_rng(seed))
+    left, top, right, bottom = crop_box((width, height), 8, crop, np.random.default_rng(seed))
     assert right - left == bottom - top == min(width, height)
     assert left >= 0 and top >= 0 and right <= width and bottom <= height
 
 
 @given(width=sides, height=sides)
 def test_center_is_central(width, height):
-    left, top, right, bottom = crop_box((width, height), "center")
+    left, top, right, bottom = crop_box((width, height), 8, "center")
     assert 0 <= (width - right) - left <= 1
     assert 0 <= (height - bottom) - top <= 1
 
 
 def test_random_reaches_both_ends_and_follows_its_seed():
     rng = np.random.default_rng(1)
-    lefts = {crop_box((13, 10), "random", rng)[0] for _ in range(200)}
+    lefts = {crop_box((13, 10), 8, "random", rng)[0] for _ in range(200)}
     assert lefts == {0, 1, 2, 3}
-    boxes = [[crop_box((500, 300), "random", np.random.default_rng(7)) for _ in range(3)] for _ in range(2)]
+    boxes = [[crop_box((500, 300), 8, "random", np.random.default_rng(7)) for _ in range(3)] for _ in range(2)]
     assert boxes[0] == boxes[1]
 
 
