@@ -12,6 +12,7 @@ from torch import nn
 from data.files import write_json
 from recipes.models.config_files import build_from
 from recipes.models.task import Task
+from recipes.models.tensor_plan import TensorPlan
 from recipes.models.weights import Upgrade, check_config, load_safetensors, load_tensors, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -91,6 +92,18 @@ class TransformerTask(Task):
     upgrade: ClassVar[Upgrade | None] = None
     network: nn.Module
     sizes: dict[str, Any]
+
+    def blocks(self) -> list[nn.Module]:
+        """The residual blocks, attention and MLP in turn."""
+        return list(self.network.blocks)
+
+    def tensor_plan(self) -> TensorPlan:
+        """See the transformer's `tensor_plan`."""
+        return self.network.tensor_plan()
+
+    def forward_flops(self) -> float:
+        """See the transformer's `forward_flops`."""
+        return self.network.forward_flops()
 
     def export(self, folder: Path) -> None:
         """Write transformer/config.json and safetensors."""

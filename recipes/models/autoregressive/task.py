@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.sparse_attention import resolve
-from recipes.models.autoregressive.transformer import TokenTransformer, forward_flops, tensor_plan
+from recipes.models.autoregressive.transformer import TokenTransformer
 from recipes.models.earlier import separated
 from recipes.models.network_folder import FOLDER, TransformerTask, load_network
-from recipes.models.tensor_plan import TensorPlan
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.
 
@@ -88,21 +87,6 @@ class Autoregressive(TransformerTask):
         """The sizes that the data and its vocabulary must have."""
         names = ("text_positions", "text_vocabulary", "codes", "side")
         return {name: self.sizes[name] for name in names}
-
-    def blocks(self) -> list[nn.Module]:
-        """The residual blocks, attention and MLP in turn."""
-        return list(self.network.blocks)
-
-    def tensor_plan(self) -> TensorPlan:
-        """Heads, the MLPs' inner width and the unembedding are divided; embeddings and norms are not."""
-        return tensor_plan(self.network)
-
-    def forward_flops(self) -> float:
-        """FLOPs of the forward pass of one sample, counting the visible pairs of attention only.
-
-        PyTorch's counter does not support FlexAttention.
-        """
-        return forward_flops(self.network)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss: by default 1/8 of the text tokens' mean loss plus 7/8 of the image tokens'.

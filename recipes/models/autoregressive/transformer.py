@@ -247,6 +247,31 @@ class TokenTransformer(nn.Module):
             self._attends[device] = [made[kind] for kind in self.kinds]
         return self._attends[device]
 
+    def tensor_plan(self) -> TensorPlan:
+        """How tensor parallelism divides it: attention by heads, MLPs by their width, the unembedding by tokens."""
+        width, length = self.norm.normalized_shape[0], self.layout.length
+        return TensorPlan(
+            branches=divided_branches(self.blocks),
+            vocabulary=self.unembedding,
+            sizes={"heads": width // self.blocks[0].branch.head_width},
+            positions=length,
+            predicted=length - 1,
+            width=width,
+            begins=self.stream,
+            ends=self.norm,
+        )
+
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of one sample, counting a multiply-add as 2. The backward pass has twice as many.
+
+        The matrices of blocks and unembedding are counted, not the embeddings, and the (query, key) pairs that each
+        layer's mask shows. PyTorch's counter does not support FlexAttention.
+        """
+        layout, width = self.layout, self.norm.normalized_shape[0]
+        matrices = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
+        pairs = {kind: visible_pairs(kind, layout) for kind in set(self.kinds)}
+        return 2.0 * matrices * layout.length + 4.0 * width * sum(pairs[kind] for kind in self.kinds)
+
 
 def divided_branches(blocks: Iterable[Residual]) -> list[DividedBranch]:
     """Attention divided by heads, MLPs by their inner width."""
@@ -256,31 +281,3 @@ def divided_branches(blocks: Iterable[Residual]) -> list[DividedBranch]:
         columns, rows = ((branch.q, branch.k, branch.v), branch.out) if attention else ((branch.up,), branch.down)
         found.append(DividedBranch(branch, branch.norm, columns, rows))
     return found
-
-
-def tensor_plan(network: TokenTransformer) -> TensorPlan:
-    """How tensor parallelism divides it: attention by heads, MLPs by their inner width, the unembedding by tokens."""
-    width, length = network.norm.normalized_shape[0], network.layout.length
-    return TensorPlan(
-        branches=divided_branches(network.blocks),
-        vocabulary=network.unembedding,
-        sizes={"heads": width // network.blocks[0].branch.head_width},
-        positions=length,
-        predicted=length - 1,
-        width=width,
-        begins=network.stream,
-        ends=network.norm,
-    )
-
-
-def forward_flops(network: TokenTransformer) -> float:
-    """FLOPs of the forward pass of one sample, counting a multiply-add as 2. The backward pass has twice as many.
-
-    Args:
-        network: counted are the matrices of its blocks and its unembedding, not its embeddings, and the (query, key)
-            pairs that each layer's mask shows.
-    """
-    layout, width = network.layout, network.norm.normalized_shape[0]
-    matrices = sum(m.in_features * m.out_features for m in network.modules() if isinstance(m, nn.Linear))
-    pairs = {kind: visible_pairs(kind, layout) for kind in set(network.kinds)}
-    return 2.0 * matrices * layout.length + 4.0 * width * sum(pairs[kind] for kind in network.kinds)

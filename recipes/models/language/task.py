@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.models.language.transformer import TextTransformer, forward_flops, tensor_plan
+from recipes.models.language.transformer import TextTransformer
 from recipes.models.network_folder import TransformerTask, load_network
-from recipes.models.tensor_plan import TensorPlan
 
 # Letters: B batch, S positions, V vocabulary.
 
@@ -62,22 +61,10 @@ class Language(TransformerTask):
         """The number of positions that the texts must be packed to, and the most tokens that they may have."""
         return {name: self.sizes[name] for name in ("positions", "vocabulary")}
 
-    def blocks(self) -> list[nn.Module]:
-        """The residual blocks, attention and MLP in turn."""
-        return list(self.network.blocks)
-
     def recomputed_blocks(self) -> list[nn.Module]:
         """Their branches. Under tensor parallelism, recomputation then ends before a branch's closing message; dropout
         outside of it keeps one byte per value."""
         return [block.branch for block in self.network.blocks]
-
-    def tensor_plan(self) -> TensorPlan:
-        """Heads, the MLPs' inner width and the table of tokens are divided; positions and norms are not."""
-        return tensor_plan(self.network)
-
-    def forward_flops(self) -> float:
-        """See `recipes.models.language.transformer.forward_flops`."""
-        return forward_flops(self.network)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training loss.

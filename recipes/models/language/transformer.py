@@ -106,34 +106,32 @@ class TextTransformer(nn.Module):
             x = block(x) if number % 2 else block(x, self.attend)
         return self.norm(x)
 
+    def tensor_plan(self) -> TensorPlan:
+        """How tensor parallelism divides it: attention by heads, MLPs by their inner width, the table by tokens."""
+        width, length = self.norm.normalized_shape[0], self.positions.num_embeddings
+        return TensorPlan(
+            branches=divided_branches(self.blocks),
+            vocabulary=self.tokens,
+            sizes={
+                "heads": width // self.blocks[0].branch.head_width,
+                "vocabulary": self.tokens.out_features,
+            },
+            positions=length,
+            predicted=length,
+            width=width,
+            begins=self.dropout,
+            ends=self.norm,
+            embeds=True,
+            draws=(self.attend,),
+            dropouts=[self.dropout, *(block.dropout for block in self.blocks if block.dropout is not None)],
+        )
 
-def tensor_plan(network: TextTransformer) -> TensorPlan:
-    """How tensor parallelism divides it: attention by heads, MLPs by their inner width, the table by tokens."""
-    width, length = network.norm.normalized_shape[0], network.positions.num_embeddings
-    return TensorPlan(
-        branches=divided_branches(network.blocks),
-        vocabulary=network.tokens,
-        sizes={
-            "heads": width // network.blocks[0].branch.head_width,
-            "vocabulary": network.tokens.out_features,
-        },
-        positions=length,
-        predicted=length,
-        width=width,
-        begins=network.dropout,
-        ends=network.norm,
-        embeds=True,
-        draws=(network.attend,),
-        dropouts=[network.dropout, *(block.dropout for block in network.blocks if block.dropout is not None)],
-    )
+    def forward_flops(self) -> float:
+        """FLOPs of the forward pass of one sample, counting a multiply-add as 2. The backward pass has twice as many.
 
-
-def forward_flops(network: TextTransformer) -> float:
-    """FLOPs of the forward pass of one sample, counting a multiply-add as 2, and the visible pairs of attention only.
-
-    The backward pass has twice as many.
-    """
-    width, length = network.norm.normalized_shape[0], network.positions.num_embeddings
-    matrices = sum(m.in_features * m.out_features for m in network.modules() if isinstance(m, nn.Linear))
-    pairs = length * (length + 1) // 2
-    return 2.0 * matrices * length + 4.0 * width * pairs * (len(network.blocks) // 2)
+        Of attention, the visible pairs are counted only.
+        """
+        width, length = self.norm.normalized_shape[0], self.positions.num_embeddings
+        matrices = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
+        pairs = length * (length + 1) // 2
+        return 2.0 * matrices * length + 4.0 * width * pairs * (len(self.blocks) // 2)

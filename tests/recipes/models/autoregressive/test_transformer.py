@@ -16,7 +16,6 @@ from recipes.models.autoregressive.transformer import (
     CausalAttention,
     Residual,
     TokenTransformer,
-    forward_flops,
 )
 
 CPU = torch.device("cpu")
@@ -260,7 +259,7 @@ def test_flops():
         network.unembedding(network(text, image))
     # The counter knows no fused attention on a CPU: two products of a pair and a number of its width, two FLOPs each.
     seen = sum(visible_pairs(kind, LAYOUT) for kind in network.kinds)
-    assert forward_flops(network) == counter.get_total_flops() + 2 * 2 * 16 * seen
+    assert network.forward_flops() == counter.get_total_flops() + 2 * 2 * 16 * seen
 
 
 @pytest.mark.parametrize("changes", [{"heads": 3}, {"layers": 0}])

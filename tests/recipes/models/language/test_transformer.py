@@ -8,7 +8,7 @@ import torch
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import Language
-from recipes.models.language.transformer import TextTransformer, forward_flops
+from recipes.models.language.transformer import TextTransformer
 from tests.recipes.config.test_recipe import ROOT
 
 SIZES = {"layers": 2, "width": 16, "heads": 4, "positions": 6, "vocabulary": 12}
@@ -112,7 +112,7 @@ def test_dropout_acts_in_training_only():
 
 def test_flops_by_hand(network):
     matrices = 2 * 12 * 16 * 16 + 12 * 16
-    assert forward_flops(network) == 2 * 6 * matrices + 4 * 16 * 21 * 2
+    assert network.forward_flops() == 2 * 6 * matrices + 4 * 16 * 21 * 2
 
 
 @pytest.mark.parametrize(
