@@ -15,7 +15,6 @@ import contextlib
 import math
 import statistics
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,7 @@ from composer.utils import dist
 from benchmarks import baseline
 from benchmarks.latent_sets import encoder_components, write_set
 from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, free_memory, on_first_rank, run_until
+from benchmarks.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
 from benchmarks.training import SIZES, flops, recipe_with
 from data.log import log
 from recipes.algorithms.modules.compile import why_no_compiler
@@ -268,10 +267,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, RowRuns]]:
     warnings.filterwarnings("ignore", message="Specifying `eval_interval")
     dist.initialize_dist("gpu" if gpu else "cpu")
     baseline.register()
-    with contextlib.ExitStack() as stack:
-        folder = Path(on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory())))
-        path = folder / f"log{dist.get_global_rank()}.txt"
-        output = stack.enter_context(open(path, "w", encoding="utf-8"))
+    with shared_folder() as (folder, output):
         with contextlib.redirect_stdout(output):
             on_first_rank(lambda: write_set(folder / "set", size.encoders, resolutions, samples, gpu))
         everything = {}
@@ -302,7 +298,6 @@ def main(arguments: list[str] | None = None) -> dict[int, dict[str, RowRuns]]:
                 write_results(
                     "levers", name, rows, notes(found, chosen, counts, conditions(resolution, batch, options))
                 )
-        dist.barrier()
     return everything
 
 

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.latent_sets import write_set
 from benchmarks.reporting import write_results
-from benchmarks.steady import Steady, free_memory, on_first_rank, run_until
+from benchmarks.steady import Steady, free_memory, on_first_rank, run_until, shared_folder
 from benchmarks.training import SIZES, recipe_with
 from data.loading import Placement
 from data.log import log
@@ -104,10 +103,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     batches = 4 + options.windows * options.steps
     dist.initialize_dist("gpu" if gpu else "cpu")
     found: dict[str, list[Steady]] = {OURS: [], PLAIN: []}
-    with contextlib.ExitStack() as stack:
-        folder = Path(on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory())))
-        path = folder / f"log{dist.get_global_rank()}.txt"
-        output = stack.enter_context(open(path, "w", encoding="utf-8"))
+    with shared_folder() as (folder, output):
         with contextlib.redirect_stdout(output):
             on_first_rank(lambda: write_set(folder / "set", size.encoders, [resolution], 2 * batch, gpu))
         changes = [
@@ -127,7 +123,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 free_memory()
                 rate = statistics.median(found[name][-1].by_clock)
                 log.info(f"round {number + 1} of {options.rounds}, {name}: {rate:,.2f} samples/s")
-        dist.barrier()
     return write_report(found, batch, resolution, options)
 
 

@@ -13,7 +13,6 @@ import contextlib
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -35,7 +34,7 @@ from composer.utils import dist
 from benchmarks.network_rank import bytes_by_formula
 from benchmarks.plots import chart
 from benchmarks.reporting import write_results
-from benchmarks.steady import free_memory, on_first_rank, run_until
+from benchmarks.steady import free_memory, run_until, shared_folder
 from callbacks.charts import write_chart
 from data.log import log
 from recipes.config.build import build_on_meta
@@ -123,10 +122,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         parser.error("one process averages nothing: composer -n 2 benchmarks/rank_curves.py")
     curves: dict[str, Curve] = {}
     validation: dict[str, float] = {}
-    with contextlib.ExitStack() as stack:
-        folder = on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory()))
-        path = Path(folder, f"log{dist.get_global_rank()}.txt")
-        output = stack.enter_context(open(path, "w", encoding="utf-8"))
+    with shared_folder() as (folder, output):
         for name, changes in variants(options.ranks).items():
             recipe = recipe_of(options, folder, ["training.device=cpu", *changes])
             with contextlib.redirect_stdout(output):
@@ -139,7 +135,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 f"training {smoothed(curves[name].losses, options.window)[-1]:.4f}, validation {validation[name]:.4f}"
             )
             log.info(f"{name}: {ends}, {sum(curves[name].seconds):,.0f} s")
-        dist.barrier()
     return write_report(curves, validation, recipe, options)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import atexit
 import gc
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 from composer import Callback as ComposerCallback
 from composer import Logger, State, Trainer
+from composer.utils import dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -166,6 +170,15 @@ class UnderLightning(Callback):
 def on_first_rank(work: Callable[[], Any]) -> Any:
     """Call `work` on the first rank only, and return its result on every rank once it is done."""
     return from_first_rank(work() if is_first_rank() else None)
+
+
+@contextmanager
+def shared_folder() -> Iterator[tuple[Path, TextIO]]:
+    """A temporary folder of all ranks, with a file for what this rank's runs print."""
+    with ExitStack() as stack:
+        folder = Path(on_first_rank(lambda: stack.enter_context(tempfile.TemporaryDirectory())))
+        yield folder, stack.enter_context(open(folder / f"log{dist.get_global_rank()}.txt", "w", encoding="utf-8"))
+        dist.barrier()
 
 
 def free_memory() -> None:
