@@ -306,6 +306,23 @@ def quick_recipe(small_recipe):
 
 
 @pytest.fixture(scope="session")
+def token_recipe(token_sets):
+    """(output, overrides) -> yamls/openmoji_dalle.yaml as a recipe of the set of tokens."""
+    from recipes.config.recipe import Recipe, load_config
+
+    def make(output: Path, *overrides: str) -> Recipe:
+        paths = [
+            f"data.streams.train.path={token_sets}/train",
+            f"evals.val.streams.val.path={token_sets}/val",
+            f"data.vocabulary={token_sets}/vocabulary.json",
+            f"output={output}",
+        ]
+        return load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*paths, *overrides], Recipe)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def fit():
     """Trains a recipe as recipes/train.py does, and gives the finished trainer."""
     from recipes.engines.composer.trainer import build_trainer

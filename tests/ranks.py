@@ -203,7 +203,7 @@ def _answer(connection: socket.socket) -> None:
     with connection, connection.makefile("rw") as lines:
         print("ready", file=lines, flush=True)
         for line in lines:
-            request, port = json.loads(line), _free_port()
+            request, port = json.loads(line), free_port()
             rank, children = _fork(request["ranks"])
             if rank is not None:
                 break
@@ -238,7 +238,7 @@ def _fork(ranks: int) -> tuple[int | None, list[int]]:
     return None, children
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

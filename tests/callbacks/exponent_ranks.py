@@ -11,7 +11,8 @@ from callbacks.exponents import Exponents
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training.lever import Lever
-from tests.callbacks.exponent_reference import Task, counts_of, naive, run
+from tests.callbacks.exponent_reference import counts_of, naive, run
+from tests.recipes.algorithms.residual import WordTask
 from tests.recipes.training.fake_run import FakeRun
 
 
@@ -34,14 +35,14 @@ def check_exponents(folder: Path) -> None:
     check_shards()
 
 
-def scaled(task: Task) -> list[Lever]:
+def scaled(task: WordTask) -> list[Lever]:
     scaling = ResblockGradScaling(task, low_rank=True, start=11.3)
     return [scaling, PowerSGD(task, scaling, rank=2)]
 
 
 def check_shards() -> None:
     """The counts of FSDP2's shards add up to those of the whole averaged gradient, after the second of two passes."""
-    task = Task()
+    task = WordTask()
     for block in task.blocks():
         fully_shard(block)
     fully_shard(task)

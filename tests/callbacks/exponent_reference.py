@@ -2,24 +2,14 @@
 
 import numpy as np
 import torch
-from torch import nn
 
 from callbacks.exponent_counts import COLUMNS, LEAST, NONFINITE, ZERO
 from callbacks.exponents import Exponents
 from recipes.algorithms.sixteen_bit.block_scaling import ScaledBranch
 from recipes.training import ranks
 from recipes.training.callback import Callback
-from tests.recipes.algorithms.residual import Residual
+from tests.recipes.algorithms.residual import WordTask
 from tests.recipes.training.fake_run import FakeRun, train
-
-
-class Task(Residual):
-    eval_names: list[str] = []
-
-    def forward(self, batch):
-        logits = super().forward(batch["words"])
-        wanted = (batch["words"] * 3 + 1) % 11
-        return {"total": nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
 
 
 def naive(arrays):
@@ -83,7 +73,7 @@ def run(folder, levers, bad_batch=None, duration="6ba", every="2ba"):
         levers: task -> list.
         bad_batch: in it block 1 gets gradients that are NaN.
     """
-    task = Task()
+    task = WordTask()
     words = torch.randint(11, (128, 6), generator=torch.Generator().manual_seed(5))
     own = words[ranks.rank() :: ranks.world_size()]
     reference = Reference(task, bad_batch)

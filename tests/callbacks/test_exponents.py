@@ -16,8 +16,8 @@ from callbacks.exponents import Exponents, exponent_chart
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.models.task import Task
-from tests.callbacks.exponent_reference import Task as SmallTask
 from tests.callbacks.exponent_reference import counts_of, naive, run
+from tests.recipes.algorithms.residual import WordTask
 from tests.recipes.training.fake_run import FakeRun, train
 
 SUBNORMALS = [2.0**-149, -3 * 2.0**-149, 2.0**-127, 2.0**-126 - 2.0**-149]
@@ -139,7 +139,7 @@ def test_a_chart_is_written_atomically(tmp_path, monkeypatch):
 def test_a_resumed_run_counts_the_batches_that_the_first_one_would_have(tmp_path, stop):
     def counted(duration, state=None, batch=0):
         """(batches at which it logged, state) of a run that begins after so many batches."""
-        task = SmallTask()
+        task = WordTask()
         callback = Exponents(task, str(tmp_path / str(duration)), every="2ba")
         fake = FakeRun(task, duration=f"{duration}ba")
 

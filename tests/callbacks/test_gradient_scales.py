@@ -8,9 +8,8 @@ from PIL import Image
 
 from callbacks import gradient_scales
 from callbacks.gradient_scales import GradientScales, History, Row, scale_chart
-from recipes.models.task import Task
 from recipes.training.callback import Callback
-from tests.callbacks.stand_ins import Scaling
+from tests.callbacks.stand_ins import Scaling, Squares
 from tests.recipes.training.fake_run import FakeRun, train
 
 
@@ -36,15 +35,6 @@ def test_a_history_is_bounded_and_loses_no_count(monkeypatch, updates):
     for block, period in ((0, 3), (1, 4)):
         assert sum(r.nonfinite.get(block, 0) for r in rows) == sum(b for b in batches if b % period == 0)
     assert sum(r.skipped for r in rows) == sum(b % 3 == 0 or b % 4 == 0 for b in batches)
-
-
-class Squares(Task):
-    def __init__(self, outputs):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, outputs)
-
-    def forward(self, batch):
-        return {"total": self.layer(batch["x"]).square().mean()}
 
 
 def run(scaling, callbacks, load=None, start=0):

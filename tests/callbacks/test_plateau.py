@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from callbacks.plateau import Plateau, PlateauRule
-from recipes.models.task import Task
 from recipes.training.callback import Callback
+from tests.callbacks.stand_ins import Squares
 from tests.recipes.training.fake_run import FakeRun, train
 
 rules = st.builds(
@@ -72,15 +72,6 @@ class Rates(Callback):
     def batch_start(self, run):
         self.values.append(self.schedule(run.clock))
         run.optimizer.param_groups[0]["lr"] = 0.1 * self.values[-1]
-
-
-class Squares(Task):
-    def __init__(self, outputs):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, outputs)
-
-    def forward(self, batch):
-        return {"total": self.layer(batch["x"]).square().mean()}
 
 
 def test_the_rate_of_a_run(capsys):

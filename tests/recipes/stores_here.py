@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.ranks import free_port
+
 UV = Path(sys.executable).with_name("uv")
 GOOGLE = "gcp-storage-emulator==2026.7.19"
 AZURE = "azurite@3.35.0"
@@ -112,12 +114,6 @@ def _proxy(port: int | None) -> Iterator[str]:
     finally:
         proxy.shutdown()
         proxy.server_close()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

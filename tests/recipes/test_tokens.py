@@ -20,6 +20,7 @@ from recipes.models.autoregressive.pipeline import jobs
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.scoring.reranking import Reranker, best
 from tests.ranks import launch
+from tests.recipes.errors import last_error
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -52,20 +53,9 @@ class Losses(Callback):
 
 
 @pytest.fixture(scope="module")
-def small(token_sets):
+def small(token_recipe):
     """(output, overrides) -> the recipe on the small set."""
-
-    def make(output, *overrides):
-        paths = [
-            f"data.streams.train.path={token_sets}/train",
-            f"evals.val.streams.val.path={token_sets}/val",
-            f"data.vocabulary={token_sets}/vocabulary.json",
-            f"evals.val.vocabulary={token_sets}/vocabulary.json",
-            f"output={output}",
-        ]
-        return load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*SMALL, *paths, *overrides], Recipe)
-
-    return make
+    return lambda output, *overrides: token_recipe(output, *SMALL, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +156,7 @@ def make(tmp_path, export, *more, name="grid.png"):
 
 
 def refuse(capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and error.startswith("error: ")
-    return error
+    return last_error(main, arguments, capsys)
 
 
 def test_the_last_grid_of_training_can_be_made_again(trained, export, tmp_path):

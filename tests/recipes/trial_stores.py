@@ -25,11 +25,11 @@ from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
-from recipes.engines.conversion import from_composer, read_composer
 from recipes.training.kinds import newest_of_all
 from tests.ranks import ROOT, launch
 from tests.recipes import stores_here
 from tests.recipes.engines.lightning.test_checkpoints import same
+from tests.recipes.test_bucket_killed import final
 
 SHARDS = 9  # of the set; the cache has room for fewer
 BIG = 70 << 20  # bytes of a file that is uploaded in several requests to either store
@@ -122,12 +122,6 @@ def whole(latent_sets, encoded, quick_recipe, tmp_path_factory):
 def differing(one, other):
     """Which parts of two checkpoints are not the same, bit by bit."""
     return {name for name in one.keys() | other.keys() if not same(one.get(name), other.get(name))}
-
-
-def final(run):
-    state = from_composer(read_composer(run / "checkpoints" / "latest-rank0.pt"))
-    assert state["counts"]["batch"] == 8 and state["levers"]["ScheduledEMA"]["average"]
-    return state
 
 
 @pytest.fixture(scope="module")

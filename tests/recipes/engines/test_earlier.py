@@ -1,23 +1,18 @@
 """Sharded checkpoints of a version in which queries, keys and values were rows of one matrix."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from recipes.config.recipe import Recipe, load_config
 from recipes.convert_checkpoint import main
 from recipes.engines.conversion import convert, from_composer, read_composer
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.sharded_files import Sharded
 from recipes.exporting.checkpoints import read_checkpoint
-from tests.recipes.engines.shipped import PATHS
 from tests.recipes.engines.stacked import stacked
 from tests.recipes.exporting.runs import a_run
 
-ROOT = Path(__file__).resolve().parents[3]
 SMALL = [
     "model={layers: 2, width: 32, heads: 2, text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3}",
     "algorithms.scheduled_ema={name: scheduled_ema, half_life: 4ba, start: 3ba}",
@@ -25,11 +20,9 @@ SMALL = [
 ENGINES = ["composer", "lightning"]
 
 
-def an_old_run(folder, engine, token_sets):
+def an_old_run(folder, engine, token_recipe):
     """The folder of a sharded checkpoint of that version, and the task whose weights it holds."""
-    changes = [*SMALL, f"output={folder}", *(path.format(token_sets) for path in PATHS["token_sets"])]
-    recipe = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", changes, Recipe)
-    path, task = a_run(recipe, engine, sharded=True, earlier=stacked)
+    path, task = a_run(token_recipe(folder, *SMALL), engine, sharded=True, earlier=stacked)
     names = Sharded.open(path).metadata.state_dict_metadata
     assert any(name.endswith("blocks.0.branch.qkv.weight") for name in names)
     assert not any(".branch.q." in name for name in names)
@@ -38,8 +31,8 @@ def an_old_run(folder, engine, token_sets):
 
 @pytest.mark.parametrize("to", ENGINES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_it_is_converted_to_a_full_one_of_either_engine(tmp_path, engine, to, token_sets):
-    path, task = an_old_run(tmp_path, engine, token_sets)
+def test_it_is_converted_to_a_full_one_of_either_engine(tmp_path, engine, to, token_recipe):
+    path, task = an_old_run(tmp_path, engine, token_recipe)
     new = convert(path, to)
     assert new.is_file() and new.parent == path.parent
     link = path.parent / {"composer": "latest-rank0.pt", "lightning": "latest"}[to]
@@ -58,8 +51,8 @@ def test_it_is_converted_to_a_full_one_of_either_engine(tmp_path, engine, to, to
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_export_reads_it(tmp_path, engine, token_sets):
-    path, task = an_old_run(tmp_path, engine, token_sets)
+def test_an_export_reads_it(tmp_path, engine, token_recipe):
+    path, task = an_old_run(tmp_path, engine, token_recipe)
     found, weights = read_checkpoint(path), task.state_dict()
     assert found.weights.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in found.weights.items())
@@ -68,8 +61,8 @@ def test_an_export_reads_it(tmp_path, engine, token_sets):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_going_on_from_it_ends_in_a_line_with_the_command(tmp_path, engine, token_sets, capsys):
-    path, _ = an_old_run(tmp_path, engine, token_sets)
+def test_going_on_from_it_ends_in_a_line_with_the_command(tmp_path, engine, token_recipe, capsys):
+    path, _ = an_old_run(tmp_path, engine, token_recipe)
     with pytest.raises(ValueError) as error, plain_pickles():  # as both engines load sharded checkpoints
         dcp.load({"weights": {"bias": torch.zeros(1)}}, checkpoint_id=path)
     assert f"`python recipes/convert_checkpoint.py {path} --to {engine}`" in str(error.value)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.config.recipe import to_yaml
 from recipes.engines.conversion import convert
 from recipes.training.callback import Callback
 from recipes.training.kinds import KINDS
 from tests.ranks import launch
 from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
 
-ROOT = Path(__file__).resolve().parents[3]
 BATCHES, MIDDLE = 26, 13  # batch 13 is within an epoch of 5, after the average has begun
 # Largest difference of losses, weights, averages, moments and figures of validation over two ranks. On one machine it
 # has always been 0; ranks of another machine may add gradients in another order.
@@ -47,7 +46,7 @@ AUTOREGRESSIVE = [
 
 
 @pytest.fixture(scope="module")
-def recipes(quick_recipe, token_sets):
+def recipes(quick_recipe, token_recipe):
     """Kind -> (output, overrides) -> a small recipe with accumulation over uneven microbatches, clipping, an average
     that begins late, caption dropout and validation."""
 
@@ -55,15 +54,7 @@ def recipes(quick_recipe, token_sets):
         return quick_recipe(output, *COMMON, *DIFFUSION, *overrides)
 
     def autoregressive(output, *overrides):
-        paths = [
-            f"data.streams.train.path={token_sets}/train",
-            f"evals.val.streams.val.path={token_sets}/val",
-            f"data.vocabulary={token_sets}/vocabulary.json",
-            f"output={output}",
-        ]
-        return load_config(
-            ROOT / "yamls" / "openmoji_dalle.yaml", [*COMMON, *AUTOREGRESSIVE, *paths, *overrides], Recipe
-        )
+        return token_recipe(output, *COMMON, *AUTOREGRESSIVE, *overrides)
 
     return {"diffusion": diffusion, "autoregressive": autoregressive}
 

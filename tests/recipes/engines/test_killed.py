@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.config.recipe import to_yaml
 from recipes.engines.conversion import from_composer, read_composer
 from recipes.engines.lightning.checkpoint_format import read_file
 from tests.ranks import launch
@@ -17,7 +17,6 @@ from tests.recipes.engines.killed_worlds import FULL, SIGNALS, WORLDS
 from tests.recipes.engines.lightning.test_checkpoints import same
 from tests.recipes.engines.test_equality import AUTOREGRESSIVE
 
-ROOT = Path(__file__).resolve().parents[3]
 # Largest difference of weights and averages after 7 batches, 3 to 5 of them on other numbers of ranks. A step
 # changes a weight by up to the rate, 2e-3. Sums in another order came to 1.1e-5 on one CPU; a wrong sample is worse.
 TOLERANCE = 5e-5
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory, quick_recipe, token_sets, latent_sets):
+def killed(tmp_path_factory, quick_recipe, token_recipe, latent_sets):
     folder = tmp_path_factory.mktemp("killed")
     recipe = quick_recipe(
         folder / "run",
@@ -43,16 +42,15 @@ def killed(tmp_path_factory, quick_recipe, token_sets, latent_sets):
         "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
     )
     (folder / "recipe.yaml").write_text(to_yaml(recipe))
-    paths = [
-        f"data.streams.train.path={token_sets}/train",
-        f"data.vocabulary={token_sets}/vocabulary.json",
+    tokens = token_recipe(
+        folder / "run",
+        *AUTOREGRESSIVE,
         "evals.val=null",
         "training={duration: 7ba, global_batch: 8, device: cpu, eval_every: null}",
         "checkpoints={every: 2ba, keep: 2, autoresume: true}",
         "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
         "loggers={}",
-    ]
-    tokens = load_config(ROOT / "yamls" / "openmoji_dalle.yaml", [*AUTOREGRESSIVE, *paths], Recipe)
+    )
     (folder / "tokens.yaml").write_text(to_yaml(tokens))
     (folder / "encode.yaml").write_text((latent_sets.parent / "encode.yaml").read_text())
     recipes = [str(folder / f"{name}.yaml") for name in ("recipe", "tokens", "encode")]

@@ -57,20 +57,13 @@ def recipe_of(request):
         small_recipe = request.getfixturevalue("small_recipe")
         return lambda output, *overrides: small_recipe(output, *RUN, *DIFFUSION, *overrides)
     if request.param == "autoregressive":
-        sets = request.getfixturevalue("token_sets")
-        yaml, overrides = "openmoji_dalle.yaml", AUTOREGRESSIVE
-        paths = [
-            f"data.streams.train.path={sets}/train",
-            f"evals.val.streams.val.path={sets}/val",
-            f"data.vocabulary={sets}/vocabulary.json",
-        ]
-    else:
-        tars = request.getfixturevalue("drawings")
-        yaml, overrides = "dvae.yaml", DVAE
-        paths = [f"data.source.urls={tars}/train/*.tar", f"evals.val.source.urls={tars}/val/*.tar"]
+        token_recipe = request.getfixturevalue("token_recipe")
+        return lambda output, *overrides: token_recipe(output, *RUN, *AUTOREGRESSIVE, *overrides)
+    tars = request.getfixturevalue("drawings")
+    paths = [f"data.source.urls={tars}/train/*.tar", f"evals.val.source.urls={tars}/val/*.tar"]
 
-    def make(output, *changes):
-        return load_config(ROOT / "yamls" / yaml, [*RUN, *overrides, *paths, f"output={output}", *changes], Recipe)
+    def make(output, *overrides):
+        return load_config(ROOT / "yamls" / "dvae.yaml", [*RUN, *DVAE, *paths, f"output={output}", *overrides], Recipe)
 
     return make
 

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import tarfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from recipes.evaluation.config import Evaluation
 from recipes.evaluation.run import evaluate
 from recipes.exporting.write import write_export
 from recipes.models.latent_diffusion.pipeline import DiffusionPipeline
+from tests.recipes.errors import last_error
 from tests.recipes.exporting.runs import a_run
 
 USAGE = "recipes/evaluate.py EXPORT YAML"
@@ -119,11 +121,7 @@ def test_a_reference_of_the_size_of_the_images(export, write, tmp_path):
 
 
 def refuse(export, path, capsys):
-    with pytest.raises(SystemExit) as end:
-        command.main([str(export), str(path)], USAGE)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and error.startswith("error: ")
-    return error
+    return last_error(partial(command.main, usage=USAGE), [export, path], capsys)
 
 
 def test_what_cannot_be_evaluated(export, write, tmp_path, capsys):

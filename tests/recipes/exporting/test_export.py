@@ -25,6 +25,7 @@ from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.language.task import load_language
 from recipes.models.latent_diffusion.unet import UNet
 from tests.disks import fill, read_only, small_disk
+from tests.recipes.errors import last_error
 from tests.recipes.exporting.runs import a_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,12 +44,7 @@ def export(*arguments):
 
 
 def refuse(capsys, *arguments):
-    """The one line that a refused command says."""
-    with pytest.raises(SystemExit) as end:
-        export(*arguments)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and error.startswith("error: ")
-    return error
+    return last_error(main, arguments, capsys)
 
 
 def pictures(pipeline, captions, monkeypatch, **options):
@@ -224,18 +220,8 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "run_by_pickle").exists()
 
 
-def dalle(token_sets, output, *overrides):
-    paths = [
-        f"data.streams.train.path={token_sets}/train",
-        f"evals.val.streams.val.path={token_sets}/val",
-        f"data.vocabulary={token_sets}/vocabulary.json",
-    ]
-    arguments = [*AUTOREGRESSIVE, *paths, f"output={output}", "training.device=cpu", *overrides]
-    return load_config(ROOT / "yamls" / "openmoji_dalle.yaml", arguments, Recipe)
-
-
-def test_a_token_model_draws_in_three_lines(token_sets, tmp_path, capsys):
-    path, task = a_run(dalle(token_sets, tmp_path / "run"))
+def test_a_token_model_draws_in_three_lines(token_recipe, tmp_path, capsys):
+    path, task = a_run(token_recipe(tmp_path / "run", *AUTOREGRESSIVE, "training.device=cpu"))
     export(path, tmp_path / "out")
     assert capsys.readouterr().out.endswith("(native)\n")
     out = tmp_path / "out"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from recipes.generate import main, parse, read_captions
 from recipes.generation.exports import families, find_export, load_pipeline
+from tests.recipes.errors import last_error
 
 CAPTIONS = ["a red dot", "a blue star", "a red dot"]
 
@@ -27,12 +28,7 @@ def pipeline(export):
 
 
 def refuse(arguments, capsys):
-    """The one line that a refused command says."""
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and error.startswith("error: ")
-    return error
+    return last_error(main, arguments, capsys)
 
 
 def command(checkpoint, out, *more):

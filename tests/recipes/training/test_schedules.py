@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 from recipes.training.clock import Clock
 from recipes.training.schedules import constant, cosine, linear
 
-runs = given(
-    batches=st.integers(2, 1000), warmup=st.integers(0, 1000), final=st.floats(0, 1), share=st.floats(0, 1),
-)  # fmt: skip
-
 
 def clock_at(batch, duration, epoch=None):
     return Clock(batch=batch, sample=batch * 8, epoch=batch // (epoch or 1), duration=duration, epoch_batches=epoch)
@@ -30,21 +26,15 @@ def composers(scheduler, batch, duration):
 
 
 @pytest.mark.filterwarnings("ignore:\nThe warmup duration is 0")
-@runs
-def test_a_cosine_over_the_whole_run_is_composers(batches, warmup, final, share):
+@pytest.mark.parametrize(
+    ("schedule", "theirs"), [(cosine, CosineAnnealingWithWarmupScheduler), (linear, LinearWithWarmupScheduler)]
+)
+@given(batches=st.integers(2, 1000), warmup=st.integers(0, 1000), final=st.floats(0, 1), share=st.floats(0, 1))
+def test_a_schedule_over_the_whole_run_is_composers(schedule, theirs, batches, warmup, final, share):
     batch, duration = int(share * batches), f"{batches}ba"
-    theirs = CosineAnnealingWithWarmupScheduler(t_warmup=f"{warmup}ba", alpha_f=final)
-    found = cosine(warmup=f"{warmup}ba", final=final)(clock_at(batch, duration))
-    assert found == pytest.approx(composers(theirs, batch, duration), abs=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore:\nThe warmup duration is 0")
-@runs
-def test_a_line_over_the_whole_run_is_composers(batches, warmup, final, share):
-    batch, duration = int(share * batches), f"{batches}ba"
-    theirs = LinearWithWarmupScheduler(t_warmup=f"{warmup}ba", alpha_f=final)
-    found = linear(warmup=f"{warmup}ba", final=final)(clock_at(batch, duration))
-    assert found == pytest.approx(composers(theirs, batch, duration), abs=1e-9)
+    expected = composers(theirs(t_warmup=f"{warmup}ba", alpha_f=final), batch, duration)
+    found = schedule(warmup=f"{warmup}ba", final=final)(clock_at(batch, duration))
+    assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_constant_after_a_warm_up():

@@ -24,22 +24,12 @@ from recipes.engines.composer.intervals import CHECKPOINT, at_intervals
 from recipes.engines.composer.model import ComposerTask
 from tests.callbacks.exponent_ranks import check_exponents
 from tests.recipes.algorithms.composer_levers import algorithms_of, sharded_options
-from tests.recipes.algorithms.residual import Residual, network
+from tests.recipes.algorithms.residual import WordTask, network
 from tests.recipes.algorithms.sixteen_bit.adam16_ranks import check_shards
 
 EXACT = {"rank": 100, "wire": "32-bit", "buffer": "32-bit"}
 BATCHES = 6  # of a run; the gradient of batch 3 may be infinite, and checkpoints are written after half of them
 HALF = BATCHES // 2
-
-
-class WordTask(Residual):
-    def forward(self, batch):
-        logits = super().forward(batch["words"])
-        wanted = (batch["words"] * 3 + 1) % 11
-        return {"total": torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
-
-    def evaluate(self, batch):
-        return self(batch)
 
 
 class Watch(Callback):

@@ -19,15 +19,8 @@ from recipes.engines.composer.run import ComposerRun
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
-from tests.recipes.algorithms.residual import Residual, vector
+from tests.recipes.algorithms.residual import WordTask, vector
 from tests.recipes.algorithms.sixteen_bit.scaling_ranks import WEIGHTS
-
-
-class WordTask(Residual):
-    def forward(self, batch):
-        logits = super().forward(batch["words"])
-        wanted = (batch["words"] * 3 + 1) % 11
-        return {"total": torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
 
 
 class PlainTask(Task):
