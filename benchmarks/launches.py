@@ -113,7 +113,7 @@ class StepRun(MetaRun):
         self.passes, self.loss = passes, None
 
     def autocast(self) -> AbstractContextManager:
-        """As on a GPU, with the CPU's lists of operations."""
+        """Autocast as on a GPU, with the CPU's lists of operations."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast("cpu", torch.bfloat16)
@@ -121,7 +121,7 @@ class StepRun(MetaRun):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step runs.
+    """The parts of one step.
 
     Attributes:
         forward: of all microbatches.
@@ -191,7 +191,7 @@ def count_step(recipe: Recipe, passes: int) -> Step:
 
 
 def gradients_as_on_gpus() -> AbstractContextManager:
-    """Inside, the guard looks at gradients as on a GPU, where it does not look at each tensor apart."""
+    """A context in which the guard looks at gradients as on a GPU, where it does not look at each tensor by itself."""
     return patch.object(guard, "largest_magnitude", lambda tensors: nn.utils.get_total_norm(tensors, math.inf).float())
 
 

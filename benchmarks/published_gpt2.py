@@ -61,7 +61,7 @@ class Layer(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
     def branches(self) -> list[DividedBranch]:
-        """How Shoeybi et al. divide it."""
+        """How Shoeybi et al. divide this layer over devices."""
         return [
             DividedBranch(self, self.norm, (self.qkv,), self.out),
             DividedBranch(self, self.mlp_norm, (self.up,), self.down),

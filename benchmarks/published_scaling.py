@@ -91,7 +91,7 @@ def gpt2_efficiency(sizes: tuple[int, int, int], devices: Devices, shares: Share
 
 
 def speed_up(devices: int, shares: Shares, rest: float = REST) -> float:
-    """Of the smallest model with the same batch."""
+    """How much faster a step of the smallest model is on several devices, with the same batch."""
     steps = [gpt2_step(GPT2[1], Devices(n, 1, n), shares, rest)[0].total for n in (1, devices)]
     return steps[0] / steps[1]
 
@@ -135,7 +135,7 @@ def _solved(excess: Callable[[float], float]) -> float:
 
 
 def megatron_rows(shares: Shares) -> Iterator[tuple[str, str, str, str]]:
-    """What, published, predicted, and the difference, or what was fitted on it."""
+    """Rows of the table: a figure, its published and its predicted value, and their difference or what was fitted."""
     one, work = gpt2_step(GPT2[1], Devices(1, 1), shares)
     rate = work / one.total
     yield "TFLOP/s, 1.2B on 1 GPU", f"{BASELINE / 1e12:.0f}", f"{rate / 1e12:.1f}", "fitted: compute"

@@ -112,7 +112,7 @@ class Fid(PeriodicCallback):
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
-        """Nothing that is counted. What is refused without the reference is refused here, see `data.cost`."""
+        """Adds nothing to the cost, but refuses what can be refused without the reference; see `data.cost`."""
         check_least("fid", 0, seed=args["seed"])
         settings, images = Settings(metrics=args["metrics"]), args["images"]
         check_counts(replace(settings, kid_subset_size=2), images, images)
@@ -163,7 +163,7 @@ class Fid(PeriodicCallback):
 
 
 def _grid_of(task: Task, extractor: str, path: str | None, sampling: dict[str, Any] | None) -> type[PromptGrid]:
-    """What draws the images of a model; the arguments are those of `Fid`.
+    """The callback that draws the images of a model; the arguments are those of `Fid`.
 
     Raises:
         ValueError: nothing does, or it has no such option; or the extractor has no path.

@@ -44,16 +44,16 @@ class StepTimer:
         self._began = 0.0
 
     def begin_step(self) -> None:
-        """A step begins; what was begun before is forgotten."""
+        """Must be called when a step begins. Parts that have not ended are forgotten."""
         self._open.clear()
         self._began = perf_counter()
 
     def begin(self, part: str) -> None:
-        """A part of a step begins."""
+        """Must be called when a part of a step begins."""
         self._open[part] = self._now()
 
     def end(self, part: str) -> None:
-        """A part of a step ends; one that has not begun is ignored."""
+        """Must be called when a part of a step ends; a part that has not begun is ignored."""
         if part in self._open:
             self._marks[part].append((self._open.pop(part), self._now()))
 
@@ -65,7 +65,7 @@ class StepTimer:
         self._marks[name].append((start, self._now()))
 
     def end_step(self, samples: int, counts: bool = True) -> None:
-        """A step ends.
+        """Must be called when a step ends.
 
         Args:
             samples: number of samples in the step, over all ranks.
@@ -85,11 +85,11 @@ class StepTimer:
         return len(self._steps) == self._steps.maxlen
 
     def samples_per_second(self) -> float:
-        """Over the latest steps."""
+        """Samples per second, averaged over the latest steps."""
         return sum(samples for samples, _ in self._steps) / self._total_seconds()
 
     def steps_per_second(self) -> float:
-        """Over the latest steps."""
+        """Steps per second, averaged over the latest steps."""
         return len(self._steps) / self._total_seconds()
 
     def share(self, part: str) -> float | None:

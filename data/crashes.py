@@ -83,7 +83,7 @@ class Crashes:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside, `mark` notes what is decoded, and `find` of the next start finds a death."""
+        """A context in which `mark` notes what is decoded, so that `find` finds a death at the next start."""
         self.open()
         try:
             with self.watched():
@@ -117,7 +117,7 @@ class Crashes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, faulthandler writes into the file."""
+        """A context in which faulthandler writes into the file."""
         was_on = faulthandler.is_enabled()
         faulthandler.enable(self._fault, all_threads=False)
         try:

@@ -94,8 +94,10 @@ class DecoderDied(Exception):
 
 @contextmanager
 def worker_deaths(places: Places, workers: int) -> Iterator[None]:
-    """Inside, batches of a DataLoader's workers are used. PyTorch notices by a signal that a worker has died, and
-    raises wherever this process is at that moment: also in the midst of an encoder.
+    """A context for using the batches of a DataLoader's workers, in which the death of a worker raises `DecoderDied`.
+
+    PyTorch notices by a signal that a worker has died, and raises wherever this process is at that moment: also in the
+    midst of an encoder.
 
     Args:
         places: where the workers are.
@@ -137,8 +139,10 @@ def _ended_soon(places: Places, workers: int) -> set[int]:
 
 
 def keep_alarms() -> None:
-    """From now on PyTorch's error about a dead worker is not raised wherever this process is, such as in a step of the
-    optimizer, after which nothing could go on. PyTorch notices by itself, too, when it waits for a batch.
+    """Keep PyTorch's signal handler from raising an error about a dead worker wherever this process is.
+
+    After an error in a step of the optimizer, for instance, nothing could go on. PyTorch also notices a dead worker
+    when it waits for a batch.
 
     Call it when a DataLoader has started workers. It does nothing outside of the main thread.
     """

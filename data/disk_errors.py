@@ -72,7 +72,7 @@ def disk_line(error: OSError) -> str:
 
 @contextmanager
 def about(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """Inside, errors of the disk are OSErrors that name `path`, because those of a failed write name nothing.
+    """A context in which errors of the disk are OSErrors that name `path`: those of a failed write name nothing.
 
     Args:
         path: of the file or folder that is written.

@@ -52,7 +52,7 @@ def abort_uploads(
 
 @cache
 def _warn(bucket: str, problem: str) -> None:
-    """Once per process."""
+    """Warn, once per process, that uploads cannot be removed."""
     log.warning(
         f"s3://{bucket}: unfinished uploads of killed processes cannot be removed ({problem}); give the bucket a "
         "lifecycle rule that aborts them, or allow ListBucketMultipartUploads and AbortMultipartUpload"

@@ -1,4 +1,4 @@
-"""What a stream of pictures does about pictures that kill the processes that decode them."""
+"""Finds the pictures that kill the processes that decode them, and leaves them out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECODING = "data/pictures.py"  # in the stack of a process that died while it re
 
 
 class PictureDeaths:
-    """Where the processes of a stream are, and the pictures of which two processes died, in this start or earlier ones.
+    """Notes what the processes of a stream decode, and which pictures two processes died of, earlier starts included.
 
     Args:
         folder: the run's, in which deaths are noted for the next start; None: they are not.
@@ -76,7 +76,7 @@ class PictureDeaths:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside, this process reads and decodes, and its death is its sample's fault."""
+        """A context for reading and decoding, in which the death of this process counts as caused by its sample."""
         own = self._crashes if get_worker_info() is None else None
         if own is not None:
             own.open()
@@ -85,7 +85,7 @@ class PictureDeaths:
         self.places.leave()
 
     def close(self) -> None:
-        """Nothing more is decoded in this process."""
+        """Must be called when this process has decoded its last sample."""
         if self._crashes is not None and get_worker_info() is None:
             self._crashes.close()
 

@@ -34,7 +34,7 @@ StreamPosition = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
-    """That training has no epochs, see `data.cost`."""
+    """Reports that training has no epochs, see `data.cost`."""
     _check(plan.task.requirements(), training=plan.training, **args)
     plan.build(args["filter"])  # which refuses what no sample can pass
     return Cost(epoch=Epoch(None, endless=True))

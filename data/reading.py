@@ -221,7 +221,7 @@ class EncodedLoader(StreamingDataLoader):
         return left - left % self.batch_size if self.drop_last else left
 
     def _begin(self) -> tuple[int, int]:
-        """Where the present iteration began: the epoch, and the samples that all ranks had seen of it."""
+        """The start of the present iteration: the epoch, and the number of its samples that all ranks had seen."""
         return self.dataset.epoch, self.dataset.state_dict(0, from_beginning=False)["sample_in_epoch"]
 
     def state_dict(self, ahead: int = 0) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _caches: dict[Path, ExitStack] = {}  # that this process has locked, until it en
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Inside, a StreamingDataset is made with names that no other has. Every rank must enter it."""
+    """A context in which a StreamingDataset gets names that no other one has. Every rank must enter it."""
     drawn = [secrets.randbits(BITS)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)

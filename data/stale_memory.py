@@ -132,7 +132,7 @@ def _free(folder: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Inside, this process alone holds a lock; False where another process holds it, or it is another user's."""
+    """A context in which this process holds a lock; yields False if another process or another user has it."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:

@@ -85,7 +85,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A small object."""
+        """The content of a small object."""
 
     @abstractmethod
     def write(self, name: str, body: bytes) -> None:

@@ -185,7 +185,7 @@ class VocabularyConfig:
 
 
 def reading(source: Component) -> dict[str, Any]:
-    """What is taken of a source's data: its arguments, but not where it lies, so that it may move."""
+    """The arguments of a source that determine what is read of it, without the places of its files, which may move."""
     found = {}
     for name, value in parts_of(source).items():
         if isinstance(value, Component):

@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass
 class Reencoded:
-    """What came of encoding records again.
+    """The result of encoding records again.
 
     Attributes:
         differences: by way of encoding, by column.

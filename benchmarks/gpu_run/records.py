@@ -45,7 +45,7 @@ class Attempt:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What it replaces: the same step at the same size on the same GPU."""
+        """The step, its size and its GPU: an attempt replaces earlier ones that have the same."""
         return self.item, self.run.get("small"), self.run.get("surroundings", {}).get("gpu")
 
     @property
@@ -143,7 +143,7 @@ def attempts(lines: Iterable[Line]) -> list[Attempt]:
 
 
 def that_count(found: list[Attempt]) -> list[Attempt]:
-    """Of each step on each GPU the newest attempt that found anything, and a newer one that failed without.
+    """The attempts that a page shows: of each step on each GPU the newest with results, and a newer one without any.
 
     One that was ended before its time does not replace one that has gone to its end under the same conditions.
     """

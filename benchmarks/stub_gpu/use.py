@@ -34,7 +34,7 @@ class Counts:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is counted."""
+        """A context in which nothing is counted."""
         self._stub.stub_count(0)
         try:
             yield

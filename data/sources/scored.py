@@ -32,7 +32,7 @@ class ScoredSource:
         self.at_least = at_least
 
     def shards(self) -> list[str]:
-        """Those of the source."""
+        """The shards of the source."""
         return self.source.shards()
 
     def read(self, shard: str) -> Iterator[Sample | Rejected]:

@@ -39,7 +39,7 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
-    """What a value of a config consists of, defaults included; None for plain values."""
+    """The parts of a value of a config by their names, defaults included; None for plain values."""
     if isinstance(value, Component):
         parameters = read_signature(value.target).parameters.values()
         defaults = {p.name: yaml.safe_load(p.default) for p in parameters if not p.required}

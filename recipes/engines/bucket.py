@@ -43,8 +43,10 @@ class Bucket:
 
     @contextmanager
     def _answers(self, what: str) -> Iterator[None]:
-        """Inside, the store is asked. Python's generator of random numbers stays as it is, which clients draw from for
-        pauses and, Google's, in each upload: a run must not depend on where its checkpoints go.
+        """A context for calls of the store, in which Python's generator of random numbers keeps its state.
+
+        Clients draw their pauses from it, and Google's also draws from it in each upload. A run must not depend on
+        where its checkpoints go.
 
         Raises:
             ValueError: the store refuses what is done inside, or does not answer, also when asked again.

@@ -78,7 +78,7 @@ def first_rank_writes(path: Path, write: Callable[[], object]) -> None:
 
 @contextmanager
 def _says_what_to_do(path: Path) -> Iterator[None]:
-    """Inside, a part of a checkpoint is written. Where the disk refuses it, the part is removed.
+    """A context for writing a part of a checkpoint, which is removed if the disk refuses it.
 
     Raises:
         ValueError: the disk refuses it; what to do.

@@ -31,7 +31,7 @@ LAST_IF_STOPPED = 5.0  # the same after a signal, which clusters follow by a kil
 
 @dataclass(frozen=True)
 class Item:
-    """What waits to be written.
+    """Something that waits to be written.
 
     Attributes:
         what: one figure, or a function that writes something else.

@@ -1,4 +1,4 @@
-"""From a checked recipe to the parts of a run, each handed the others that it needs. Both engines start here."""
+"""Builds the parts of a run from a checked recipe, and gives each the others that it needs, for both engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Place:
 
     @classmethod
     def of(cls, recipe: Recipe, local_world_size: int) -> Place:
-        """As a recipe asks for it.
+        """The place that a recipe asks for.
 
         Raises:
             ValueError: a GPU is asked for where PyTorch sees none.

@@ -54,7 +54,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, in one line of at most 200 characters."""
+    """The text of an error, in one line of at most 200 characters."""
     return (str(error) or type(error).__name__).split("\n")[0][:200]
 
 
@@ -81,7 +81,7 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Of the file `.metadata`: every type but those of the lists is refused."""
+    """Reads the file `.metadata`. It refuses all types but `IN_METADATA`, `VALUES_OF_TORCH` and those of the format."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == metadata_format.__name__:
@@ -109,8 +109,8 @@ def check_metadata(path: Path) -> None:
 
 @contextmanager
 def plain_pickles() -> Iterator[None]:
-    """Inside, sharded checkpoints and full ones of Composer are refused if they hold anything but plain values, and
-    sharded ones also if they hold parameters by the names of an earlier version.
+    """A context in which sharded checkpoints and full ones of Composer are refused if they hold anything but plain
+    values, and sharded ones also if they hold parameters by the names of an earlier version.
 
     Raises:
         ValueError: from whatever loads such a checkpoint.

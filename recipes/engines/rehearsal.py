@@ -89,7 +89,7 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, levers do not say what they have changed."""
+    """A context in which levers do not log what they have changed."""
     level = log.level
     log.setLevel(logging.WARNING)
     try:
@@ -118,16 +118,16 @@ class MetaRun(Run):
         return nullcontext()
 
     def peak_rates_changed(self) -> None:
-        """There is no schedule."""
+        """Does nothing: there is no schedule."""
 
     def set_microbatch(self, samples: int) -> None:
-        """There are no batches."""
+        """Does nothing: there are no batches."""
 
     def log(self, figures: Mapping[str, float]) -> None:
-        """There are no loggers."""
+        """Does nothing: there are no loggers."""
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
-        """There are no loggers."""
+        """Does nothing: there are no loggers."""
 
     def log_images(self, name: str, images: np.ndarray) -> None:
-        """There are no loggers."""
+        """Does nothing: there are no loggers."""

@@ -42,7 +42,7 @@ def prepare_folder(recipe: Recipe, engine: str) -> list[str]:
 
 
 def _prepare(recipe: Recipe, engine: str) -> list[str]:
-    """What the first rank does; the changed keys."""
+    """The part of `prepare_folder` that the first rank does; returns the changed keys."""
     output, checkpoints = Path(recipe.output), recipe.checkpoints
     remove_halves(output)
     if not checkpoints.resumes:
@@ -89,8 +89,9 @@ def remove_halves(output: Path) -> None:
 
 @contextmanager
 def says_what_to_remove(folder: Path, kind: Kind, config: Checkpoints) -> Iterator[None]:
-    """Inside, a run loads its checkpoint. One that silently went back to an older checkpoint would lose work, so a
-    damaged one ends the start, with a message that says how to go back.
+    """A context for loading a run's checkpoint, in which a damaged one raises an error that says how to go back.
+
+    A run that silently went back to an older checkpoint would lose work.
 
     Args:
         folder: of the run's checkpoints.

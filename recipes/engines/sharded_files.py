@@ -120,7 +120,7 @@ class Sharded:
 
 @contextmanager
 def _damaged(what: str) -> Iterator[None]:
-    """Inside, damaged bytes raise nearly anything: from here only ValueError, in one line."""
+    """A context in which all that damaged bytes raise, which is nearly anything, becomes a ValueError of one line."""
     try:
         yield
     except Exception as error:

@@ -95,7 +95,7 @@ class LastingFile:
                 log.warning(f"loggers: {self._path}: {advice}; training goes on, and figures are missing there")
 
     def flush(self) -> None:
-        """Nothing waits: records are written one by one."""
+        """Does nothing: each record is written at once."""
 
     def close(self) -> None:
         """Close TensorBoard's file."""

@@ -110,7 +110,7 @@ def _found_or_new(identifier: str, uri: str, experiment: str, run_name: str, art
 
 
 def ask_once() -> None:
-    """From now on each call of MLflow asks its server once, unless the user's environment says otherwise.
+    """Make each later call of MLflow ask its server once, unless the user's environment says otherwise.
 
     It would ask for four minutes within one call, without a word, and draw its pauses from Python's generator of random
     numbers, on which a run may depend. What calls it asks again by itself.

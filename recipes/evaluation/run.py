@@ -117,7 +117,7 @@ def rows_of(job: Job, variant: Variant, reference: dict[int, Any]) -> list[dict[
 
 
 def settings_of(config: Evaluation) -> Settings:
-    """What a config says about its figures."""
+    """The settings of the figures that a config asks for."""
     return Settings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Settings)})
 
 

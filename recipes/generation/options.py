@@ -60,7 +60,7 @@ def own_options(options: argparse.Namespace, family: Family) -> dict[str, Any]:
 
 
 def _keyword(flag: str) -> str:
-    """--top-k -> top_k."""
+    """The keyword of an option: --top-k becomes top_k."""
     return flag.removeprefix("--").replace("-", "_")
 
 

@@ -81,7 +81,7 @@ def _integers(values: Any) -> Iterator[int]:
 
 @contextmanager
 def _at_most(values: int, tensors: int) -> Iterator[None]:
-    """Inside, modules cannot be given more parameters than `tensors`, or with more `values`, replaced ones aside."""
+    """A context in which modules get up to `tensors` parameters of up to `values` values, replaced ones not counted."""
     found = found_tensors = 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

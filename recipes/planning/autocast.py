@@ -34,7 +34,7 @@ TOLD = (
 
 
 class MetaAutocast(TorchFunctionMode):
-    """Inside, matrices on the meta device are multiplied in bf16, and models that ask are told so.
+    """A mode in which matrices on the meta device are multiplied in bf16, and in which autocast reports that it is on.
 
     What models choose themselves stays: sums take the format of what they are given, and a part in which a model turns
     autocast off multiplies in the format of its factors.
@@ -78,7 +78,7 @@ class MetaAutocast(TorchFunctionMode):
 
     @contextmanager
     def _set(self, dtype: torch.dtype | None = None, enabled: bool = True, **options: Any) -> Iterator[None]:
-        """What `torch.autocast("meta", ...)` is inside."""
+        """Takes the place of `torch.autocast("meta", ...)` in this mode."""
         before, self.enabled = self.enabled, enabled
         try:
             yield

@@ -46,8 +46,8 @@ class Devices:
 
     @classmethod
     def of_environment(cls, training: Training) -> Devices:
-        """From the launcher's variables: WORLD_SIZE devices (default: as many as one model needs), LOCAL_WORLD_SIZE per
-        machine (default: all).
+        """The devices that the launcher's variables give: WORLD_SIZE (default: as many as one model needs), of which
+        LOCAL_WORLD_SIZE are in each machine (default: all).
 
         Raises:
             ValueError: see `of`.

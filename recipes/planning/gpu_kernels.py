@@ -1,4 +1,4 @@
-"""What is one kernel on a GPU, but several operations or none on the meta device: attention and dropout."""
+"""Attention and dropout, which are one kernel each on a GPU, but several operations or none on the meta device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Record = Callable[[float, Iterable[Tensor]], None]
 
 
 class GpuKernels(TorchFunctionMode):
-    """Inside, attention is one operation that has to be recorded, and dropout is the one that a GPU has for it."""
+    """A mode in which attention is recorded as one operation, and dropout is the operation that a GPU has for it."""
 
     def __init__(self, record: Record) -> None:
         """

@@ -154,7 +154,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def _recomputing(task: Task, recomputed: bool) -> Iterator[None]:
-    """Inside, blocks are computed again in the backward pass."""
+    """A context in which blocks are computed again in the backward pass."""
     blocks = task.recomputed_blocks() if recomputed else []
     recompute(blocks)
     try:
@@ -180,7 +180,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def note(self, made: Any) -> None:
-        """Add tensors that are new."""
+        """Count the memory of new tensors."""
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):
         self.bytes -= self.alive.pop(key)
 
     def end_forward(self) -> None:
-        """The backward pass begins."""
+        """Must be called when the backward pass begins."""
         self._end_interval()
 
     def complete(self, parameter: nn.Parameter) -> None:
@@ -210,5 +210,5 @@ class _Recorder(TorchDispatchMode):
         self.highest = self.bytes
 
     def found(self) -> list[Interval]:
-        """All intervals."""
+        """The intervals of the whole pass."""
         return [*self.intervals, Interval(self.highest, self.values)]

@@ -72,7 +72,7 @@ class Memory:
         return sum(dataclasses.astuple(self))
 
     def fits(self, device: Device) -> bool:
-        """Whether a device has it."""
+        """Whether it fits into the memory of a device."""
         return self.total <= USABLE * device.memory
 
 
@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def way(self) -> str:
-        """What settings that are compared with each other have in common."""
+        """The division by which settings are grouped for comparison."""
         return self.division if self.tensor == 1 else f"tensor_parallel {self.tensor}"
 
     def __str__(self) -> str:
@@ -295,12 +295,12 @@ class Run:
         return gathered_sizes(self.recipe, self.task, self.costs, self.devices)
 
     def setting(self, microbatch: int, recompute: bool) -> Setting:
-        """What the run takes with a microbatch."""
+        """The memory and the time of the run with a microbatch."""
         memory, time = self.memory(microbatch, recompute), self.time(microbatch, recompute)
         return Setting(self.division, self.devices.tensor, microbatch, recompute, memory, time)
 
     def memory(self, microbatch: int, recompute: bool) -> Memory:
-        """On each device."""
+        """The memory of each device."""
         parameters, trained = parameter_counts(self.task)
         fsdp, devices, costs = self.recipe.training.fsdp, self.devices, self.costs
         halves = 2 * costs.stored_16_bit
@@ -342,7 +342,7 @@ class Run:
         return (single if "compile" in levers else every), single
 
     def time(self, microbatch: int, recompute: bool) -> StepTime:
-        """Of a step."""
+        """The time of a step."""
         passes = self.batch / microbatch
         place, devices, trace = self.place, self.devices, self.traces.at(microbatch)
         compute, traffic, gaps = pass_times(trace, place.device, place.peak, place.shares, recompute)

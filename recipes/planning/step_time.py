@@ -56,7 +56,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What the step waits for."""
+        """What limits the speed of the step."""
         if self.host == self.total > self.device + self.exposed:
             return "the host's launches"
         if self.messages > self.device:

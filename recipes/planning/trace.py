@@ -174,7 +174,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def watch(self, task: Task) -> Iterator[None]:
-        """Inside, operations of blocks that recomputation covers are marked."""
+        """A context in which the operations of blocks that recomputation covers are marked."""
         handles = []
         for block in task.recomputed_blocks():
             handles.append(block.register_forward_pre_hook(lambda *_: self._mark(True)))

@@ -15,7 +15,7 @@ from torch_fidelity.metric_prc import prc_features_to_metric
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is computed.
+    """Which figures are computed, and how.
 
     Attributes:
         metrics: any of fid, kid, inception_score, precision_recall and clip_score.

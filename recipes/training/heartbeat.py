@@ -15,7 +15,7 @@ VARIABLE = "PRECOMPOSE_HEARTBEATS"
 
 
 class Heartbeat(NamedTuple):
-    """What a process that trains says of itself.
+    """The last sign of life of a process that trains.
 
     Attributes:
         process: its number.
@@ -63,7 +63,7 @@ class HeartbeatFile:
 
 
 def heartbeats(folder: Path) -> list[Heartbeat]:
-    """Of the processes that still live. Those that were killed have left their files, and are none."""
+    """The heartbeats of all processes that still run. Files that killed processes have left are ignored."""
     found = []
     for path in folder.glob("[0-9]*"):
         try:
@@ -78,7 +78,7 @@ def heartbeats(folder: Path) -> list[Heartbeat]:
 
 
 def _start_of(process: int) -> int | None:
-    """When a process started, in the kernel's ticks since the machine did; None: it has ended."""
+    """The time at which a process started, in the kernel's ticks since the machine was started; None: it has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -27,7 +27,7 @@ class Kind:
     suffix: str
 
     def all(self, folder: Path) -> list[Path]:
-        """Those in a folder, oldest first."""
+        """The checkpoints in a folder, oldest first."""
         found = [path for path in folder.glob("ep*-ba*") if self._has(path)]
         # Of two of a batch, one was saved before the end of its epoch was counted.
         return sorted(found, key=lambda path: (batch_of(path.name), int(NAME.match(path.name)["epoch"])))

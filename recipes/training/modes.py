@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Inside, a module and all its submodules are in evaluation mode; afterwards each has the mode it had before."""
+    """A context in which a module and its submodules are in evaluation mode; after it each has its former mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

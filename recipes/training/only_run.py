@@ -16,8 +16,10 @@ PATIENCE = 300.0
 
 @contextmanager
 def only_run(output: str) -> Iterator[None]:
-    """Inside, no other run writes into this folder. The first rank waits for one that does, for `PATIENCE` seconds; the
-    other ranks wait for the first one when they join it.
+    """A context in which no other run writes into this folder.
+
+    The first rank waits up to `PATIENCE` seconds for a run that does; the other ranks wait for the first one when they
+    join it.
 
     Raises:
         ValueError: another run goes on writing, or nothing can be written there.

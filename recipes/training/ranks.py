@@ -74,7 +74,7 @@ def wait() -> None:
 
 @contextmanager
 def says_that_another_ended() -> Iterator[None]:
-    """Inside, a rank that loses the connection to another one ends with one line and status 1.
+    """A context in which a rank that loses the connection to another one ends with one line and status 1.
 
     Mostly the other rank has ended and says why, which a traceback of the library for communication would hide. It may
     also be the network, so the line holds what the library says, with the address of the other rank.

@@ -51,7 +51,7 @@ def stopped() -> bool:
 
 
 def begin_batches() -> None:
-    """From now on, and until `stop_signals` ends, the run looks at `requested` after each batch.
+    """Let signals wait for the end of a batch, where the run looks at `requested`, until `stop_signals` ends.
 
     Before it, a signal ends the process at once, since there is nothing to save. Call it when every rank trains its
     first batch: those that would wait for it alone might wait for ranks that have ended.
@@ -62,7 +62,7 @@ def begin_batches() -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Inside, `SIGNALS` ask the process to stop. Handlers are set in the main thread only, as Python demands.
+    """A context in which `SIGNALS` ask the process to stop. Python sets handlers in the main thread only.
 
     The end of the launcher that started the process does, too: `composer` ends at SIGTERM without a word to its
     processes, which would train on and hold their GPUs.

@@ -66,7 +66,7 @@ def alive(moment: str, run: Run | None) -> None:
 
 
 def hung_at(last: Progress, stepped: bool, seconds: float) -> float:
-    """When a process counts as hung if nothing more is heard of it.
+    """The time from which on a process counts as hung if there is no further sign of life.
 
     Args:
         last: its last sign of life.
@@ -78,7 +78,7 @@ def hung_at(last: Progress, stepped: bool, seconds: float) -> float:
 
 
 def well_until(last: Progress, stepped: bool, now: float, seconds: float) -> float:
-    """When a process no longer counts as well if nothing more is heard of it.
+    """The time until which a process counts as well if there is no further sign of life.
 
     Args:
         last: see `hung_at`.
@@ -91,7 +91,7 @@ def well_until(last: Progress, stepped: bool, now: float, seconds: float) -> flo
 
 @contextmanager
 def watched(seconds: float | None, output: str | Path, ends: bool = False) -> Iterator[None]:
-    """Inside, a thread reports where the main thread waits when there was no sign of life for a while.
+    """A context in which a thread reports where the main thread waits when there was no sign of life for a while.
 
     It prints one line, whatever the rank, and writes the stacks of all threads and data workers to
     `<output>/stacks/rank-<rank>.txt`. If the run goes on, there is another line. Code in C that neither returns nor

@@ -50,7 +50,7 @@ class BlockAllReduce(Lever):
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
-        """In 32 bits that of DistributedDataParallel."""
+        """In 32 bits the same as DistributedDataParallel's, so that nothing is added; see `data.cost`."""
         if plan.replicas == 1:
             return Cost(lines=("not used with one process",))
         if args["wire"] == "fp32":

@@ -156,7 +156,7 @@ def _in_32_bits(whole: nn.Module, together: Iterable[nn.Module], taken: Collecti
 
 
 def _evenly(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """Where rows are divided over a tensor parallel group already, and the rest does not divide by the shards: columns.
+    """Columns, if a tensor parallel group divides the rows and its parts do not divide by the shards; None otherwise.
 
     FSDP2 pads no rows that are divided twice.
     """

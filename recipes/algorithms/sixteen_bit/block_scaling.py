@@ -24,7 +24,7 @@ from recipes.training.compiled import result
 
 
 class Enter(Function):
-    """From the identity path into a block: 32 to 16 bits. Backward: to 32 bits, filtered, divided by the scale.
+    """Casts what enters a block from 32 to 16 bits. Backward: casts to 32 bits, filters, and divides by the scale.
 
     The filter replaces values that are not finite by zero and counts them. Without it, an overflow in one block would
     reach all earlier blocks and lower their scales, too.
@@ -46,7 +46,7 @@ class Enter(Function):
 
 
 class Leave(Function):
-    """From a block to the identity path: 16 to 32 bits. Backward: multiplied by the scale in 32 bits, then to 16."""
+    """Casts what leaves a block from 16 to 32 bits. Backward: multiplies by the scale in 32 bits, and casts to 16."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, scale: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def share_generators(group: ProcessGroup, device: torch.device) -> None:
 
 @contextmanager
 def own_generators(group: ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Inside, this device's global generators have a state of their own; after it they go on as on the others."""
+    """A context in which this device's global generators have their own state; after it they go on as on the others."""
     seed = int(torch.randint(1 << 62, ()))  # on the host, which waits for no device
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(seed + dist.get_rank(group))

@@ -69,7 +69,7 @@ class ReadsLocal(nn.Module):
     computes: bool = False
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """As the module's own."""
+        """See the `forward` of the module's own class."""
         self.computes = True
         try:
             return super().forward(*inputs)
@@ -127,7 +127,7 @@ class DrawsOwn(Divided):
     """A module that draws other random numbers on each device."""
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        """As the module's own."""
+        """See the `forward` of the module's own class."""
         if not self.training:
             return super().forward(x, *context)
         with own_generators(self.tensor_group, x.device):

@@ -82,7 +82,7 @@ class _LeverState(Algorithm):
         return False
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Nothing: `RunLevers` does."""
+        """Does nothing: `RunLevers` calls the levers."""
 
     def state_dict(self) -> dict[str, Any]:
         """With DTensors, which only `WholeCheckpoints` can save."""
@@ -123,7 +123,7 @@ def as_algorithms(levers: Levers, run: ComposerRun, planner: LoadPlanner | None 
 
 
 def _lever_state(lever: Lever, planner: LoadPlanner | None) -> Algorithm:
-    """What makes Composer save and load a lever's state.
+    """An algorithm that makes Composer save and load a lever's state.
 
     Composer files states under the names of classes, so that each lever needs a class of its own name.
     """

@@ -49,7 +49,7 @@ class WholeCheckpoints(CheckpointSaver):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: Composer's saver keeps the names of all checkpoints that were ever saved."""
+        """Loads nothing: Composer's saver would restore the names of all checkpoints that were ever saved."""
 
     def save(self, state: State, logger: Logger) -> None:
         """Save a checkpoint unless there is one of this batch. Every rank must call it."""
@@ -70,7 +70,7 @@ class WholeCheckpoints(CheckpointSaver):
 
 
 def _write(state: State, path: Path, sharded: bool) -> None:
-    """What Composer's `_save_checkpoint` does, with the tensors of levers as those of the model."""
+    """Does what Composer's `_save_checkpoint` does, and saves the tensors of levers like those of the model."""
     saved = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}  # gathered from all ranks
     levers = dict(saved["state"]["algorithms"])
     with whole(path) as partial:

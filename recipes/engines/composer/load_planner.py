@@ -1,4 +1,4 @@
-"""What Composer reads of a sharded checkpoint.
+"""Selects what Composer reads of a sharded checkpoint.
 
 PyTorch's loader reads what the present state has, and refuses a checkpoint that lacks a part of it. States of callbacks
 and levers that have not begun have nothing yet, and the checkpoint may be of fewer ranks. Therefore this planner asks
@@ -69,7 +69,7 @@ class Sharded(FSDP2Config):
 
 
 def _form(name: str, metadata: Metadata) -> State:
-    """What the saved state of a callback is read into; empty if there is none, or one in more parts than its keys."""
+    """Empty values for reading a callback's saved state; none if it is not saved, or in more parts than its keys."""
     saved = {key: path for key, path in metadata.planner_data.items() if path[:3] == (*CALLBACKS, name)}
     if any(len(path) != len(CALLBACKS) + 2 for path in saved.values()):  # of an earlier version
         return {}

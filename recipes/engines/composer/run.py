@@ -64,7 +64,7 @@ class ComposerRun(Run):
         self.passes, self.pass_number = math.ceil(samples / size), -1
 
     def begin_pass(self) -> None:
-        """A microbatch comes next."""
+        """Count a microbatch, whose forward pass begins."""
         self.pass_number += 1
 
     @property

@@ -1,4 +1,4 @@
-"""From a recipe to a Composer Trainer."""
+"""Builds Composer's Trainer for a recipe."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def count_in_present_batches(trainer: Trainer, recipe: Recipe, parts: Parts) -> 
 
 @contextmanager
 def own_data_parallel(averaged: bool) -> Iterator[None]:
-    """Inside, Composer's Trainer wraps models by `data_parallel`: its own function for that has no options."""
+    """A context in which Composer's Trainer wraps models by `data_parallel`: its own function has no options."""
     theirs = composer_trainer.prepare_ddp_module
     composer_trainer.prepare_ddp_module = lambda module, find_unused_parameters: data_parallel(module, averaged)
     try:
@@ -123,7 +123,7 @@ def own_data_parallel(averaged: bool) -> Iterator[None]:
 
 @contextmanager
 def own_unpickling(task: torch.nn.Module) -> Iterator[None]:
-    """Inside, Composer's Trainer loads no code from checkpoints, and full ones lazily and of this task alone.
+    """A context in which Composer's Trainer loads no code from checkpoints, and full ones lazily, of this task alone.
 
     See `recipes.engines.plain_pickles`, `recipes.engines.lazy` and `recipes.engines.same_model`.
     """
@@ -147,7 +147,7 @@ def own_unpickling(task: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_signal_files() -> Iterator[None]:
-    """Inside, machines that share a file system do not share the files by which Composer waits within each of them.
+    """A context in which machines on one file system do not share the files by which Composer waits within a machine.
 
     Composer gives such a file the same name on all machines. Where the folder of checkpoints is shared, as it must be
     for a resume, each machine removes the file, and all but one fail because it is gone.
@@ -251,7 +251,7 @@ def load_path_of(recipe: Recipe) -> str | None:
 
 
 def fsdp_config(recipe: Recipe, task: torch.nn.Module, start: Path | None, planner: LoadPlanner) -> FSDP2Config:
-    """What Composer must know of a task that the levers of the `training` section divide.
+    """Composer's settings for a task that the levers of the `training` section divide.
 
     Composer loads checkpoints only in the form in which it saves them, so this form is at first that of `start`.
 

@@ -206,7 +206,7 @@ class Checkpoints:
         }
 
     def _state(self) -> dict[str, Any]:
-        """Everything else."""
+        """What a checkpoint holds besides `_tensors`."""
         run = self._run
         return {
             "format": FORMAT,

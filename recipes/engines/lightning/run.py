@@ -90,16 +90,16 @@ class LightningRun(Run):
         return microbatches
 
     def begin_pass(self, microbatch: dict[str, Tensor]) -> None:
-        """A microbatch is on the device."""
+        """Count a microbatch, which is on the device."""
         self.batch = microbatch
         self.pass_number += 1
 
     def step_done(self, samples: int) -> None:
-        """The optimizer has stepped on this many samples, over all ranks."""
+        """Count a step of the optimizer on this many samples, over all ranks."""
         self._advance(self.counts.after_batch(samples))
 
     def epoch_done(self) -> None:
-        """The present epoch is complete."""
+        """Count the present epoch, which is complete."""
         self._advance(self.counts.after_epoch())
 
     def _advance(self, counts: Counts) -> None:
@@ -141,11 +141,11 @@ class LightningRun(Run):
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def new_parameters(self) -> AbstractContextManager:
-        """The optimizer is built afterwards."""
+        """Does nothing: the optimizer is built afterwards."""
         return nullcontext()
 
     def peak_rates_changed(self) -> None:
-        """A loaded checkpoint changes them too."""
+        """Also called when a checkpoint has been loaded."""
         self._schedule.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
 
     def set_microbatch(self, samples: int) -> None:

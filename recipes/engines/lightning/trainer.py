@@ -1,4 +1,4 @@
-"""From a recipe to a run with Lightning's Trainer."""
+"""Trains a recipe with Lightning's Trainer."""
 
 from __future__ import annotations
 

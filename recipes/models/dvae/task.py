@@ -73,7 +73,7 @@ class DiscreteAutoencoder(Task):
             raise ValueError(f"dvae: {name}: {value}; give {text}")
 
     def requirements(self) -> dict[str, int]:
-        """Of what the sides of images must be multiples."""
+        """The number of which the sides of images must be multiples."""
         return {"side_multiple": DOWNSAMPLE}
 
     def blocks(self) -> list[nn.Module]:

@@ -64,7 +64,7 @@ class KLAutoencoder(Task):
         self.register_buffer("latent_batches", torch.tensor(0.0))
 
     def requirements(self) -> dict[str, int]:
-        """Of what the sides of images must be multiples: the grid halves between levels."""
+        """The number of which the sides of images must be multiples: the grid halves between levels."""
         return {"side_multiple": 2 ** (len(self.network.config.block_out_channels) - 1)}
 
     def blocks(self) -> list[nn.Module]:
