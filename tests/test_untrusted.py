@@ -139,7 +139,7 @@ def test_a_sample_that_claims_more_than_its_file_has_is_not_read(shards, tmp_pat
 
 
 @pytest.mark.parametrize("encoding", ["ndarray:float16:a", "ndarray:nothing:2", "ndarray:float16:-2,2", "what:ever:2"])
-def test_columns_of_no_known_encoding(encoding, shards, tmp_path):
+def test_columns_of_no_known_encoding(encoding, shards):
     from streaming.base.format import reader_from_json
 
     from data.column_reader import ColumnReader

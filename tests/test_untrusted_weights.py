@@ -125,7 +125,7 @@ def sharded(tmp_path_factory):
     return folder
 
 
-def test_a_sharded_checkpoint_of_another_model_or_larger_than_its_files(sharded, tmp_path):
+def test_a_sharded_checkpoint_of_another_model_or_larger_than_its_files(sharded):
     import torch
     import torch.distributed.checkpoint as dcp
 

@@ -119,7 +119,7 @@ def test_the_chart_shows_the_windows_of_each_scale():
     assert exponent_chart(Histograms(["a", "b", "c"], counts, [7.0] * 3), 5, scaled=True).axes[0].get_ylim()[0] < -100
 
 
-def test_a_chart_is_written_atomically(tmp_path, monkeypatch):
+def test_a_chart_is_written_atomically(tmp_path):
     figure = exponent_chart(Histograms(["a"], torch.ones(1, COLUMNS, dtype=torch.int64), [13.0]), 0, scaled=False)
     path = tmp_path / "deep" / "chart.png"
     write_chart(figure, path)

@@ -28,7 +28,7 @@ def found(tmp_path, *lines):
     return [(finding.level, finding.subject) for finding in health(tmp_path / "beats", (str(program),))]
 
 
-def test_a_run_that_goes_on_is_healthy_and_one_that_hangs_is_not(tmp_path, beat, capsys):
+def test_a_run_that_goes_on_is_healthy_and_one_that_hangs_is_not(beat, capsys):
     assert main([]) == 0  # starting, or something else than training
     beat(math.inf, "step_end", False)
     assert main([]) == 0

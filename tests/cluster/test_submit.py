@@ -141,7 +141,7 @@ def test_too_few_machines_queue_the_job_again_until_its_retries_are_used_up(tmp_
     assert code == 85 and "2 of 4 machines can be used" in text and calls[-1] == "scontrol requeue 1"
 
 
-def test_words_reach_the_run_as_they_were_given(tmp_path):
+def test_words_reach_the_run_as_they_were_given():
     words = ["output=a 'b' `c` $HOME", 'callbacks.sample_grid.prompts=["a; rm -rf x", "$(b)"]']
     script = made("slurm", TRAIN, *words, "--machines", "2")
     launch = next(line for line in script.splitlines() if "launch.py" in line)

@@ -74,7 +74,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("renames", [0, 1])
-def test_a_kill_between_two_renames_costs_no_folder(tmp_path, monkeypatch, renames):
+def test_a_kill_between_two_renames_costs_no_folder(tmp_path, renames):
     folder = tmp_path / "export[1]"
     with atomic_folder(folder) as partial:
         (partial / "old").touch()

@@ -288,7 +288,7 @@ def test_the_training_component_uses_it(latent_sets):
     assert batches[0]["mean"].shape == (8, 4, 16, 16) and batches[0]["mean"].dtype == torch.float16
 
 
-def test_workers_of_a_process_that_ends_in_the_midst_of_an_epoch_end_with_it(tmp_path, plain, monkeypatch):
+def test_workers_of_a_process_that_ends_in_the_midst_of_an_epoch_end_with_it(tmp_path, plain):
     """multiprocessing alone would wait for ever for workers that ignore SIGTERM."""
     _, fast = copies(tmp_path, plain)
     before = signal.getsignal(signal.SIGCHLD)

@@ -219,7 +219,7 @@ def test_scores_of_an_unknown_model_are_not_taken_for_this_ones(content, tmp_pat
     assert "\n" not in str(error.value) and (tmp_path / "facts.json").read_text() == content
 
 
-def test_a_damaged_file_is_named(job, tmp_path):
+def test_a_damaged_file_is_named(tmp_path):
     score_file(tmp_path, "a").parent.mkdir()
     score_file(tmp_path, "a").write_bytes(b"PK\x03\x04 and nothing more")
     with pytest.raises(ValueError, match="a.npz: damaged"):

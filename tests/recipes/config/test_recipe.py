@@ -404,7 +404,7 @@ def test_a_text_is_what_was_typed(tmp_path, text):
         assert load_config(saved, [], Recipe, []) == recipe
 
 
-def test_numbers_and_booleans_of_any_spelling(tmp_path):
+def test_numbers_and_booleans_of_any_spelling():
     """What YAML reads as a number or boolean is one, where a field takes it; but not what looks octal."""
     read = functools.partial(load_config, ROOT / "yamls" / "openmoji_diffusion.yaml", cls=Recipe, missing=[])
     spelled = ["training.global_batch=1_024", "optimizer.lr=1e-4", "training.progress_bar=Yes", "seed=+5"]

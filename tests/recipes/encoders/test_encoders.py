@@ -240,7 +240,7 @@ def test_tokens_that_are_cut_are_counted(clip_folder, hf_folder):
     assert words.lost_tokens(["", "dot " * 10, "dot " * 13]) == [0, 0, 3]
 
 
-def test_open_clip_weights_in_a_file_of_their_own(clip_folder, tmp_path, monkeypatch):
+def test_open_clip_weights_in_a_file_of_their_own(clip_folder, tmp_path):
     config = json.loads((clip_folder / "open_clip_config.json").read_text())["model_cfg"]
     (tmp_path / "tiny-for-tests.json").write_text(json.dumps(config))
     open_clip.add_model_config(tmp_path)

@@ -194,7 +194,7 @@ def test_where_the_export_is_looked_for(tmp_path, export):
         find_export(network.parent)
 
 
-def test_a_seed_that_generators_do_not_take_is_refused(tmp_path, export, capsys):
+def test_a_seed_that_generators_do_not_take_is_refused(export, capsys):
     assert refuse([export, "--seed", 10**19], capsys) == f"error: --seed: {10**19}; give a number below 2^62"
 
 

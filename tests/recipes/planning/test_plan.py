@@ -210,7 +210,7 @@ def test_shapes_and_length_are_those_of_a_set_that_is_here(latent_sets, tmp_path
     assert shapes(there) == [(4, 4, 4), (5, 16)] and there.steps is None
 
 
-def test_a_stored_sample_has_the_published_size(recipe):
+def test_a_stored_sample_has_the_published_size():
     full = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     batch = {"latents": torch.empty(2, 4, 32, 32, device="meta"), "text": torch.empty(2, 77, 1024, device="meta")}
     assert full.data.args["resolution"] == 256 and sample_bytes(batch) == 2 * (2 * 4 * 32 * 32 + 77 * 1024)

@@ -105,7 +105,7 @@ def test_a_process_that_ends_after_its_checkpoint_keeps_its_status():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE
 
 
-def test_a_signal_to_a_forked_process_is_its_own(tmp_path):
+def test_a_signal_to_a_forked_process_is_its_own():
     child = os.fork()
     if not child:
         with stop.stop_signals():  # no batch has begun
