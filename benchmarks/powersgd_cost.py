@@ -10,7 +10,6 @@ times include rounding to 1-6-9 and back, but no communication. Alternatives tak
 """
 
 import argparse
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
@@ -126,11 +126,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     started = not dist.is_initialized()
     if started:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        backend = "nccl" if gpu else "gloo"
-        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+        backend, address = "nccl" if gpu else "gloo", f"tcp://127.0.0.1:{get_free_port()}"
+        dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
     rows = []
     for width, rank in zip(options.widths, options.ranks, strict=True):
         rows.append(measure(width, rank, options, device))

@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradSca
 from recipes.engines import checkpoint_files
 from recipes.train import main
 from recipes.training import ranks
+from tests.ranks import free_port
 from tests.recipes.engines.killed_worlds import ALONE, FULL, OVERFLOWS, SIGNALS, STARTS, WORLDS
 
 
@@ -133,10 +133,7 @@ def start(what, batch, arguments, log, world=1, samples=None):
 
     When it is killed, the other ranks are, too, as launchers do.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
+    port, children = free_port(), []
     for rank in range(world):
         last = rank == world - 1
         own_log = Path(log if last else f"{log}.{rank}")
