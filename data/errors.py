@@ -14,3 +14,8 @@ def one_line(error: BaseException) -> str:
     """An error of a library in one line, with its type where the text alone would say little."""
     text = " ".join(str(error).split())[:300]
     return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {text}".strip()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where there is no text, in at most 200 characters."""
+    return (str(error) or type(error).__name__).split("\n")[0][:200]

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import metadata as metadata_format
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
+from data.errors import first_line
 from recipes.engines.earlier import check_names
 
 ALLOWED = [
@@ -53,11 +54,6 @@ class DamagedCheckpoint(ValueError):
     """
 
 
-def reason_of(error: BaseException) -> str:
-    """The text of an error, in one line of at most 200 characters."""
-    return (str(error) or type(error).__name__).split("\n")[0][:200]
-
-
 def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: bool = False) -> Any:
     """The contents of a file of torch.save, on the CPU.
 
@@ -77,7 +73,7 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
         raise
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
         what = f"{where or file}: not a checkpoint that this repository wrote"
-        raise DamagedCheckpoint(f"{what}: {reason_of(error)}") from error
+        raise DamagedCheckpoint(f"{what}: {first_line(error)}") from error
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -104,7 +100,7 @@ def check_metadata(path: Path) -> None:
         raise
     except Exception as error:  # unpickling damaged bytes raises nearly anything
         what = f"{path}: not of a checkpoint that this repository wrote"
-        raise DamagedCheckpoint(f"{what}: {reason_of(error)}") from error
+        raise DamagedCheckpoint(f"{what}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -141,7 +137,7 @@ def plain_pickles() -> Iterator[None]:
         for cause in refused or [cause for cause, *_ in error.failures.values()]:
             if isinstance(cause, ValueError | FileNotFoundError) and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
-            reason = reason_of(cause)
+            reason = first_line(cause)
             if "Missing key" in reason:
                 raise ValueError(f"a sharded checkpoint: not of this model ({reason})") from error
             if error.args[0] in ("read", "plan") and isinstance(cause, Exception):  # damaged bytes raise anything

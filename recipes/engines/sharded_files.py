@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.engines.plain_pickles import MetadataUnpickler, reason_of
+from data.errors import first_line
+from recipes.engines.plain_pickles import MetadataUnpickler
 
 METADATA = ".metadata"
 
@@ -126,7 +127,7 @@ def _damaged(what: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(what.split(":")[0]):
             raise  # it says where, already
-        raise ValueError(f"{what}: {reason_of(error)}") from error
+        raise ValueError(f"{what}: {first_line(error)}") from error
 
 
 def _step(at: Any, key: Any, value: Any) -> Any:

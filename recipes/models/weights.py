@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from data.errors import first_line
 from recipes.models.config_files import build_from, read_object
 
 Upgrade = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -192,8 +193,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
-        reason = (str(error) or type(error).__name__).split("\n")[0][:200]
-        raise ValueError(f"{file}: not a file of tensors ({reason}); copy it again") from error
+        raise ValueError(f"{file}: not a file of tensors ({first_line(error)}); copy it again") from error
     if isinstance(values, dict) and isinstance(values.get("state_dict"), dict):
         values = values["state_dict"]
     if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
