@@ -230,7 +230,12 @@ class ImageStream(IterableDataset):
         self.resolution = resolution
         self.crop = crop
         self.flip = flip
-        self.tokens = tokens
+        self.tokenizer = None
+        if tokens is not None:
+            # Here rather than in each worker process, where the import would take 13 s of CPU time.
+            from data.clip_library import open_clip
+
+            self.tokenizer = bound(open_clip.SimpleTokenizer(context_length=tokens))
         self.word_dropout = word_dropout
         self.shuffle_buffer = shuffle_buffer
         self.keep_decoded = keep_decoded
@@ -289,11 +294,6 @@ class ImageStream(IterableDataset):
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         worker = (worker + self.batches) % workers  # a new loader asks its first worker first
         part = self.placement.rank * workers + worker, self.placement.world * workers
-        tokenizer = None
-        if self.tokens is not None:
-            from data.clip_library import open_clip
-
-            tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         turn, drawn = self.places[worker]
         empty = 0
         kept: list[tuple[np.ndarray, str]] = []
@@ -313,8 +313,8 @@ class ImageStream(IterableDataset):
                 if self.flip and rng.random() < self.flip:
                     pixels = pixels[:, ::-1]
                 sample = {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))}
-                if tokenizer is not None:
-                    sample["tokens"] = tokenizer([with_fewer_words(caption, self.word_dropout, rng)])[0]
+                if self.tokenizer is not None:
+                    sample["tokens"] = self.tokenizer([with_fewer_words(caption, self.word_dropout, rng)])[0]
                 if self.placement.training:
                     sample["place"] = torch.tensor([turn, number + 1])
                 yield sample
