@@ -195,10 +195,16 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
+        before = 0  # number of lines of the rows so far
         try:
+            before = reader.line_num if reader.fieldnames else 0
             for row in reader:
                 if None in row:
                     raise ValueError(f"{path}, line {reader.line_num}: more cells than columns: quote the commas")
-                yield reader.line_num, row
+                before = reader.line_num
+                yield before, row
         except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+            raise ValueError(
+                f"{path}, line {before + 1}: {error}: close the quote that a cell of this row begins with, or give the "
+                "table as a .jsonl file, where captions may have any length"
+            ) from None

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -244,6 +244,8 @@ def test_other_captions_in_a_table_are_another_shard(tmp_path):
         ("t.csv", b"picture,text\na.png,one\n", "line 2: no column file_name or file"),
         ("t.csv", b"file,text\na.png,one, two\n", "line 2: more cells"),
         ("t.csv", b"file,text\na.png,\xff\n", "not UTF-8"),
+        ("t.csv", b'file,text\na.png,"' + b"a\n" * 99_999, "line 2: field larger .*: close the quote"),
+        ("t.csv", b'file,text\na.png,a\n"b.png,' + b"b" * 200_000, "line 3: field larger .*: close the quote"),
         ("t.jsonl", b'{"file": "a.png", "caption": "x"}\n{', "line 2: not JSON"),
         ("t.jsonl", b'{"file": "a.png", "caption": 3}\n', "line 1: caption is a int"),
         ("t.jsonl", b"[]\n", "line 1: give one JSON object"),
@@ -462,6 +464,7 @@ def test_a_rejected_sample_is_one_line_of_json():
 
 
 @given(st.text(max_size=99), st.text(max_size=9))
+@example("table", "\ud800.png")  # JSON can hold it
 def test_shard_ids_are_folder_names(name, identity):
     one = shard_id(name, identity)
     assert len(one) <= 80 and set(one) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_-0123456789")
