@@ -132,6 +132,18 @@ class EncodeConfig:
         if errors:
             raise ConfigError(errors)
 
+    def options(self) -> dict[str, Any]:
+        """Those options that the stored values depend on and that are known without the encoders."""
+        crops = {"crops": self.crops} if self.kind == "tokens" else {}
+        return {
+            "resolutions": list(self.resolutions),
+            "crop": self.crop,
+            **crops,
+            "upscale": self.upscale,
+            "filter": plain_values(self.filter),
+            "seed": None if self.crop == "center" else self.seed,
+        }
+
     def request(self) -> dict[str, Any]:
         """Everything that determines the encoded values, with digests of the encoders' local files."""
         keys = ["filter", "resolutions", "crop", "upscale", "image_encoder", "text_encoder", "seed"]
