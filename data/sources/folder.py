@@ -39,8 +39,8 @@ class FolderSource:
 
         Raises:
             FileNotFoundError: no such folder, no image in it, or no such table.
-            ValueError: no image has its .txt; a table of another kind, without the columns, or not UTF-8; `shard_size`
-                below 1.
+            ValueError: no image has its .txt or a row of the table; a table of another kind, without the columns, or
+                not UTF-8; `shard_size` below 1.
         """
         self.root = Path(path)
         if not self.root.is_dir():
@@ -68,6 +68,12 @@ class FolderSource:
         else:
             self.table, repeated = _read_table(self.root, captions)
             orphans = [name for name in self.table if name not in self.images]
+            if self.images and len(orphans) == len(self.table):
+                rows = f"its first row names {orphans[0]}" if orphans else "it has no row"
+                raise ValueError(
+                    f"source.captions: {captions} names no image in {path}: {rows}, and the folder holds "
+                    f"{next(iter(self.images))}; give names relative to the folder, with their suffix"
+                )
         if not self.images:
             raise FileNotFoundError(f"source.path: no image (.{', .'.join(IMAGE_SUFFIXES)}) in {path}")
         # Captions without an image and repeated rows are entries too, so that they are rejected.

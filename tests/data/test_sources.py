@@ -250,9 +250,12 @@ def test_other_captions_in_a_table_are_another_shard(tmp_path):
         ("t.jsonl", b'{"file": "a.png", "caption": 3}\n', "line 1: caption is a int"),
         ("t.jsonl", b"[]\n", "line 1: give one JSON object"),
         ("t.xlsx", b"", "not read"),
+        ("t.csv", b"file,text\nin/a.png,one\n", "names no image in .*: its first row names in/a.png, .* a.png"),
+        ("t.jsonl", b"", "t.jsonl names no image in .*: it has no row"),
     ],
 )
 def test_folder_tables_that_are_wrong(name, content, message, tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(1))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         FolderSource(path=str(tmp_path), captions=name)
