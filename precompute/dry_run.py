@@ -56,10 +56,17 @@ def pack_report(config: PackConfig, missing: list[str], rank: Rank) -> str:
 
 
 def vocabulary_report(config: VocabularyConfig, missing: list[str]) -> str:
-    """The resolved config and the shards to read of a vocabulary job, as text."""
+    """The resolved config and the shards to read of a vocabulary job, as text.
+
+    Raises:
+        ValueError: the filter's bounds contradict each other, or another job wrote the file.
+    """
+    from precompute.vocabulary_job import is_written  # not above: other jobs do not need what it imports
+
     build(config.filter)  # for its errors
     sources = _source_lines(config, lambda label, shards: f"{label}: {len(shards):,} input shards")
-    return "\n".join([*_config_lines(config, missing), *sources, f"into {config.out}: {config.entries:,} entries"])
+    into = f"into {config.out}: {config.entries:,} entries{', already complete' if is_written(config) else ''}"
+    return "\n".join([*_config_lines(config, missing), *sources, into])
 
 
 def _options(config: EncodeConfig | PackConfig, label: str) -> dict[str, Any]:
