@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,7 @@ class EncodeConfig:
 
     def __post_init__(self) -> None:
         self.filter = self.filter or default_filter()
+        self.out = os.path.expanduser(self.out)
         errors = []
 
         def require(holds: bool, message: str) -> None:
@@ -179,6 +181,7 @@ class VocabularyConfig:
 
     def __post_init__(self) -> None:
         self.filter = self.filter or default_filter()
+        self.out = os.path.expanduser(self.out)
         errors = []
         if "://" in self.out or not self.out.endswith(".json"):
             errors.append(f"out: {self.out}; give a local file that ends in .json")

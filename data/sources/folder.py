@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -149,7 +150,7 @@ def _keys(images: list[tuple[str, str]]) -> dict[str, str]:
 
 def _read_table(root: Path, captions: str) -> tuple[dict[str, str], list[str]]:
     """Reads a .jsonl or .csv: file name -> caption, and the names of repeated rows."""
-    path = next((path for path in (root / captions, Path(captions)) if path.is_file()), None)
+    path = next((path for path in (root / captions, Path(os.path.expanduser(captions))) if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f'source.captions: no file {captions}: give "txt", or a .jsonl or .csv file')
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows}

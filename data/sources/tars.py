@@ -12,6 +12,7 @@ import itertools
 import json
 import lzma
 import math
+import os
 import re
 import tarfile
 import tempfile
@@ -142,7 +143,7 @@ def expand(url: str) -> Iterator[str]:
         if scheme and scheme[1] != "file":
             yield one
             continue
-        path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else one
+        path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)
         if Path(path).is_file():
             yield path
             continue

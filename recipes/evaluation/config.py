@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -91,6 +92,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self.metrics, self.blur = list(self.metrics), list(self.blur)
+        self.out = os.path.expanduser(self.out)
         lines = []
         if not self.metrics:
             lines.append("metrics: empty; name at least one")

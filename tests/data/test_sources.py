@@ -24,6 +24,7 @@ from data.sources.folder import FolderSource, _divided
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
 from data.sources.tars import TarSource
+from data.sources.texts import TextSource
 from tests.fuzzing import few
 
 
@@ -130,6 +131,16 @@ def test_all_layouts_give_the_same_samples(name, tmp_path):
     assert again.shards() == shards and read(again) == samples
     with pytest.raises(ValueError, match="no shard 'nothing'"):
         list(source.read("nothing"))
+
+
+def test_places_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_tar(tmp_path / "0.tar", layout())
+    assert TarSource(urls="~/{0..0}.tar").shards() == TarSource(urls=str(tmp_path / "*.tar")).shards()
+    folder_source(tmp_path, "table.csv")
+    assert len(read(FolderSource(path=str(tmp_path), captions="~/table.csv"))) == len(ROWS)
+    source = TextSource(files=["~/*.csv", "~/*.tar"], exclude=["~/*.tar"])
+    assert source.shards() == TextSource(files=[str(tmp_path / "table.csv")]).shards()
 
 
 @pytest.mark.parametrize("encoding", ["png", "pil"])

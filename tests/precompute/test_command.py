@@ -12,10 +12,12 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.storage.upload import UPLOADERS
 
 from precompute.columns import LatentColumns
-from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig
+from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig, VocabularyConfig
 from precompute.dry_run import encode_report, image_shape, text_shape
+from precompute.pack_config import PackConfig
 from precompute.ranks import Rank
-from recipes.config.recipe import load_config
+from recipes.config.recipe import Recipe, load_config
+from recipes.evaluation.config import Evaluation
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs the script as a program and prints, as the last line, whether torch was imported when it ended.
@@ -127,6 +129,21 @@ def test_shipped_recipes():
     for name in ("sd2_encode", "openmoji_encode"):
         head = (ROOT / "yamls" / f"{name}.yaml").read_text().partition("\n\n")[0]
         assert all(word in head for word in ("Source", "Hardware", "Expected", "Command"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "key"),
+    [
+        ("openmoji_encode", EncodeConfig, "out"),
+        ("openmoji_vocabulary", VocabularyConfig, "out"),
+        ("docs_pack", PackConfig, "out"),
+        ("openmoji_evaluate", Evaluation, "out"),
+        ("openmoji_text", Recipe, "output"),
+    ],
+)
+def test_the_home_folder_is_not_a_folder_named_tilde(name, kind, key):
+    config = load_config(ROOT / "yamls" / f"{name}.yaml", [f"{key}=~/made.json"], kind, missing=[])
+    assert getattr(config, key) == str(Path.home() / "made.json")
 
 
 @pytest.mark.parametrize(
