@@ -95,6 +95,7 @@ class EncodeConfig:
                 errors.append(message)
 
         sizes = self.resolutions
+        require(bool(self.out), "out: empty; give a folder")
         require("://" not in self.out, f"out: {self.out} is remote; give a local folder, and the address as `upload`")
         remote = self.upload is None or re.fullmatch(r"[a-z0-9-]+://[^/].*", self.upload)
         require(bool(remote), f"upload: {self.upload}; give an address such as s3://bucket/folder, or null")

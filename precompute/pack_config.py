@@ -40,6 +40,8 @@ class PackConfig:
         self.filter = self.filter or default_filter()
         self.out = os.path.expanduser(self.out)
         errors = []
+        if not self.out:
+            errors.append("out: empty; give a folder")
         if "://" in self.out:
             errors.append(f"out: {self.out} is remote; pack into a local folder and upload that")
         errors += source_errors(self.sources, "{name: texts, files: [...]}")

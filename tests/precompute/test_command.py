@@ -149,6 +149,7 @@ def test_the_home_folder_is_not_a_folder_named_tilde(name, kind, key):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("out", "", "out: empty; give a folder"),
         ("out", "s3://bucket/set", "out: s3://bucket/set is remote"),
         ("upload", "bucket/set", "upload: bucket/set; give an address"),
         ("upload", "ftp://host/set", "upload: ftp://host/set: nothing uploads to ftp://; give s3://, gs://, oci://"),
