@@ -119,7 +119,7 @@ class Fid(PeriodicCallback):
         grid = _grid_of(plan.task, args["extractor"], args["path"], args["sampling"])
         grid(
             plan.task, plan.output, None, None, None, 1,
-            prompts=[""] * images, batch=args["batch"], **(args["sampling"] or {}),
+            prompts=[""] * images, seed=args["seed"], batch=args["batch"], **(args["sampling"] or {}),
         )  # fmt: skip
         return Cost()
 

@@ -42,6 +42,7 @@ class PromptGrid(PeriodicCallback, ABC):
         every: str | None,
         columns: int | None,
         batch: int,
+        seed: int = 0,
     ) -> None:
         """
         Args:
@@ -53,6 +54,7 @@ class PromptGrid(PeriodicCallback, ABC):
             every: interval; None: only the end of the run.
             columns: images per row; None: as many as make the grid nearest to a square.
             batch: number of images that a rank draws at once.
+            seed: image i is drawn from seed + i.
 
         Raises:
             ValueError: no prompts, or numbers out of range.
@@ -61,6 +63,8 @@ class PromptGrid(PeriodicCallback, ABC):
         if not prompts:
             raise ValueError("sample_grid: prompts is empty")
         check_least("sample_grid", 1, batch=batch, columns=columns)
+        if abs(seed) >= 2**62:  # generators take 64 bits, and the number of an image is added
+            raise ValueError(f"sample_grid: seed: {seed}; give a number below 2^62")
         self.task = task
         self.folder = Path(output, "samples")
         self.average = average
@@ -68,6 +72,7 @@ class PromptGrid(PeriodicCallback, ABC):
         self.prompts = prompts
         self.columns = columns
         self.batch = batch
+        self.seed = seed
         self.text: torch.Tensor | None = None
         self.image_encoder: Any = None
 

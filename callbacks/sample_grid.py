@@ -55,13 +55,12 @@ class SampleGrid(PromptGrid):
         Raises:
             ValueError: another kind of model, or options that it cannot sample with.
         """
-        super().__init__(task, output, average, copies, prompts, every, columns, batch)
+        super().__init__(task, output, average, copies, prompts, every, columns, batch, seed)
         if "denoise" not in task.entry_points:
             raise ValueError(f"sample_grid: a {type(task).__name__} is no diffusion model; remove the callback")
         check_least("sample_grid", 1, steps=steps)
         self.loading = loading
         self.encoders = encoders
-        self.seed = seed
         self.steps = steps
         self.guidance = guidance
         self.sampler = task.objective.check_sampler(sampler)

@@ -57,13 +57,12 @@ class TokenGrid(PromptGrid):
         Raises:
             ValueError: another kind of model, or options that it cannot sample with.
         """
-        super().__init__(task, output, average, copies, prompts, every, columns, batch)
+        super().__init__(task, output, average, copies, prompts, every, columns, batch, seed)
         if "sample" not in task.entry_points:
             raise ValueError(f"token_grid: a {type(task).__name__} draws no tokens of images; remove the callback")
         self.choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p, guidance=guidance)
         self.loading = loading
         self.encoders = encoders
-        self.seed = seed
 
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """See `PromptGrid.prepare`."""

@@ -168,7 +168,7 @@ def remote_set(
         "download_retry": download_retry,
         "download_timeout": download_timeout,
     }
-    return EncodedSet(cache, url, options)
+    return EncodedSet(os.path.expanduser(cache), url, options)
 
 
 def check_sets(kind: str, sets: Mapping[str, EncodedSet], epoch_size: int | None) -> None:

@@ -225,6 +225,12 @@ class ImageStream(IterableDataset):
     workers: InitVar[int]
 
     def __post_init__(self, workers: int) -> None:
+        self.tokenizer = None
+        if self.tokens is not None:
+            # Here rather than in each worker process, where the import would take 13 s of CPU time.
+            from data.clip_library import open_clip
+
+            self.tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         label = "train" if self.placement.training else "val"
         self.deaths = PictureDeaths(self.placement.output, label, self.source.shards())
         self.batches = 0  # taken by the training process
@@ -280,11 +286,6 @@ class ImageStream(IterableDataset):
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
         worker = (worker + self.batches) % workers  # a new loader asks its first worker first
         part = self.placement.rank * workers + worker, self.placement.world * workers
-        tokenizer = None
-        if self.tokens is not None:
-            from data.clip_library import open_clip
-
-            tokenizer = bound(open_clip.SimpleTokenizer(context_length=self.tokens))
         turn, drawn = self.places[worker]
         empty = 0
         kept: list[tuple[np.ndarray, str]] = []
@@ -304,8 +305,8 @@ class ImageStream(IterableDataset):
                 if self.flip and rng.random() < self.flip:
                     pixels = pixels[:, ::-1]
                 sample = {"image": torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))}
-                if tokenizer is not None:
-                    sample["tokens"] = tokenizer([with_fewer_words(caption, self.word_dropout, rng)])[0]
+                if self.tokenizer is not None:
+                    sample["tokens"] = self.tokenizer([with_fewer_words(caption, self.word_dropout, rng)])[0]
                 if self.placement.training:
                     sample["place"] = torch.tensor([turn, number + 1])
                 yield sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,7 @@ class EncodeConfig:
 
     def __post_init__(self) -> None:
         self.filter = self.filter or default_filter()
+        self.out = os.path.expanduser(self.out)
         errors = []
 
         def require(holds: bool, message: str) -> None:
@@ -93,6 +95,7 @@ class EncodeConfig:
                 errors.append(message)
 
         sizes = self.resolutions
+        require(bool(self.out), "out: empty; give a folder")
         require("://" not in self.out, f"out: {self.out} is remote; give a local folder, and the address as `upload`")
         remote = self.upload is None or re.fullmatch(r"[a-z0-9-]+://[^/].*", self.upload)
         require(bool(remote), f"upload: {self.upload}; give an address such as s3://bucket/folder, or null")
@@ -132,6 +135,18 @@ class EncodeConfig:
         if errors:
             raise ConfigError(errors)
 
+    def options(self) -> dict[str, Any]:
+        """Those options that the stored values depend on and that are known without the encoders."""
+        crops = {"crops": self.crops} if self.kind == "tokens" else {}
+        return {
+            "resolutions": list(self.resolutions),
+            "crop": self.crop,
+            **crops,
+            "upscale": self.upscale,
+            "filter": plain_values(self.filter),
+            "seed": None if self.crop == "center" else self.seed,
+        }
+
     def request(self) -> dict[str, Any]:
         """Everything that determines the encoded values, with digests of the encoders' local files."""
         keys = ["filter", "resolutions", "crop", "upscale", "image_encoder", "text_encoder", "seed"]
@@ -167,6 +182,7 @@ class VocabularyConfig:
 
     def __post_init__(self) -> None:
         self.filter = self.filter or default_filter()
+        self.out = os.path.expanduser(self.out)
         errors = []
         if "://" in self.out or not self.out.endswith(".json"):
             errors.append(f"out: {self.out}; give a local file that ends in .json")

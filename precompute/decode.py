@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.crops import CROPS
 from data.deaths import Places
 from data.errors import one_line
+from data.interrupts import interrupts_after_forks
 from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
 from data.transforms import crop_box, resize, side_needed
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
@@ -207,7 +208,12 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         in_order=len(decoded.shards) < workers,
         multiprocessing_context="fork" if workers else None,  # the tokenizer and the sources need not be picklable
     )
-    yield from loader
+    yield from _started(loader)
+
+
+def _started(loader: DataLoader) -> Iterator[DecodedBatch]:
+    with interrupts_after_forks():
+        return iter(loader)
 
 
 def _same(batch: DecodedBatch) -> DecodedBatch:

@@ -30,34 +30,62 @@ def encode_report(config: EncodeConfig, missing: list[str], rank: Rank) -> str:
     """The resolved config, the shards to do and the expected sizes of an encode job, as text.
 
     Raises:
-        ValueError: the filter's bounds contradict each other, or a resolution does not fit the image encoder.
+        ValueError: the filter's bounds contradict each other, a resolution does not fit the image encoder, or `out`
+            holds values made with other options, as far as these are known without the encoders.
     """
     build(config.filter)  # for its errors
-    shards_line = _shards_line(partial(output_of, config), rank)
+    shards_line = _shards_line(partial(output_of, config), partial(_options, config), rank)
     return "\n".join([*_config_lines(config, missing), *_source_lines(config, shards_line), *_size_lines(config)])
 
 
 def pack_report(config: PackConfig, missing: list[str], rank: Rank) -> str:
-    """The resolved config, the shards to do and the size of a row of a packing job, as text."""
+    """The resolved config, the shards to do and the size of a row of a packing job, as text.
+
+    Raises:
+        ValueError: the filter's bounds contradict each other, or `out` holds rows made with other options.
+    """
     build(config.filter)  # for its errors
-    lines = _source_lines(config, _shards_line(lambda label, shards: OutputSet(f"{config.out}/{label}", shards), rank))
+
+    def output_of(label: str, shards: list[str]) -> OutputSet:
+        return OutputSet(f"{config.out}/{label}", shards)
+
+    lines = _source_lines(config, _shards_line(output_of, partial(_options, config), rank))
     size = 2 * (config.positions + 1) + TEXT_BYTES + MDS_BYTES
     lines.append(f"expected size: {size:,} bytes per row of {config.positions} + 1 tokens, before compression")
     return "\n".join([*_config_lines(config, missing), *lines])
 
 
 def vocabulary_report(config: VocabularyConfig, missing: list[str]) -> str:
-    """The resolved config and the shards to read of a vocabulary job, as text."""
+    """The resolved config and the shards to read of a vocabulary job, as text.
+
+    Raises:
+        ValueError: the filter's bounds contradict each other, or another job wrote the file.
+    """
+    from precompute.vocabulary_job import is_written  # not above: other jobs do not need what it imports
+
     build(config.filter)  # for its errors
     sources = _source_lines(config, lambda label, shards: f"{label}: {len(shards):,} input shards")
-    return "\n".join([*_config_lines(config, missing), *sources, f"into {config.out}: {config.entries:,} entries"])
+    into = f"into {config.out}: {config.entries:,} entries{', already complete' if is_written(config) else ''}"
+    return "\n".join([*_config_lines(config, missing), *sources, into])
 
 
-def _shards_line(output_of: Callable[[str, list[str]], OutputSet], rank: Rank) -> Callable[[str, list[str]], str]:
+def _options(config: EncodeConfig | PackConfig, label: str) -> dict[str, Any]:
+    """The options that the values of a set depend on, as far as they are known yet."""
+    if isinstance(config, EncodeConfig):
+        own = config.options()
+    else:
+        own = config.request() if Path(config.vocabulary).is_file() else {}
+    return own | source_options(config.sources[label])
+
+
+def _shards_line(
+    output_of: Callable[[str, list[str]], OutputSet], options_of: Callable[[str], dict[str, Any]], rank: Rank
+) -> Callable[[str, list[str]], str]:
     """A function that says of a source's shards how many are done, for `_source_lines`."""
 
     def describe(label: str, shards: list[str]) -> str:
         output = output_of(label, shards)
+        output.check(options_of(label))
         todo = len(output.remaining())
         return (
             f"{label}: {len(shards):,} input shards, {len(shards) - todo:,} done, {todo:,} to do, "

@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -143,9 +143,8 @@ class OutputSet:
         (self.out / "shards").mkdir(parents=True, exist_ok=True)
         path = self.out / OPTIONS
         if not path.is_file():
-            for shard in self.shards:
-                if self.is_encoded(shard):
-                    self._compare(self._done(shard)["options"], options)
+            for found in self._made_with():
+                self._compare(found, options)
             partial = self.out / f".{OPTIONS}.{os.uname().nodename}.{os.getpid()}"
             with about(path, partial):
                 try:
@@ -155,6 +154,23 @@ class OutputSet:
                 finally:
                     partial.unlink(missing_ok=True)
         self._compare(_read_json(path, remove=path), options)
+
+    def check(self, options: dict[str, Any]) -> None:
+        """Compares some or all options with those that the folder's values were made with. Writes nothing.
+
+        Raises:
+            ValueError: see `claim`.
+        """
+        for found in self._made_with():
+            self._compare({name: value for name, value in found.items() if name in options}, options)
+
+    def _made_with(self) -> Iterator[dict[str, Any]]:
+        """The options of the folder, or of each finished shard where the folder has none."""
+        path = self.out / OPTIONS
+        if path.is_file():
+            yield _read_json(path, remove=path)
+        else:
+            yield from (self._done(shard)["options"] for shard in self.shards if self.is_encoded(shard))
 
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
         options = _as_json(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +38,10 @@ class PackConfig:
 
     def __post_init__(self) -> None:
         self.filter = self.filter or default_filter()
+        self.out = os.path.expanduser(self.out)
         errors = []
+        if not self.out:
+            errors.append("out: empty; give a folder")
         if "://" in self.out:
             errors.append(f"out: {self.out} is remote; pack into a local folder and upload that")
         errors += source_errors(self.sources, "{name: texts, files: [...]}")

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "open_clip_torch", "mosaicml-s
 def encoding_options(config: EncodeConfig, images: ImageEncoder, texts: TextEncoder | None) -> dict[str, Any]:
     """Everything that the stored values depend on. All shards of a folder have the same options."""
     if images.kind == "tokens":
-        own: dict[str, Any] = {"crops": config.crops, **images.facts()}
+        own = images.facts()
     else:
         own = {
             "scaling_factor": images.scaling_factor,
@@ -39,15 +39,11 @@ def encoding_options(config: EncodeConfig, images: ImageEncoder, texts: TextEnco
             "text_length": texts.length,
         }
     return {
-        "resolutions": list(config.resolutions),
-        "crop": config.crop,
-        "upscale": config.upscale,
-        "filter": plain_values(config.filter),
+        **config.options(),
         "image_weights": images.weights_hash,
         "image_precision": images.precision,
         **own,
         "dtype": images.dtype,
-        "seed": None if config.crop == "center" else config.seed,
     }
 
 

@@ -47,6 +47,8 @@ def main(arguments: list[str]) -> int:
     config: EncodeConfig = command.config
     if options.records < 1:
         fail([f"--records={options.records}; give 1 or more"])
+    if options.seed < 0:
+        fail([f"--seed={options.seed}; give 0 or more"])
     if command.dry_run:
         fail(["--dry-run: verify.py only reads, it has nothing to try"])
     if label is not None and label not in config.sources:

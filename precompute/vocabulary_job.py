@@ -6,6 +6,7 @@ import hashlib
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from data.bpe_training import train
 from data.files import atomic_write, write_json
@@ -17,14 +18,13 @@ from precompute.totals import counts_text
 from recipes.config.build import build
 
 
-def write_vocabulary(config: VocabularyConfig) -> None:
-    """Trains the vocabulary and writes it with its manifest. Does nothing where the same vocabulary is there already.
+def is_written(config: VocabularyConfig) -> bool:
+    """Whether the job's vocabulary is there already, whole.
 
     Raises:
-        FileNotFoundError: a source does not exist.
-        ValueError: the captions give fewer entries than requested, or another job wrote the file.
+        ValueError: another job wrote the file.
     """
-    out, request = Path(config.out), json.loads(json.dumps(config.request()))
+    out, request = Path(config.out), _request(config)
     if manifest_path(out).is_file():
         made = read_manifest(out)
         whole = out.is_file() and hashlib.sha256(out.read_bytes()).hexdigest() == made["sha256"]
@@ -34,11 +34,23 @@ def write_vocabulary(config: VocabularyConfig) -> None:
                 f"out: {out} was made with {name} {earlier.get(name)}, this job has {request.get(name)}; give another "
                 "`out`, or delete it to train again"
             )
-        if whole:
-            log.info(f"already complete: {out}; delete it to train again")
-            return
-    elif out.exists():
+        return whole
+    if out.exists():
         raise ValueError(f"out: {out} exists without its manifest; give another `out`, or delete it")
+    return False
+
+
+def write_vocabulary(config: VocabularyConfig) -> None:
+    """Trains the vocabulary and writes it with its manifest. Does nothing where the same vocabulary is there already.
+
+    Raises:
+        FileNotFoundError: a source does not exist.
+        ValueError: the captions give fewer entries than requested, or another job wrote the file.
+    """
+    out = Path(config.out)
+    if is_written(config):
+        log.info(f"already complete: {out}; delete it to train again")
+        return
     captions = Captions(build(config.sources), build(config.filter), config.limit, config.seed)
     data = train(captions, config.entries).to_str(pretty=True).encode("utf-8")
     facts = {
@@ -46,7 +58,7 @@ def write_vocabulary(config: VocabularyConfig) -> None:
         "entries": config.entries,
         "captions": captions.count,
         "rejected": dict(sorted(captions.rejected.items())),
-        "request": request,
+        "request": _request(config),
         "software": {"tokenizers": version("tokenizers")},
     }
     # The vocabulary last: a job that was killed in between can be started again.
@@ -57,3 +69,8 @@ def write_vocabulary(config: VocabularyConfig) -> None:
         f"wrote {out}: {config.entries:,} entries from {captions.count:,} captions; "
         f"rejected: {counts_text(captions.rejected.items())}"
     )
+
+
+def _request(config: VocabularyConfig) -> dict[str, Any]:
+    """As it comes back from a file."""
+    return json.loads(json.dumps(config.request()))

@@ -150,7 +150,12 @@ def shard_id(name: str, *identity: object, digits: int = 8) -> str:
     another shard after a list of shards was reordered, or a file was replaced by one of another size.
     """
     readable = re.sub(r"[^A-Za-z0-9_-]+", "_", name).strip("_")[:64] or "shard"
-    hashed = hashlib.sha256("\0".join(map(str, identity)).encode("utf-8", "surrogateescape")).hexdigest()
+    text = "\0".join(map(str, identity))
+    try:
+        data = text.encode("utf-8", "surrogateescape")  # names of files that are not UTF-8
+    except UnicodeEncodeError:
+        data = text.encode("utf-8", "surrogatepass")  # names that no file has, such as "\\ud800" in JSON
+    hashed = hashlib.sha256(data).hexdigest()
     return f"{readable}-{hashed[:digits]}"
 
 

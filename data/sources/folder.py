@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -39,8 +40,8 @@ class FolderSource:
 
         Raises:
             FileNotFoundError: no such folder, no image in it, or no such table.
-            ValueError: no image has its .txt; a table of another kind, without the columns, or not UTF-8; `shard_size`
-                below 1.
+            ValueError: no image has its .txt or a row of the table; a table of another kind, without the columns, or
+                not UTF-8; `shard_size` below 1.
         """
         self.root = Path(path)
         if not self.root.is_dir():
@@ -68,6 +69,12 @@ class FolderSource:
         else:
             self.table, repeated = _read_table(self.root, captions)
             orphans = [name for name in self.table if name not in self.images]
+            if self.images and len(orphans) == len(self.table):
+                rows = f"its first row names {orphans[0]}" if orphans else "it has no row"
+                raise ValueError(
+                    f"source.captions: {captions} names no image in {path}: {rows}, and the folder holds "
+                    f"{next(iter(self.images))}; give names relative to the folder, with their suffix"
+                )
         if not self.images:
             raise FileNotFoundError(f"source.path: no image (.{', .'.join(IMAGE_SUFFIXES)}) in {path}")
         # Captions without an image and repeated rows are entries too, so that they are rejected.
@@ -143,7 +150,7 @@ def _keys(images: list[tuple[str, str]]) -> dict[str, str]:
 
 def _read_table(root: Path, captions: str) -> tuple[dict[str, str], list[str]]:
     """Reads a .jsonl or .csv: file name -> caption, and the names of repeated rows."""
-    path = next((path for path in (root / captions, Path(captions)) if path.is_file()), None)
+    path = next((path for path in (root / captions, Path(os.path.expanduser(captions))) if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f'source.captions: no file {captions}: give "txt", or a .jsonl or .csv file')
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
@@ -195,10 +202,16 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
+        before = 0  # number of lines of the rows so far
         try:
+            before = reader.line_num if reader.fieldnames else 0
             for row in reader:
                 if None in row:
                     raise ValueError(f"{path}, line {reader.line_num}: more cells than columns: quote the commas")
-                yield reader.line_num, row
+                before = reader.line_num
+                yield before, row
         except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+            raise ValueError(
+                f"{path}, line {before + 1}: {error}: close the quote that a cell of this row begins with, or give the "
+                "table as a .jsonl file, where captions may have any length"
+            ) from None

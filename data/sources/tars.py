@@ -12,6 +12,7 @@ import itertools
 import json
 import lzma
 import math
+import os
 import re
 import tarfile
 import tempfile
@@ -129,23 +130,29 @@ def expand(url: str) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: a local path that does not exist, or a wildcard that matches nothing.
-        ValueError: a scheme that is not read.
+        ValueError: a scheme that is not read, a folder, or one brace of two.
     """
     # Counted first, because braceexpand holds a whole range in memory, which a typing error could make very large.
     ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", url)
     if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) > MAX_SHARDS:
         raise ValueError(f"source.urls: {url} names over {MAX_SHARDS:,} tars: give a smaller range")
-    for one in braceexpand.braceexpand(url):
+    try:
+        names = list(braceexpand.braceexpand(url))
+    except braceexpand.UnbalancedBracesError:
+        raise ValueError(f"source.urls: {url} has one brace of two: write a range as {{00000..00041}}") from None
+    for one in names:
         scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", one)
         if one == "-" or scheme and scheme[1] not in SCHEMES:
             raise ValueError(f"source.urls: {one} is not read: give a path or {', '.join(SCHEMES[1:])} (no commands)")
         if scheme and scheme[1] != "file":
             yield one
             continue
-        path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else one
+        path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)
         if Path(path).is_file():
             yield path
             continue
+        if Path(path).is_dir():
+            raise ValueError(f"source.urls: {path} is a folder: give its tars, such as {Path(path, '*.tar')}")
         found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
         if not found:
             raise FileNotFoundError(f"source.urls: no file {path}: check the path and the brace range")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,11 +37,12 @@ class TextSource:
         self.column = column
         found: set[str] = set()
         for pattern in files:
-            own = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
+            own = [name for name in glob.glob(os.path.expanduser(pattern), recursive=True) if Path(name).is_file()]
             if not own:
                 raise FileNotFoundError(f"source.files: no file {pattern}")
             found.update(Path(name).as_posix() for name in own)
-        names = sorted(name for name in found if not any(fnmatch.fnmatch(name, one) for one in exclude or []))
+        left_out = [os.path.expanduser(pattern) for pattern in exclude or []]
+        names = sorted(name for name in found if not any(fnmatch.fnmatch(name, one) for one in left_out))
         if not names:
             raise ValueError("source.files: there are files, and exclude leaves out all of them")
         self.parts: dict[str, list[str]] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -294,7 +295,7 @@ class Recipe:
                 for problem in (unknown_key(type(self), key) for key in self.checkpoints.allow_changes)
             ),
         )
-        self.output = self.output or f"runs/{self.run_name}"
+        self.output = os.path.expanduser(self.output or f"runs/{self.run_name}")
 
 
 def load_config(path: str | Path, overrides: list[str], cls: type[Config], missing: list[str] | None = None) -> Config:

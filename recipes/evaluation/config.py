@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -91,6 +92,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self.metrics, self.blur = list(self.metrics), list(self.blur)
+        self.out = os.path.expanduser(self.out)
         lines = []
         if not self.metrics:
             lines.append("metrics: empty; name at least one")
@@ -105,8 +107,8 @@ class Evaluation:
                 lines.append(f"{name}: {getattr(self, name)}; give 1 or more")
         if self.reference.images is not None and self.reference.images < 1:
             lines.append(f"reference.images: {self.reference.images}; give 1 or more, or null for all")
-        if self.seed < 0:
-            lines.append(f"seed: {self.seed}; give 0 or more")
+        if not 0 <= self.seed < 2**62:  # generators take 64 bits, and the number of an image is added
+            lines.append(f"seed: {self.seed}; give 0 or more, below 2^62")
         if 0 not in self.blur or min(self.blur) < 0:
             lines.append(f"blur: {self.blur}; give radii of 0 or more, 0 among them")
         if self.rerank is not None and (not self.rerank.pools or min(self.rerank.pools) < 1):

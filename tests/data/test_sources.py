@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -24,6 +24,7 @@ from data.sources.folder import FolderSource, _divided
 from data.sources.mds import MDSSource
 from data.sources.parquet import ParquetSource
 from data.sources.tars import TarSource
+from data.sources.texts import TextSource
 from tests.fuzzing import few
 
 
@@ -130,6 +131,16 @@ def test_all_layouts_give_the_same_samples(name, tmp_path):
     assert again.shards() == shards and read(again) == samples
     with pytest.raises(ValueError, match="no shard 'nothing'"):
         list(source.read("nothing"))
+
+
+def test_places_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_tar(tmp_path / "0.tar", layout())
+    assert TarSource(urls="~/{0..0}.tar").shards() == TarSource(urls=str(tmp_path / "*.tar")).shards()
+    folder_source(tmp_path, "table.csv")
+    assert len(read(FolderSource(path=str(tmp_path), captions="~/table.csv"))) == len(ROWS)
+    source = TextSource(files=["~/*.csv", "~/*.tar"], exclude=["~/*.tar"])
+    assert source.shards() == TextSource(files=[str(tmp_path / "table.csv")]).shards()
 
 
 @pytest.mark.parametrize("encoding", ["png", "pil"])
@@ -244,13 +255,18 @@ def test_other_captions_in_a_table_are_another_shard(tmp_path):
         ("t.csv", b"picture,text\na.png,one\n", "line 2: no column file_name or file"),
         ("t.csv", b"file,text\na.png,one, two\n", "line 2: more cells"),
         ("t.csv", b"file,text\na.png,\xff\n", "not UTF-8"),
+        ("t.csv", b'file,text\na.png,"' + b"a\n" * 99_999, "line 2: field larger .*: close the quote"),
+        ("t.csv", b'file,text\na.png,a\n"b.png,' + b"b" * 200_000, "line 3: field larger .*: close the quote"),
         ("t.jsonl", b'{"file": "a.png", "caption": "x"}\n{', "line 2: not JSON"),
         ("t.jsonl", b'{"file": "a.png", "caption": 3}\n', "line 1: caption is a int"),
         ("t.jsonl", b"[]\n", "line 1: give one JSON object"),
         ("t.xlsx", b"", "not read"),
+        ("t.csv", b"file,text\nin/a.png,one\n", "names no image in .*: its first row names in/a.png, .* a.png"),
+        ("t.jsonl", b"", "t.jsonl names no image in .*: it has no row"),
     ],
 )
 def test_folder_tables_that_are_wrong(name, content, message, tmp_path):
+    (tmp_path / "a.png").write_bytes(picture(1))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         FolderSource(path=str(tmp_path), captions=name)
@@ -462,6 +478,7 @@ def test_a_rejected_sample_is_one_line_of_json():
 
 
 @given(st.text(max_size=99), st.text(max_size=9))
+@example("table", "\ud800.png")  # JSON can hold it
 def test_shard_ids_are_folder_names(name, identity):
     one = shard_id(name, identity)
     assert len(one) <= 80 and set(one) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_-0123456789")

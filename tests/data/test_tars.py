@@ -185,6 +185,8 @@ def test_missing_tars_are_named(tmp_path):
         TarSource(urls=[str(tmp_path / "0.tar"), str(tmp_path / "*.tar")])
     with pytest.raises(ValueError, match="empty"):
         TarSource(urls=[])
+    with pytest.raises(ValueError, match=r"is a folder: give its tars, such as /.*/\*.tar"):
+        TarSource(urls=str(tmp_path))
     source = TarSource(urls=str(tmp_path / "*.tar"))
     (tmp_path / "0.tar").unlink()
     with pytest.raises(FileNotFoundError, match="0.tar"):
@@ -205,6 +207,8 @@ def test_brace_lists_and_too_large_ranges():
         next(expand("gs://b/{0..99999999999}.tar"))
     with pytest.raises(ValueError, match="smaller range"):
         next(expand("gs://b/{0..9999}/{99999..00000..2}.tar"))
+    with pytest.raises(ValueError, match="source.urls: {0..9.tar has one brace of two"):
+        next(expand("{0..9.tar"))
 
 
 class Server(http.server.BaseHTTPRequestHandler):

@@ -12,10 +12,12 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.storage.upload import UPLOADERS
 
 from precompute.columns import LatentColumns
-from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig
+from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig, VocabularyConfig
 from precompute.dry_run import encode_report, image_shape, text_shape
+from precompute.pack_config import PackConfig
 from precompute.ranks import Rank
-from recipes.config.recipe import load_config
+from recipes.config.recipe import Recipe, load_config
+from recipes.evaluation.config import Evaluation
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs the script as a program and prints, as the last line, whether torch was imported when it ended.
@@ -130,8 +132,24 @@ def test_shipped_recipes():
 
 
 @pytest.mark.parametrize(
+    ("name", "kind", "key"),
+    [
+        ("openmoji_encode", EncodeConfig, "out"),
+        ("openmoji_vocabulary", VocabularyConfig, "out"),
+        ("docs_pack", PackConfig, "out"),
+        ("openmoji_evaluate", Evaluation, "out"),
+        ("openmoji_text", Recipe, "output"),
+    ],
+)
+def test_the_home_folder_is_not_a_folder_named_tilde(name, kind, key):
+    config = load_config(ROOT / "yamls" / f"{name}.yaml", [f"{key}=~/made.json"], kind, missing=[])
+    assert getattr(config, key) == str(Path.home() / "made.json")
+
+
+@pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("out", "", "out: empty; give a folder"),
         ("out", "s3://bucket/set", "out: s3://bucket/set is remote"),
         ("upload", "bucket/set", "upload: bucket/set; give an address"),
         ("upload", "ftp://host/set", "upload: ftp://host/set: nothing uploads to ftp://; give s3://, gs://, oci://"),

@@ -198,9 +198,12 @@ def test_a_folder_of_other_options_is_refused(encoded, capsys, field, override):
     before = (encoded / "index.json").read_bytes()
     error = expect_error(arguments, capsys)
     assert f"made with {field} " in error and "give another `out`" in error
+    dry = field in ("resolutions", "filter", "source")  # what is known without the encoders
+    assert not dry or expect_error([*arguments, "--dry-run"], capsys) == error
     (encoded / "options.json").rename(encoded / "kept.json")  # the finished shards hold the options too
     try:
         assert f"made with {field} " in expect_error(arguments, capsys)
+        assert not dry or expect_error([*arguments, "--dry-run"], capsys) == error
         assert not (encoded / "options.json").exists()
     finally:
         (encoded / "kept.json").rename(encoded / "options.json")

@@ -2,11 +2,13 @@
 
 import io
 import json
+import signal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from streaming import StreamingDataset
+from torch.utils.data import DataLoader
 
 from data.files import write_json
 from data.log import every_rank, log
@@ -14,7 +16,7 @@ from data.manifest import Manifest
 from data.sources.base import InputShard, Rejected
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
-from precompute.decode import assign
+from precompute.decode import DecodedBatches, assign, batches
 from precompute.output import OutputSet
 from precompute.progress import EncodeProgress, duration
 from precompute.ranks import Rank
@@ -70,6 +72,26 @@ def test_every_sample_goes_to_one_worker(shards, workers):
         for number in range(part, 10, parts)
     ]
     assert len(taken) == len(set(taken)) == 10 * shards
+
+
+def test_an_interrupt_waits_until_all_workers_are_forked(monkeypatch):
+    begun = []
+
+    def begin(loader):
+        signal.raise_signal(signal.SIGINT)
+        begun.append(loader)
+        return iter([])
+
+    monkeypatch.setattr(DataLoader, "__iter__", begin)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(batches(DecodedBatches([], {}, None), workers=0, prefetch=2, pin=False))
+        assert len(begun) == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup does
+        assert list(batches(DecodedBatches([], {}, None), workers=0, prefetch=2, pin=False)) == []
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_environment(monkeypatch):

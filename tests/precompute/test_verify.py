@@ -184,6 +184,7 @@ def test_what_is_not_finite_is_encoded_in_fp32_as_in_the_job(copy, tmp_path, cap
     "arguments, message",
     [
         (["--records=0"], "--records=0; give 1 or more"),
+        (["--seed=-1"], "--seed=-1; give 0 or more"),
         (["--dry-run"], "nothing to try"),
     ],
 )

@@ -59,6 +59,7 @@ def test_what_it_refuses(arguments, tmp_path, capsys):
     capsys.readouterr()
     error = expect_error(arguments("entries=271"), capsys)
     assert "was made with entries 270, this job has 271; give another `out`" in error
+    assert expect_error(arguments("entries=271", "--dry-run"), capsys) == error
     manifest_path(tmp_path / "new" / "words.json").unlink()
     assert "exists without its manifest" in expect_error(arguments(), capsys)
 

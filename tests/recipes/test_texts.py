@@ -82,9 +82,10 @@ def test_sets_of_several_vocabularies(text_sets, tmp_path):
     assert survey(both).length.epoch_steps is None
 
 
-def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys):
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys, flags):
     with pytest.raises(SystemExit):
-        pack.main([str(text_sets / "docs" / "config.yaml"), "sources.docs.column=other"])
+        pack.main([str(text_sets / "docs" / "config.yaml"), "sources.docs.column=other", *flags])
     assert "holds values made with source {" in capsys.readouterr().err
 
 

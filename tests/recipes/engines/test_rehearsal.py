@@ -101,6 +101,8 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
             "600 steps of ddim begin at timestep 600",
         ),
         ("openmoji_dalle", ["callbacks.x={name: token_grid, prompts: [a], temperature: 0}"], "temperature: 0.0; give"),
+        ("openmoji_dalle", [f"callbacks.token_grid.seed={2**64}"], "seed: 18446744073709551616; give a number below 2"),
+        ("openmoji_diffusion", [FID % f", seed: {2**64}"], "seed: 18446744073709551616; give a number below 2"),
         ("docs_gpt2", ["callbacks.x={name: sample_grid, prompts: [a]}"], "a Language is no diffusion model"),
         ("openmoji_vae", ["callbacks.x={name: token_grid, prompts: [a]}"], "a KLAutoencoder draws no tokens of images"),
         ("openmoji_vae", [FID % ""], "fid: a KLAutoencoder draws no images of captions"),

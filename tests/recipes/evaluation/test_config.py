@@ -20,6 +20,7 @@ METRICS = ["fid", "kid", "precision_recall", "inception_score", "clip_score"]
         ({"kid_subset_size": 0}, "kid_subset_size: 0; give 1 or more"),
         ({"reference": Reference(source=None, images=0)}, "reference.images: 0; give 1 or more"),
         ({"seed": -1}, "seed: -1; give 0 or more"),
+        ({"seed": 2**62}, f"seed: {2**62}; give 0 or more, below"),
         ({"blur": [1, 2]}, r"blur: \[1, 2\]; give radii of 0 or more, 0 among them"),
         ({"rerank": Rerank(by="x", pools=[])}, "rerank.pools"),
         ({"sweeps": {"steps": []}}, "sweeps.steps: empty"),
