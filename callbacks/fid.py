@@ -142,7 +142,7 @@ class Fid(PeriodicCallback):
     def _look(self, device: str) -> None:
         """Computes the features of the reference."""
         with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
-            self.features = build_extractor(*self.extractor, device)
+            self.features = build_extractor(*self.extractor, device, "fid: path")
         pictures = decoded(self.samples, self.side)
         self._check_counts(len(self.grid.prompts), len(pictures))  # some may not decode
         self.reference = self.features(pictures)["features"]

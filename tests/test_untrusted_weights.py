@@ -223,6 +223,8 @@ def test_composer_loads_no_code(tmp_path):
     mark = tmp_path / "mark"
     torch.save({"state": Bomb(mark)}, tmp_path / "c.pt")
     task = torch.nn.Linear(1, 1)
-    with own_unpickling(task), pytest.raises(ValueError, match="not a checkpoint that this repository wrote"):
+    optimizer = torch.optim.SGD(task.parameters())
+    said = "not a checkpoint that this repository wrote"
+    with own_unpickling(task, optimizer), pytest.raises(ValueError, match=said):
         checkpoint.safe_torch_load(tmp_path / "c.pt")
     assert not mark.exists()

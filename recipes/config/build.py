@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from data.manifest import Manifest
 from recipes.config.installed import all_components
-from recipes.config.schema import Checker, Component
+from recipes.config.schema import Checker, Component, read_signature
 
 
 def build(component: Any, **context: Any) -> Any:
@@ -38,7 +40,31 @@ def build(component: Any, **context: Any) -> Any:
             "the keys of a component come after * (docs/extending.md)"
         )
     arguments = {key: build(value, **context) for key, value in component.args.items()}
-    return import_builder(component)(*(context[name] for name in wanted), **arguments)
+    with located(component):
+        return import_builder(component)(*(context[name] for name in wanted), **arguments)
+
+
+@contextmanager
+def located(component: Component) -> Iterator[None]:
+    """Inside, a component is built or looked at. What it refuses by words that begin neither with its name nor with its
+    key gets the full path of the key."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        # Not by an error of its own: that would hide where a library failed. Others have no text of ours.
+        if type(error) in (ValueError, FileNotFoundError) and len(error.args) == 1:
+            error.args = (_with_path(str(error), component),)
+        raise
+
+
+def _with_path(text: str, component: Component) -> str:
+    path, group = component.path, component.group
+    if text.startswith((f"{path}:", f"{path}.", f"{component.name}:")):
+        return text
+    if text.startswith((f"{group}:", f"{group}.")):
+        return path + text.removeprefix(group)
+    first = re.match(r"\w*", text)[0]
+    return f"{path}.{text}" if first in read_signature(component.target).parameters else f"{path}: {text}"
 
 
 def asked_for(component: Component) -> list[str]:

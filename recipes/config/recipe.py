@@ -410,6 +410,8 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
             values = merge(values, OmegaConf.to_container(given, resolve=False))
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             errors.append(f"{override}: not readable as YAML: {_one_line(error)}")
+        except RecursionError as error:
+            errors.append(_one_line(error, key))
     if errors:
         raise ConfigError(errors)
     return values
@@ -433,6 +435,8 @@ def _escaped(value: Any) -> Any:
 
 def _one_line(error: Exception, where: str = "") -> str:
     """An error of OmegaConf or PyYAML as one line that begins with the key in question."""
+    if isinstance(error, RecursionError):
+        return f"{where}: nested too deeply".removeprefix(": ")
     key = getattr(error, "full_key", None) or where
     text = " ".join(str(error).split("\n    full_key")[0].split())
     if isinstance(error, GrammarParseError):

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from recipes.config.scalars import is_spelled, text_of, value_of
@@ -24,6 +25,7 @@ from recipes.config.sources import module_tree, source_file
 from recipes.config.values import Component, ConfigError, plain_values, quoted, yaml_line
 
 DURATION = re.compile(r"\d+(ba|ep|sp)|(\d+(\.\d*)?|\.\d+)dur")
+WEIGHTS = (".ckpt", ".pt", ".pth", ".safetensors")  # suffixes of files
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # Types that are strings of a certain form, by the names that messages and docs use.
@@ -56,6 +58,12 @@ class Signature:
 
     parameters: dict[str, Parameter]
     doc: str
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a text may name a model of the hub. The folder of a run and a file of weights have the same form."""
+    path = PurePosixPath(text)
+    return HUB_ID.fullmatch(text) is not None and path.parts[0] != "runs" and path.suffix not in WEIGHTS
 
 
 def nearest(word: Any, allowed: Iterable[str]) -> str:
@@ -386,7 +394,7 @@ class Checker:
         if "://" in value:
             return value
         local = os.path.expanduser(value)
-        if not os.path.exists(local) and not (kind == "ModelPath" and HUB_ID.fullmatch(value)):
-            also = ", and it does not have the form owner/name of a hub id" if kind == "ModelPath" else ""
+        if not os.path.exists(local) and not (kind == "ModelPath" and is_hub_id(value)):
+            also = ", and it is no hub id (owner/name)" if kind == "ModelPath" else ""
             self.missing.append(f"{path}: `{value}` does not exist (looked in {os.getcwd()}){also}")
         return local

@@ -91,11 +91,16 @@ class MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def check_metadata(path: Path) -> None:
-    """Raises ValueError unless `.metadata` of a sharded checkpoint holds plain values only."""
+def plain_metadata(path: Path) -> metadata_format.Metadata:
+    """What `.metadata` of a sharded checkpoint holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or holds more than plain values.
+    """
     try:
         with open(path, "rb") as file:
-            MetadataUnpickler(file).load()
+            return MetadataUnpickler(file).load()
     except FileNotFoundError:
         raise
     except Exception as error:  # unpickling damaged bytes raises nearly anything
@@ -117,7 +122,7 @@ def plain_pickles() -> Iterator[None]:
     # Without further arguments: by those, torch 2.11 would ask for another file, which is not checked here.
     def read_metadata(self: FileSystemReader) -> Any:
         try:
-            check_metadata(Path(self.path, ".metadata"))
+            plain_metadata(Path(self.path, ".metadata"))
             metadata = theirs[0](self)
             check_names(Path(self.path), metadata.state_dict_metadata)
         except Exception as error:  # torch 2.11 goes on and says only that there is no metadata

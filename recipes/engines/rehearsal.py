@@ -26,7 +26,7 @@ from recipes.config.values import Component, plain_values
 from recipes.engines.first_weights import load_first_weights
 from recipes.engines.parts import Place, build_levers, check_callbacks, context_of, the_one
 from recipes.engines.precision import resolve
-from recipes.engines.resuming import check_folder
+from recipes.engines.resuming import check_folder, check_start
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
 from recipes.planning.dry_run import survey
@@ -68,6 +68,7 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     context = context_of(recipe, task, None)
     # One value stands for all parameters, which have no memory.
     optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
+    check_start(recipe, task, type(optimizer).__name__)
     run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, training.duration, epoch_batches))
     levers = build_levers(recipe, place, context, training.device_batch(devices.world))
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}

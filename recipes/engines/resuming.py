@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import nn
+
+from data.stores import scheme_of
 from recipes.config.recipe import Checkpoints, Recipe
 from recipes.engines.bucket import Bucket
 from recipes.engines.checkpoint_files import OLD, PARTIAL, remove
 from recipes.engines.plain_pickles import DamagedCheckpoint
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
-from recipes.training.kinds import KINDS, Kind, check_engine
+from recipes.engines.same_model import Saved, saved_at
+from recipes.training.kinds import KINDS, Kind, check_engine, newest_of_all
 from recipes.training.ranks import by_first_rank
 
 # What `data.files` writes before it renames: the name, often the machine, and the process.
@@ -68,6 +72,65 @@ def check_folder(recipe: Recipe, engine: str) -> None:
     if recipe.checkpoints.resumes and recipe.checkpoints.bucket is None:
         check_engine(Path(recipe.output) / "checkpoints", engine)
         check_record(recipe)
+
+
+def start_of(recipe: Recipe, engine: str, load_path: str | None) -> Path | None:
+    """The checkpoint on a disk that a run goes on from; None: there is none, or it is to be fetched.
+
+    Args:
+        recipe: of the run.
+        engine: that runs it.
+        load_path: `checkpoints.load_path`, or where it has been fetched to.
+
+    Raises:
+        ValueError: `load_path` is a folder that holds checkpoints.
+    """
+    newest = KINDS[engine].newest(Path(recipe.output, "checkpoints")) if recipe.checkpoints.resumes else None
+    if newest is not None or not load_path or scheme_of(load_path):
+        return newest
+    path = Path(load_path).resolve()
+    inner = newest_of_all(path) or newest_of_all(path / "checkpoints")
+    if inner is not None:
+        raise ValueError(f"checkpoints.load_path: {path} holds several checkpoints; name one of them, such as {inner}")
+    return path
+
+
+def check_form(recipe: Recipe, start: Path) -> None:
+    """Whether the engine can load a checkpoint in its form.
+
+    Raises:
+        ValueError: it is a sharded one, the run does not shard, and its engine is Composer.
+    """
+    if start.is_dir() and recipe.training.fsdp is None and recipe.training.engine == "composer":
+        raise ValueError(
+            f"{start}: Composer loads a sharded checkpoint only into a run with training.fsdp; make it a full one with "
+            f"`python recipes/convert_checkpoint.py {start} --to composer`"
+        )
+
+
+def check_start(recipe: Recipe, task: nn.Module, optimizer: str) -> None:
+    """Whether the checkpoint that a run goes on from is one of its model and optimizer, as the run will find out. A
+    bucket is not asked.
+
+    Args:
+        recipe: of the run.
+        task: its model, on any device.
+        optimizer: class of its optimizer.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not, or cannot be loaded.
+    """
+    checkpoints, engine = recipe.checkpoints, recipe.training.engine
+    start = None if checkpoints.bucket is not None else start_of(recipe, engine, checkpoints.load_path)
+    if start is not None and start.exists():  # a path that does not is named as a missing one
+        check_form(recipe, start)
+        saved_for(recipe, engine, start).check(task, optimizer)
+
+
+def saved_for(recipe: Recipe, engine: str, start: Path) -> Saved:
+    """What the checkpoint is of that a run goes on from. Raises as `saved_at` and as `says_what_to_remove`."""
+    with says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS[engine], recipe.checkpoints):
+        return saved_at(start, engine)
 
 
 def remove_halves(output: Path) -> None:

@@ -1,33 +1,123 @@
-"""Whether a full checkpoint is of the model that is to go on from it. PyTorch compares a sharded one by itself.
+"""What a checkpoint is of: its model and its optimizer, which must be those of the run that goes on from it.
 
-Where a full one lacks a weight, PyTorch keeps the model's own, and fails when the optimizer asks for its moments.
+Where a full one lacks a weight, PyTorch keeps the model's own, and fails when the optimizer asks for its moments. Of a
+sharded one it reads the parameters that the model has, and leaves others out. Composer leaves out the state of another
+optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from recipes.engines.conversion import PREFIX
+from recipes.engines.earlier import check_names, upgraded
+from recipes.engines.lightning.checkpoint_format import read_file
+from recipes.engines.plain_pickles import load_plain, plain_metadata
+from recipes.engines.sharded_files import METADATA
+from recipes.training.kinds import REST
 
-def check_weights(path: Path | str, saved: Mapping[str, Iterable[int]], task: nn.Module) -> None:
-    """Compare the weights of a checkpoint with those of a model.
+# Where they are in a checkpoint: weights by engine, and Composer's optimizers, by their classes.
+WEIGHTS = {"composer": ("state", "model"), "lightning": ("weights",)}
+OPTIMIZERS = ("state", "optimizers")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint is of.
+
+    Attributes:
+        path: of the checkpoint, for messages.
+        shapes: of its weights, by the names that the task has for them.
+        optimizer: class of its optimizer.
+    """
+
+    path: Path | str
+    shapes: Mapping[str, Iterable[int]]
+    optimizer: str
+
+    def check(self, task: nn.Module, optimizer: str) -> None:
+        """Compare it with what a run has.
+
+        Args:
+            task: the model, on any device.
+            optimizer: class of the optimizer.
+
+        Raises:
+            ValueError: names or shapes of weights differ, or the optimizer does.
+        """
+        if self.optimizer != optimizer:
+            raise ValueError(
+                f"{self.path}: holds the state of {self.optimizer}, the recipe's optimizer is {optimizer}; take only "
+                "the weights, by checkpoints.load_weights"
+            )
+        there = {name: str(tuple(shape)) for name, shape in self.shapes.items()}
+        here = {name: str(tuple(tensor.shape)) for name, tensor in task.state_dict().items()}
+        for name in here | there:
+            saved_shape, own_shape = there.get(name, "not there"), here.get(name, "not there")
+            if saved_shape != own_shape:
+                raise ValueError(
+                    f"{self.path}: a checkpoint of another model: {name} is {saved_shape} in it and {own_shape} in the "
+                    "model of the recipe; go on with the model of its run"
+                )
+
+
+def saved_at(path: Path, engine: str) -> Saved:
+    """What a checkpoint on a disk is of, without reading its tensors.
 
     Args:
-        path: of the checkpoint.
-        saved: the shapes of its weights, by the names that the task has for them.
-        task: the model.
+        path: a file, or the folder of a sharded checkpoint.
+        engine: that is to go on from it.
 
     Raises:
-        ValueError: names or shapes differ.
+        FileNotFoundError: it lacks a file.
+        ValueError: the other engine or an earlier version wrote it, or it is damaged.
     """
-    there = {name: str(tuple(shape)) for name, shape in saved.items()}
-    here = {name: str(tuple(tensor.shape)) for name, tensor in task.state_dict().items()}
-    for name in here | there:
-        saved_shape, own_shape = there.get(name, "not there"), here.get(name, "not there")
-        if saved_shape != own_shape:
-            raise ValueError(
-                f"{path}: a checkpoint of another model: {name} is {saved_shape} in it and {own_shape} in the model of "
-                "the recipe; go on with the model of its run"
-            )
+    if not path.is_dir():
+        state = read_file(path, lazily=True) if engine == "lightning" else load_plain(path, lazily=True)
+        return saved_in(path, upgraded(state), engine)
+    metadata = plain_metadata(path / METADATA)
+    check_names(path, metadata.state_dict_metadata)
+    place = WEIGHTS[engine]
+    shapes = {
+        where[-1].removeprefix(PREFIX): metadata.state_dict_metadata[name].size
+        for name, where in metadata.planner_data.items()
+        if where[: len(place)] == place
+    }
+    if not shapes:
+        raise _of_the_other(path, engine)
+    if engine == "lightning":
+        return Saved(path, shapes, read_file(path / REST, lazily=True)["optimizer_name"])
+    return Saved(path, shapes, next(where[2] for where in metadata.planner_data.values() if where[:2] == OPTIMIZERS))
+
+
+def saved_in(path: Path | str, state: Any, engine: str) -> Saved:
+    """What a full checkpoint is of.
+
+    Args:
+        path: of the checkpoint, for messages.
+        state: its contents, by the names of this version.
+        engine: that is to go on from it.
+
+    Raises:
+        ValueError: the other engine wrote it.
+    """
+    match engine, state:
+        case "composer", {"state": {"model": dict() as weights, "optimizers": dict() as optimizers}}:
+            (optimizer,) = optimizers
+        case "lightning", {"weights": dict() as weights, "optimizer_name": optimizer}:
+            pass
+        case _:
+            raise _of_the_other(path, engine)
+    return Saved(path, {name.removeprefix(PREFIX): tensor.shape for name, tensor in weights.items()}, optimizer)
+
+
+def _of_the_other(path: Path | str, engine: str) -> ValueError:
+    return ValueError(
+        f"{path}: not a checkpoint of the engine {engine}; one of the other engine is converted by "
+        f"`python recipes/convert_checkpoint.py {path} --to {engine}`"
+    )

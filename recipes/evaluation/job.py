@@ -8,8 +8,10 @@ another number of ranks. Ranks share nothing but this folder, and need no proces
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +95,8 @@ class Job:
         for number, (variant, start) in enumerate(sorted(self.chunks(), key=lambda chunk: chunk[1] > 0)):
             file = self.file(variant, start)
             if number % world == rank and not file.is_file():
-                arrays = self.draw(variant, start)
+                with _located(variant):
+                    arrays = self.draw(variant, start)
                 with atomic_write(file) as partial, open(partial, "wb") as stream:
                     np.savez(stream, **arrays)
 
@@ -180,6 +183,19 @@ class Job:
                 waited = 0.0
             time.sleep(POLL)
             waited += POLL
+
+
+@contextmanager
+def _located(variant: Variant) -> Iterator[None]:
+    """Inside, images are drawn. What the pipeline refuses names the key of the config."""
+    try:
+        yield
+    except ValueError as error:
+        if type(error) is ValueError:  # not by an error of its own: that would hide where a library failed
+            section = "sweeps" if "=" in variant.name else "sampling"
+            option = re.match(r"\w*", str(error))[0] in variant.options
+            error.args = (f"{section}{'.' if option else ': '}{error}",)
+        raise
 
 
 def ranks() -> tuple[int, int]:

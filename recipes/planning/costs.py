@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from data.cost import FLOAT, Cost, Plan
-from recipes.config.build import build, import_builder
+from recipes.config.build import build, import_builder, located
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
 from recipes.planning.devices import Devices
@@ -112,4 +112,5 @@ def cost_of(component: Component, plan: Plan) -> Cost:
         return Cost()
     parameters = inspect.signature(builder).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
-    return builder.cost({**defaults, **component.args}, plan)
+    with located(component):
+        return builder.cost({**defaults, **component.args}, plan)

@@ -41,7 +41,8 @@ def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
                 encoded.file(TEXT_MANIFEST if data.name == "texts" else MANIFEST)
                 encoded.file(INDEX)
             except (ValueError, OSError) as error:
-                yield Finding("error", "input", f"{label}.streams.{name}: {error}")
+                key = f"{label}.streams.{name}"
+                yield Finding("error", "input", f"{key}: {str(error).removeprefix(f'{key}: ')}")
 
 
 def local_manifests(recipe: Recipe) -> dict[str, Manifest]:

@@ -28,9 +28,7 @@ def absent_inputs(recipe: Recipe, missing: list[str]) -> list[str]:
         try:
             build(source)  # which lists its files, and reads no pictures
         except FileNotFoundError as error:
-            lines.append(f"{source.path}: {error}")
-        except ValueError as error:
-            raise ValueError(f"{source.path}: {error}") from None
+            lines.append(str(error))
     drawing = [label for label, callback in recipe.callbacks.items() if "encoders" in asked_for(callback)]
     training = next(((key, found) for key, found in local_manifests(recipe).items() if key.startswith("data.")), None)
     if drawing and training is not None:

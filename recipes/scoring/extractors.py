@@ -41,20 +41,23 @@ class Features:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def build_extractor(kind: Literal["inception", "contrastive"], path: str | None, device: str) -> Features:
+def build_extractor(
+    kind: Literal["inception", "contrastive"], path: str | None, device: str, key: str = "extractor.path"
+) -> Features:
     """An extractor by its kind.
 
     Args:
         kind: InceptionV3 as FID defines it, or the picture tower of a contrastive model.
         path: file of InceptionV3's weights, None to fetch them; or the contrastive model, see `Reranker`.
         device: of the network.
+        key: of the config that has the path, for messages.
 
     Raises:
         FileNotFoundError, ValueError: it cannot be loaded.
     """
     if kind == "inception":
-        return inception(path, device)
-    model = Reranker(path, device, "extractor.path")
+        return inception(path, device, key)
+    model = Reranker(path, device, key)
     size = "x".join(map(str, model.size))
     return Features(
         name=f"picture tower of the contrastive model {path}",
@@ -64,7 +67,7 @@ def build_extractor(kind: Literal["inception", "contrastive"], path: str | None,
     )
 
 
-def inception(path: str | None, device: str) -> Features:
+def inception(path: str | None, device: str, key: str = "extractor.path") -> Features:
     """InceptionV3 with the weights and the resizing of the original FID (Heusel et al. 2017), by torch-fidelity.
 
     Raises:
@@ -82,13 +85,11 @@ def inception(path: str | None, device: str) -> Features:
                 prefix = file.stem.rpartition("-")[2]
                 torch.hub.download_url_to_file(URL_INCEPTION_V3, str(file), hash_prefix=prefix, progress=False)
             except OSError as error:  # no network
-                raise cannot_load("extractor.path", URL_INCEPTION_V3, error) from error
+                raise cannot_load(key, URL_INCEPTION_V3, error) from error
     else:
         file = Path(path).expanduser()
         if not file.is_file():
-            raise FileNotFoundError(
-                f"extractor.path: no file {file}; give InceptionV3's weights, or null to fetch them"
-            )
+            raise FileNotFoundError(f"{key}: no file {file}; give InceptionV3's weights, or null to fetch them")
     tensors = read_tensors(file)
     with TemporaryDirectory() as folder:
         # torch-fidelity would unpickle the file without restriction; this one holds the tensors and nothing else.
@@ -98,7 +99,7 @@ def inception(path: str | None, device: str) -> Features:
                 "inception-v3-compat", ["2048", "logits_unbiased"], str(Path(folder, "weights.pth"))
             )
         except RuntimeError as error:
-            raise ValueError(f"extractor.path: {file} does not fit InceptionV3: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{key}: {file} does not fit InceptionV3: {str(error).splitlines()[0]}") from None
     network = network.to(device).eval()
 
     def run(pictures: np.ndarray) -> dict[str, np.ndarray]:

@@ -46,7 +46,7 @@ class Grid:
 def make(monkeypatch):
     monkeypatch.setattr(fid, "GRIDS", {Everything: Grid})
     see = Features("mean colour", "none", "0", lambda pictures: {"features": pictures.mean((1, 2), dtype=np.float32)})
-    monkeypatch.setattr(fid, "build_extractor", lambda kind, path, device: see)
+    monkeypatch.setattr(fid, "build_extractor", lambda kind, path, device, key: see)
 
     def build(task=None, **changes):
         values = {"reference": Pictures(), "every": "2ba", "images": 7, "sampling": {"steps": 5}, "seed": 3} | changes

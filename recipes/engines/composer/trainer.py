@@ -31,7 +31,6 @@ from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.composer.workers import EndWorkers
-from recipes.engines.conversion import PREFIX
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
@@ -40,13 +39,13 @@ from recipes.engines.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
-from recipes.engines.resuming import says_what_to_remove
-from recipes.engines.same_model import check_weights
+from recipes.engines.resuming import check_form, saved_for, says_what_to_remove, start_of
+from recipes.engines.same_model import saved_in
 from recipes.planning.opening import opening
 from recipes.training.callback import by_names_of_states, is_complete
 from recipes.training.kinds import KINDS, has_checkpoints
 from recipes.training.microbatches import samples_of, split
-from recipes.training.ranks import from_first_rank
+from recipes.training.ranks import by_first_rank, from_first_rank
 
 
 def train(recipe: Recipe) -> None:
@@ -87,12 +86,13 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     log.info(
         opening(recipe, parts.task, parts.data, parts.evals, world=dist.get_world_size(), precision=place.precision)
     )
+    optimizer = parts.new_optimizer([p for p in parts.task.parameters() if p.requires_grad])
     with (
         says_what_to_remove(Path(recipe.output, "checkpoints"), KINDS["composer"], recipe.checkpoints),
         own_data_parallel(parts.levers.average),
-        own_unpickling(parts.task),
+        own_unpickling(parts.task, optimizer),
     ):
-        trainer = new_trainer(recipe, place, parts)
+        trainer = new_trainer(recipe, place, parts, optimizer)
     count_in_present_batches(trainer, recipe, parts)
     trainer.logger.log_hyperparameters({"recipe": plain_values(recipe)})
     return trainer
@@ -122,8 +122,9 @@ def own_data_parallel(averaged: bool) -> Iterator[None]:
 
 
 @contextmanager
-def own_unpickling(task: torch.nn.Module) -> Iterator[None]:
-    """A context in which Composer's Trainer loads no code from checkpoints, and full ones lazily, of this task alone.
+def own_unpickling(task: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context in which Composer's Trainer loads no code from checkpoints, and full ones lazily, of this task and
+    optimizer alone.
 
     See `recipes.engines.plain_pickles`, `recipes.engines.lazy` and `recipes.engines.same_model`.
     """
@@ -132,9 +133,7 @@ def own_unpickling(task: torch.nn.Module) -> Iterator[None]:
     def load(path: str, map_location: str) -> Any:
         path = os.path.realpath(path)  # Composer links to the file from a temporary folder
         found = upgraded(load_plain(path, lazily=True))
-        match found:
-            case {"state": {"model": dict() as weights}}:
-                check_weights(path, {n.removeprefix(PREFIX): tensor.shape for n, tensor in weights.items()}, task)
+        saved_in(path, found, "composer").check(task, type(optimizer).__name__)
         return found
 
     composer_checkpoint._torch_load_with_validation = load
@@ -161,19 +160,22 @@ def own_signal_files() -> Iterator[None]:
 
 
 @own_signal_files()
-def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
-    """Composer's Trainer of a run's parts."""
+def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.optim.Optimizer) -> Trainer:
+    """Composer's Trainer of a run's parts and the optimizer that they make."""
     # Of an epoch that was complete in the checkpoint.
     warnings.filterwarnings("ignore", message="No batches were trained for global rank")
     run = ComposerRun(parts.task, place.precision)
     checkpoints = recipe.checkpoints
     load_path = load_path_of(recipe)
-    start = from_first_rank(start_of(recipe, load_path))
+    start = from_first_rank(start_of(recipe, "composer", load_path))
+    if start is not None:
+        check_form(recipe, start)
+        if start.is_dir():
+            by_first_rank(lambda: saved_for(recipe, "composer", start).check(parts.task, type(optimizer).__name__))
     folder = Path(recipe.output, "checkpoints")
     files, saver = CheckpointFiles(folder, KINDS["composer"], checkpoints.keep, checkpoints.bucket), None
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
-    trained = [p for p in parts.task.parameters() if p.requires_grad]
     planner = LoadPlanner(parts.task)
     trainer = Trainer(
         model=ComposerTask(parts.task, run.autocast),
@@ -188,7 +190,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
         ],
         eval_interval=at_intervals(recipe.training.eval_every) if parts.evals else 1,  # else Composer warns
         max_duration=recipe.training.duration,
-        optimizers=parts.new_optimizer(trained),
+        optimizers=optimizer,
         schedulers=lambda state, ssr=1.0: parts.schedule(clock_of(state)),
         algorithms=as_algorithms(parts.levers, run, planner),
         parallelism_config={"fsdp": fsdp_config(recipe, parts.task, start, planner)} if parts.divided else None,
@@ -218,22 +220,6 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts) -> Trainer:
     if trainer.state.timestamp.batch.value:
         log.info(f"checkpoints: goes on from {start or load_path} at batch {trainer.state.timestamp.batch.value}")
     return trainer
-
-
-def start_of(recipe: Recipe, load_path: str | None) -> Path | None:
-    """The checkpoint on a disk that Composer is to load; None: there is none, or Composer fetches it.
-
-    Raises:
-        ValueError: it is a sharded one, and the run does not shard.
-    """
-    newest = KINDS["composer"].newest(Path(recipe.output, "checkpoints")) if recipe.checkpoints.resumes else None
-    start = Path(load_path) if newest is None and load_path and not scheme_of(load_path) else newest
-    if start is not None and start.is_dir() and recipe.training.fsdp is None:
-        raise ValueError(
-            f"{start}: Composer loads a sharded checkpoint only into a run with training.fsdp; make it a full one with "
-            f"`python recipes/convert_checkpoint.py {start} --to composer`"
-        )
-    return start
 
 
 def load_path_of(recipe: Recipe) -> str | None:

@@ -36,13 +36,12 @@ from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
-from recipes.engines.resuming import says_what_to_remove
-from recipes.engines.same_model import check_weights
+from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
 from recipes.training.callback import by_names_of_states
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
 from recipes.training.kinds import KINDS, REST
-from recipes.training.ranks import from_first_rank
+from recipes.training.ranks import by_first_rank, from_first_rank
 
 
 class Checkpoints:
@@ -76,25 +75,15 @@ class Checkpoints:
         self._saved_at = -1  # batch
         self._files = CheckpointFiles(self._folder, KINDS["lightning"], self._config.keep, self._config.bucket)
         self.generators: list[dict[str, Any]] | None = None
-        found = from_first_rank(self._find())
+        address = self._config.load_path
+        found = from_first_rank(start_of(recipe, "lightning", address) or address)
         self.path = self._fetch(found) if isinstance(found, str) else found
         if self.path is not None:
+            self._saved = by_first_rank(lambda: saved_for(recipe, "lightning", self.path))
             with self._says_what_to_remove():
                 run.counts = Counts(**read_file(self._rest_of(self.path), lazily=True)["counts"])
 
     # --- loading -------------------------------------------------------------------------------
-
-    def _find(self) -> Path | str | None:
-        """The checkpoint to go on from, or its address in a bucket; None: there is none."""
-        if self._config.resumes:
-            newest = self._files.kind.newest(self._folder)
-            if newest is not None:
-                return newest
-        if self._config.load_path is None:
-            return None
-        if "://" in self._config.load_path:
-            return self._config.load_path
-        return Path(self._config.load_path).resolve()
 
     def _fetch(self, address: str) -> Path:
         """A checkpoint of a bucket as a file or folder in the run's folder. Every rank must call it."""
@@ -121,6 +110,7 @@ class Checkpoints:
         """
         if self.path is None:
             return
+        self._saved.check(self._run.task, type(self._run.optimizer).__name__)
         with self._says_what_to_remove():
             state = upgraded(read_file(self._rest_of(self.path), lazily=True))
             if self.path.is_dir():
@@ -142,13 +132,6 @@ class Checkpoints:
 
     def _load_weights(self, state: dict[str, Any]) -> None:
         run = self._run
-        optimizer = type(run.optimizer).__name__
-        if state["optimizer_name"] != optimizer:
-            raise ValueError(
-                f"{self.path}: holds the state of {state['optimizer_name']}, the recipe's optimizer is {optimizer}; "
-                "take only the weights, by checkpoints.load_weights"
-            )
-        check_weights(self.path, {name: tensor.shape for name, tensor in state["weights"].items()}, run.task)
         options = StateDictOptions(full_state_dict=not self.path.is_dir())
         set_model_state_dict(run.task, state["weights"], options=options)
         set_optimizer_state_dict(run.task, run.optimizer, state["optimizer"], options=options)

@@ -120,7 +120,7 @@ class Objective(nn.Module, ABC):
             ValueError: the objective has no such sampler.
         """
         if sampler is not None and sampler not in self.samplers:
-            raise ValueError(f"unknown sampler `{sampler}` of {self.name}; allowed: {', '.join(self.samplers)}")
+            raise ValueError(f"sampler: `{sampler}` is unknown to {self.name}; allowed: {', '.join(self.samplers)}")
         return self.samplers[0] if sampler is None else sampler
 
     def check_steps(self, steps: int, sampler: str) -> None:

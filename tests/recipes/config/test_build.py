@@ -16,6 +16,7 @@ def component(group, name, target, **args):
     return Component(group, name, args, target, group)
 
 
+TARS = "data.sources.tars:TarSource"
 SIZES = {"channels": [16, 16], "attention": [False, True], "heads": [1, 1], "text_width": 8, "norm_groups": 8}
 
 
@@ -50,6 +51,24 @@ def test_context_goes_to_builders_that_ask_for_it():
     assert optimizer.param_groups[0]["params"] == parameters and optimizer.param_groups[0]["lr"] == 0.5
     with pytest.raises(ValueError, match="adamw asks for parameters, which no optimizer is given; the keys"):
         build(adamw)
+
+
+@pytest.mark.parametrize(
+    ("made", "path", "said"),
+    [
+        (lambda: task(denoiser=denoiser(blocks=0), objective=objective()), "model.denoiser", "unet: blocks: 0; give"),
+        (lambda: objective(min_snr_gamma=-1), "model.objective", "model.objective.min_snr_gamma must be above 0"),
+        (lambda: component("source", "tars", TARS, urls="no.tar"), "data.source", "data.source.urls: no file no.tar"),
+        (lambda: component("source", "tars", TARS, urls="no.tar"), "source", "source.urls: no file no.tar"),
+    ],
+)
+def test_what_a_builder_refuses_names_its_key(made, path, said):
+    found = made()
+    inner = found.args.get("denoiser", found)
+    object.__setattr__(inner, "path", path)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"^{said}") as error:
+        build(found)
+    assert error.traceback[-1].path.name != "build.py"  # where it was refused is not hidden
 
 
 def test_meta_takes_no_memory():

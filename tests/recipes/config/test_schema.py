@@ -189,13 +189,14 @@ def test_a_long_value_is_cut():
 
 
 def test_paths_that_are_missing_are_kept_apart_from_errors(tmp_path):
-    _, errors, missing = check(folder="nowhere", weights_of="./nowhere")
-    assert errors == []
-    assert missing == [
-        f"x.folder: `nowhere` does not exist (looked in {tmp_path})",
-        f"x.weights_of: `./nowhere` does not exist (looked in {tmp_path}), "
-        "and it does not have the form owner/name of a hub id",
-    ]
+    for path in ("./nowhere", "runs/nowhere", "weights/nowhere.pth", "a/b/nowhere"):
+        _, errors, missing = check(folder="nowhere", weights_of=path)
+        assert errors == []
+        assert missing == [
+            f"x.folder: `nowhere` does not exist (looked in {tmp_path})",
+            f"x.weights_of: `{path}` does not exist (looked in {tmp_path}), and it is no hub id (owner/name)",
+        ]
+    assert check(weights_of="openai/clip-vit-large.v1.5")[2] == []
     assert check(folder="toys", weights_of="toys/parts.py")[2] == []
 
 

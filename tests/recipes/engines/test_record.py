@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from recipes.config.recipe import to_yaml
+from recipes.engines import rehearsal
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.record import ENCODED, check_copy, check_record, keep_record, keep_with
@@ -40,8 +41,11 @@ def test_a_bucket_without_a_recipe_is_said(quick_recipe, tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_dry_run_refuses_what_may_not_go_on(begun, quick_recipe):
+def test_a_dry_run_refuses_what_may_not_go_on(begun, quick_recipe, monkeypatch):
     before = sorted(begun.rglob("*"))
+    with pytest.raises(ValueError, match="rank0.pt: not a checkpoint .*; remove .*, and the next start begins anew$"):
+        rehearse(quick_recipe(begun, *BEGUN))
+    monkeypatch.setattr(rehearsal, "check_start", lambda *_: None)
     rehearse(quick_recipe(begun, *BEGUN))
     for change, said in (("optimizer.lr=1e-3", "optimizer.lr was 0.002"), ("training.engine=lightning", "by Composer")):
         with pytest.raises(ValueError, match=f"^checkpoints.autoresume: .*{said}"):

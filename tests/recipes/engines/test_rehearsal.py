@@ -93,7 +93,12 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         ),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], steps: 0}"], "steps: 0; give 1 or more"),
         ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], batch: 0}"], "batch: 0; give 1 or more"),
-        ("openmoji_diffusion", ["callbacks.x={name: sample_grid, prompts: [a], sampler: no}"], "sampler"),
+        (
+            "openmoji_diffusion",
+            ["callbacks.x={name: sample_grid, prompts: [a], sampler: no}"],
+            "^callbacks.x.sampler: `no` is unknown to rectified_flow; allowed: euler",
+        ),
+        ("openmoji_diffusion", ["callbacks.sample_grid.every=0ba"], "^callbacks.sample_grid.every: `0ba`; give an int"),
         ("openmoji_unet", ["callbacks.x={name: sample_grid, prompts: [a], steps: 1000}"], "steps must be below the"),
         (
             "openmoji_unet",
@@ -151,8 +156,8 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("docs_gpt2", "model.heads=0", "language: heads: 0; give 1 or more"),
         ("openmoji_diffusion", "data.workers=-1", "latents: workers: -1; give 0 or more"),
         ("openmoji_diffusion", "data.flip=2", "latents: flip is a share from 0 to 1, got 2.0"),
-        ("openmoji_diffusion", "data.streams.train.repeat=0", "stream: repeat: 0.0; give a number above 0"),
-        ("openmoji_diffusion", "data.streams.train.validate_hash=xxh3", "stream: validate_hash: xxh3; give a hash"),
+        ("openmoji_diffusion", "data.streams.train.repeat=0", "data.streams.train: repeat: 0.0; give a number above 0"),
+        ("openmoji_diffusion", "data.streams.train.validate_hash=xxh3", "train: validate_hash: xxh3; give a hash"),
         ("openmoji_dalle", "data.epoch_size=0", "tokens: epoch_size: 0; give 1 or more"),
         ("docs_gpt2", "data.predownload=0", "texts: predownload: 0; give 1 or more"),
         (

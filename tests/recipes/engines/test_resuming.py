@@ -6,6 +6,7 @@ import os
 import pytest
 
 from recipes.config.recipe import FSDP
+from recipes.engines.rehearsal import rehearse
 from recipes.engines.resuming import prepare_folder, remove_halves
 from recipes.training.kinds import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
@@ -94,7 +95,8 @@ def test_an_engine_does_not_begin_anew_beside_the_others_checkpoints(tmp_path, f
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
 def test_a_damaged_or_foreign_checkpoint_costs_one_line_that_helps(quick_recipe, tmp_path, engine):
     trainers = {name: importlib.import_module(f"recipes.engines.{name}.trainer") for name in LINKS}
-    own, other = trainers.pop(engine), *trainers.values()
+    second = next(name for name in LINKS if name != engine)
+    own, other = trainers[engine], trainers[second]
     changes = ["training.duration=2ba", "checkpoints={every: 1ba, autoresume: true}", "evals.val=null"]
     recipe = quick_recipe(tmp_path, *changes)
     trainer = own.build_trainer(recipe)
@@ -104,9 +106,16 @@ def test_a_damaged_or_foreign_checkpoint_costs_one_line_that_helps(quick_recipe,
         other.build_trainer(quick_recipe(tmp_path, *changes))
     newest = (tmp_path / "checkpoints" / LINKS[engine]).resolve()
     older = newest.with_name(newest.name.replace("ba2", "ba1"))
-    changes += ["model.denoiser.layers=3", f"checkpoints.load_path={newest}"]
-    with pytest.raises(ValueError, match=rf"{newest}: a checkpoint of another model: \S+ is not there in it"):
-        own.build_trainer(quick_recipe(tmp_path / "other", *changes)).fit()
+    changes += [f"checkpoints.load_path={newest}", "training.duration=3ba"]
+    for name, change, said in (
+        (engine, "model.denoiser.layers=3", r"a checkpoint of another model: \S+ is not there in it and"),
+        (engine, "optimizer={name: adam16, lr: 1e-3}", "holds the state of AdamW, the recipe's optimizer is Adam16; "),
+        (second, "seed=1", rf"not a checkpoint of the engine {second}; .*py {newest} --to {second}`"),
+    ):
+        another = quick_recipe(tmp_path / "other", *changes, f"training.engine={name}", change)
+        for start in (lambda recipe: trainers[recipe.training.engine].build_trainer(recipe).fit(), rehearse):
+            with pytest.raises(ValueError, match=f"^{newest}: {said}"):
+                start(another)
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     with pytest.raises(ValueError, match=f"; remove {newest}, and the next start goes on from {older}$") as error:
         own.build_trainer(recipe)

@@ -230,7 +230,7 @@ def test_options_of_another_family_or_objective(tmp_path, export, capsys):
     said = refuse(command(export, tmp_path / "x.png", "--top-k", "3"), capsys)
     assert "--top-k: an option of token models; this export holds a diffusion model" in said
     said = refuse(command(export, tmp_path / "x.png", "--sampler", "euler"), capsys)
-    assert "unknown sampler `euler` of ddpm" in said
+    assert "sampler: `euler` is unknown to ddpm" in said
 
 
 def test_every_family_declares_itself():

@@ -296,7 +296,7 @@ FID = "callbacks.fid={name: fid, extractor: contrastive, path: runs/no/export, r
 def test_inputs_that_only_components_can_look_for(tmp_path):
     """What is not here is a line, as for a path that a key names; what is here must be what it should."""
     lines = dry("openmoji_diffusion.yaml", FID % "tars, urls: no.tar")
-    tars = "callbacks.fid.reference: source.urls: no file no.tar: check the path and the brace range"
+    tars = "callbacks.fid.reference.urls: no file no.tar: check the path and the brace range"
     assert f"missing: {tars}" in lines
     assert any(line.startswith("missing: callbacks.fid.path: `runs/no/export` does not exist") for line in lines)
     lines = dry("openmoji_diffusion.yaml", FID % "folder, path: no")
@@ -304,9 +304,9 @@ def test_inputs_that_only_components_can_look_for(tmp_path):
     (tmp_path / "no").mkdir()
     (tmp_path / "no" / "a.png").touch()
     (tmp_path / "no" / "b.txt").touch()
-    with pytest.raises(ValueError, match="^callbacks.fid.reference: source.captions: no image in no has a .txt file"):
+    with pytest.raises(ValueError, match="^callbacks.fid.reference.captions: no image in no has a .txt file"):
         dry("openmoji_diffusion.yaml", FID % "folder, path: no")
-    assert "missing: data.source: source.urls: no file " in "\n".join(dry("openmoji_vae.yaml"))
+    assert "missing: data.source.urls: no file " in "\n".join(dry("openmoji_vae.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.engines import parts
 from recipes.engines.composer import trainer as composer_trainer
 from recipes.engines.composer.run import clock_of
-from recipes.engines.composer.trainer import build_trainer, start_of
+from recipes.engines.composer.trainer import build_trainer
+from recipes.engines.rehearsal import rehearse
 from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -267,19 +268,31 @@ def test_replicas_that_nothing_averages_are_refused(quick_recipe, tmp_path, monk
     assert parts.new_sharding(recipe, place, None, []).replicas == 2
 
 
-def test_a_run_without_shards_refuses_a_sharded_checkpoint(quick_recipe, tmp_path):
-    """Composer took the folder for a damaged file, and the message said to remove it."""
-    checkpoint = tmp_path / "checkpoints" / "ep0-ba4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / ".metadata").touch()
+@pytest.mark.parametrize("starts", [build_trainer, rehearse], ids=["run", "dry run"])
+def test_a_sharded_checkpoint_of_another_run(sharded, quick_recipe, tmp_path, starts):
+    """Without `fsdp` Composer took the folder for a damaged file, and the message said to remove it. Of a deeper model
+    it read the layers that the recipe has."""
     for recipe in (
-        quick_recipe(tmp_path, "checkpoints.autoresume=true"),
-        quick_recipe(tmp_path / "other", f"checkpoints.load_path={checkpoint}"),
+        quick_recipe(sharded, "checkpoints.autoresume=true", "checkpoints.allow_changes=[training]"),
+        quick_recipe(tmp_path, f"checkpoints.load_path={sharded}/checkpoints/ep0-ba1"),
     ):
-        with pytest.raises(ValueError, match=r"ep0-ba4: .*convert_checkpoint.py \S+ep0-ba4 --to composer`$"):
-            start_of(recipe, recipe.checkpoints.load_path)
-    recipe = quick_recipe(tmp_path, "training.fsdp={}", "checkpoints.autoresume=true")
-    assert start_of(recipe, None) == checkpoint
+        with pytest.raises(ValueError, match=r"ep0-ba1: .*convert_checkpoint.py \S+ep0-ba1 --to composer`$"):
+            starts(recipe)
+    path = [f"checkpoints.load_path={sharded}/checkpoints/latest-rank0.pt", "training.fsdp={}"]
+    with pytest.raises(ValueError, match=r"of another model: \S+layers.1\S+ is \(.* and not there"):
+        starts(quick_recipe(tmp_path, *path, "model.denoiser.layers=1"))
+    with pytest.raises(ValueError, match="ep0-ba1: holds the state of AdamW, the recipe's optimizer is Adam16; take"):
+        starts(quick_recipe(tmp_path, *path, "optimizer={name: adam16, lr: 1e-3}"))
+    with pytest.raises(ValueError, match="load_path: .* holds several checkpoints; .* such as .*ep0-ba1"):
+        starts(quick_recipe(tmp_path, f"checkpoints.load_path={sharded}"))
+
+
+@pytest.fixture(scope="module")
+def sharded(quick_recipe, fit, tmp_path_factory):
+    """The folder of a run with a sharded checkpoint."""
+    output = tmp_path_factory.mktemp("sharded")
+    fit(quick_recipe(output, "training.fsdp={}", "training.duration=1ba", "evals.val=null"))
+    return output
 
 
 def test_weights_of_another_width(exported, small_recipe, tmp_path):

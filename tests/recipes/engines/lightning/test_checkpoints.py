@@ -110,11 +110,10 @@ def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
     assert again.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"] == 0.05
     save_at(second, again, 3)  # and the checkpoint that it went on from is the older one
     assert not list((tmp_path / "checkpoints").glob("*ba2*"))
-    if fsdp is None:
-        third, run, _ = new_checkpoints(tmp_path, autoresume=True)
-        run.task = nn.Linear(3, 2)
-        with pytest.raises(ValueError, match=r"another model: weight is \(2, 2\) in it and \(2, 3\) in the model"):
-            third.load()
+    third, run, _ = new_checkpoints(tmp_path, fsdp=fsdp, autoresume=True)
+    run.task = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"another model: weight is \(2, 2\) in it and \(2, 3\) in the model"):
+        third.load()
 
 
 class Keeper(Counter):

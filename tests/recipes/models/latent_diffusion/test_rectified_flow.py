@@ -147,7 +147,7 @@ def test_values_that_cannot_be():
     for times in ([], [1.5], [-0.1]):
         with pytest.raises(ValueError, match=r"give at least one, all in \[0, 1\]"):
             RectifiedFlow(eval_times=times)
-    with pytest.raises(ValueError, match="unknown sampler `ddim` of rectified_flow; allowed: euler"):
+    with pytest.raises(ValueError, match="sampler: `ddim` is unknown to rectified_flow; allowed: euler"):
         RectifiedFlow().check_sampler("ddim")
 
 

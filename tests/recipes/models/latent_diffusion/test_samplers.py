@@ -175,7 +175,7 @@ def test_the_default_sampler():
 
 
 def test_what_cannot_be():
-    with pytest.raises(ValueError, match=r"unknown sampler `euler` of ddpm; allowed: dpm\+\+, ddim"):
+    with pytest.raises(ValueError, match=r"sampler: `euler` is unknown to ddpm; allowed: dpm\+\+, ddim"):
         run(Recorder(), "euler", 1)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         run(Recorder(), "ddim", 0)
