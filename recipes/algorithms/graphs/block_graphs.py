@@ -61,8 +61,8 @@ class Call:
 class BlockGraphs:
     """The graphs of a module for calls of one kind.
 
-    Autograd sees one operation on the inputs. Gradients of parameters are added here: if autograd did it, it would visit
-    each parameter in both passes, which takes longer on the host than all else.
+    Autograd sees one operation on the inputs. Gradients of parameters are added here: autograd would visit
+    each parameter in both passes, which takes the host longer than all else.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], call: Call, memory: GraphMemory) -> None:

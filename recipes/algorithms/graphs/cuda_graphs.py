@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from data.log import log
@@ -87,6 +89,7 @@ class CudaGraphs(Lever):
         if not has_graphs(run.device):
             log.info("cuda_graphs: not used, there is no GPU")
             return
+        check_shared(self.task, self.modules)
         self.memory = GraphMemory(memory_pool())
         self.forwards = [GraphedForward(module, self.memory) for module in self.modules]
         for module, forward in zip(self.modules, self.forwards, strict=True):
@@ -146,3 +149,22 @@ class CudaGraphs(Lever):
             forward.paused = paused
         if not paused:
             self.addresses = []
+
+
+def check_shared(task: nn.Module, captured: Sequence[nn.Module]) -> None:
+    """Find parameters whose gradients are not complete when the backward pass of a module is.
+
+    Raises:
+        ValueError: a captured module shares a trained parameter with another module.
+    """
+    inside = {id(module) for part in captured for module in part.modules()}
+    outside = [module for module in task.modules() if id(module) not in inside]
+    seen = {id(p) for module in outside for p in module.parameters(recurse=False)}
+    for part in captured:
+        parameters = [p for p in part.parameters() if p.requires_grad]
+        if any(id(p) in seen for p in parameters):
+            raise ValueError(
+                f"cuda_graphs: {type(part).__name__} shares a parameter with another module; capture both "
+                "together with whole: true, or remove the lever"
+            )
+        seen |= {id(p) for p in parameters}

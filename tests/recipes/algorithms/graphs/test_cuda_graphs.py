@@ -176,6 +176,22 @@ class Around(Net):
         return self.inner[2].one(self.inner[1](h, x)[0])
 
 
+class Tied(Net):
+    """Blocks that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner[2].one.weight = self.inner[0].one.weight
+
+
+class TiedOutside(Net):
+    """A block that shares a weight with a layer outside of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner[2].one.weight = self.last.weight
+
+
 class Reading(Net):
     """A block that makes what follows depend on its values."""
 
@@ -193,6 +209,8 @@ class Reading(Net):
         (Twice, "Block is called twice in a forward pass"),
         (Elsewhere, "Block cannot be captured: it trains a tensor that is neither one of its parameters nor"),
         (Around, "Block ran without being called through its forward, so nothing was captured; set whole: true"),
+        (Tied, "Block shares a parameter with another module; capture both together with whole: true"),
+        (TiedOutside, "Block shares a parameter with another module"),
         (Reading, "Block cannot be captured: operation not permitted when stream is capturing; remove the lever"),
     ],
 )
@@ -200,6 +218,16 @@ def test_what_cannot_be_captured(net, message):
     made = net()
     with pytest.raises((RuntimeError, ValueError), match=message):
         trained(made, CudaGraphs(made))
+
+
+@pytest.mark.parametrize("net", [Tied, TiedOutside])
+def test_what_blocks_share_is_captured_as_a_whole(net):
+    plain, made = net().double(), net().double()
+    losses, weights = trained(made, CudaGraphs(made, whole=True))
+    others, expected = trained(plain, None)
+    torch.testing.assert_close(losses, others, rtol=1e-12, atol=0)
+    for one, two in zip(weights, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
 
 
 def test_an_output_that_the_loss_needs_later():
