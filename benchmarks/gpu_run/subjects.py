@@ -68,7 +68,7 @@ SMALL_DECODER = (
     "training.global_batch=4",
     "algorithms.compile=null",  # it takes a CPU minutes
 )
-# Words of two changes that no run has both of: CUDA graphs need weights that keep their addresses, and are captured once.
+# Words of two changes that no run has both of: graphs need weights that keep their addresses, and are captured once.
 APART = (
     ("training.fsdp={", "mode: reduce-overhead"),
     ("training.fsdp={", "name: cuda_graphs"),
