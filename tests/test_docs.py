@@ -215,7 +215,7 @@ def test_extending_lists_every_object_that_builders_ask_for():
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
-    """A copy of the repository with all examples of docs/extending.md and docs/sd2.md, and the paths of the new files."""
+    """A copy of the repository with the examples of two pages in it, and the paths of the new files."""
     root = tmp_path_factory.mktemp("extended")
     for folder in ("callbacks", "data", "precompute", "recipes", "yamls"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
