@@ -19,6 +19,7 @@ from recipes.config.command_line import groups_of, signatures
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe
 from recipes.config.schema import Signature, read_section, subsections
+from recipes.evaluation.config import Evaluation
 
 INTRODUCTION = """\
 # Recipes
@@ -124,6 +125,7 @@ SCRIPTS = {
     EncodeConfig: "precompute/encode.py",
     VocabularyConfig: "precompute/vocabulary.py",
     PackConfig: "precompute/pack.py",
+    Evaluation: "recipes/evaluate.py",
 }
 
 
