@@ -17,7 +17,7 @@ from recipes.models.tensor_plan import TensorPlan
 
 
 class Language(TransformerTask):
-    """GPT-2 with one table of tokens for input and output, as Shoeybi et al. (2019) train it, on packed texts."""
+    """GPT-2 with tied input and output embeddings, as Shoeybi et al. (2019) train it, on packed texts."""
 
     eval_names = ("loss", "perplexity")
     eval_exponentials = {"perplexity": "loss"}
@@ -72,7 +72,7 @@ class Language(TransformerTask):
         return [block.branch for block in self.network.blocks]
 
     def tensor_plan(self) -> TensorPlan:
-        """Heads, the MLPs' inner width and the table of tokens are divided; positions and norms are not."""
+        """Heads, the MLPs' inner width and the token embedding are divided; positions and norms are not."""
         return tensor_plan(self.network)
 
     def forward_flops(self) -> float:
