@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
+from recipes.config.recipe import Recipe, load_config, to_yaml
 from tests.recipes.algorithms.graphs.emulated import emulate
+from tests.recipes.engines.recording import record
+from tests.recipes.engines.shipped import small
 from tests.recipes.training.fake_run import FakeRun
 
 
@@ -265,3 +268,22 @@ def test_hooks_of_complete_gradients_are_called(hooked):
         )
     trained(net, CudaGraphs(net) if hooked else None, passes=(1, 2))
     assert counts == {name: (3, True) for name, _ in net.named_parameters() if "unused" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "engine"), [("sd2_base", "composer"), ("dalle_12b", "lightning")])
+def test_a_recipe_trains_the_same(name, engine, latent_sets, token_sets, tmp_path):
+    """With all its levers: gradients of channels_last images, 16-bit norms, one gradient scale per block."""
+    found, sets = [], {"latent_sets": latent_sets, "token_sets": token_sets}
+    for number, graphs in enumerate(("null", "{name: cuda_graphs}")):
+        made = small(name, sets, tmp_path / str(number), sharded=False)
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(to_yaml(made))
+        changes = [f"algorithms.graphs={graphs}", "training={tensor_parallel: 1, microbatch: 4}", "callbacks={}"]
+        changes += ["training.duration=3ba", "algorithms={powersgd: null, activation_checkpointing: null}"]
+        seen = record(engine, load_config(path, changes, Recipe))
+        (lever,) = [lever for lever in seen.levers if isinstance(lever, CudaGraphs)] or [None]
+        assert (lever is not None and all(f.called for f in lever.forwards)) == bool(number)
+        found.append(seen)
+    # Products have 8 bits, and gradients of what several blocks read are added in another order.
+    torch.testing.assert_close(found[0].losses, found[1].losses, rtol=1e-3, atol=0)
