@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from recipes.algorithms.graphs.device_graph import DeviceGraph
 from recipes.algorithms.graphs.fixed_memory import GraphMemory, Inputs
 
+WARM_UPS = 3  # what a first pass changes, such as a count of a hook, may let a second one be compiled once more
+
 
 class Nested:
     """Tensors in nested tuples, lists and dicts, and what else is in these.
@@ -86,7 +88,7 @@ class BlockGraphs:
         fixed = zip(self.inputs.fixed, call.arguments.tensors, strict=True)
         self.leaves = [values.detach().requires_grad_(tensor.requires_grad) for values, tensor in fixed]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self._run_once(module)
+        self._warm_up(module)
         self.forward_graph = DeviceGraph(memory.pool)
         with call.autocast(), self.forward_graph.capture():
             self.recorded = self._forward()
@@ -141,16 +143,17 @@ class BlockGraphs:
         args, kwargs = self.call.arguments.with_tensors(self.leaves)
         return Nested(self.forward(*args, **kwargs))
 
-    def _run_once(self, module: nn.Module) -> None:
+    def _warm_up(self, module: nn.Module) -> None:
         """Run both passes uncaptured, without effect: kernels are chosen or compiled, and libraries set up, by this."""
+        trained = [t for t in (*self.leaves, *self.parameters) if t.requires_grad]
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         with torch.random.fork_rng([self.call.device] if self.call.device.type == "cuda" else []):
-            with self.call.autocast():
-                outputs = [output for output in self._forward().tensors if output.requires_grad]
-            trained = [t for t in (*self.leaves, *self.parameters) if t.requires_grad]
-            check_sources(outputs, trained)
-            with torch.autocast(self.call.device.type, enabled=False):
-                torch.autograd.grad(outputs, trained, [torch.zeros_like(o) for o in outputs], allow_unused=True)
+            for _ in range(WARM_UPS):
+                with self.call.autocast():
+                    outputs = [output for output in self._forward().tensors if output.requires_grad]
+                check_sources(outputs, trained)
+                with torch.autocast(self.call.device.type, enabled=False):
+                    torch.autograd.grad(outputs, trained, [torch.zeros_like(o) for o in outputs], allow_unused=True)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
