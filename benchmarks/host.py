@@ -59,7 +59,9 @@ from recipes.training.run import Run
 ON_ONE = ["training.fsdp=null", "algorithms.fused_group_norm.when=always"]
 AT_512 = [*ON_ONE, NO_AVERAGE]
 RECOMPUTED = "algorithms.activation_checkpointing={name: activation_checkpointing}"
-GRAPHS = ["training.microbatch=16", "algorithms.compile={name: compile, mode: reduce-overhead}"]
+COMPILED = ["training.microbatch=16", "algorithms.compile={name: compile, mode: reduce-overhead}"]
+GRAPHS = ["training.microbatch=16", "algorithms.graphs={name: cuda_graphs}"]
+LIGHTNING = "training.engine=lightning"
 BY_BLOCK = "algorithms.averages={name: block_all_reduce}"
 OF_MANY = "unet_256_of_128"
 WARM_UP, WINDOWS, STEPS = 5, 3, 3  # steps before the first window, windows, steps of a window
@@ -70,9 +72,10 @@ SETTINGS = {
     "sd2_base, microbatches of 128": ("unet_256", [*ON_ONE, "training.microbatch=128"]),
     "sd2_base, microbatches of 256": ("unet_256", [*ON_ONE, "training.microbatch=256"]),
     "sd2_base, 16 images": (OF_MANY, [*ON_ONE, "training.microbatch=16"]),
-    "sd2_base, 16 images, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", "training.engine=lightning"]),
+    "sd2_base, 16 images, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", LIGHTNING]),
+    "sd2_base, 16 images, CUDA graphs of torch.compile, Lightning": (OF_MANY, [*ON_ONE, *COMPILED, LIGHTNING]),
     "sd2_base, 16 images, CUDA graphs": (OF_MANY, [*ON_ONE, *GRAPHS]),
-    "sd2_base, 16 images, CUDA graphs, Lightning": (OF_MANY, [*ON_ONE, *GRAPHS, "training.engine=lightning"]),
+    "sd2_base, 16 images, CUDA graphs, Lightning": (OF_MANY, [*ON_ONE, *GRAPHS, LIGHTNING]),
     "sd2_base_512, microbatches of 32": ("unet_512", [*AT_512, "training.microbatch=32"]),
     "sd2_base_512, microbatches of 64": ("unet_512", [*AT_512, "training.microbatch=64"]),
     "dalle_1b, microbatches of 16": ("transformer", [NO_AVERAGE]),
@@ -82,10 +85,10 @@ SETTINGS = {
 AVERAGING = {
     "DDP": (OF_MANY, [*ON_ONE, "training.microbatch=16"]),
     "by block": (OF_MANY, [*ON_ONE, "training.microbatch=16", BY_BLOCK]),
-    "DDP, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", "training.engine=lightning"]),
-    "CUDA graphs, DDP": (OF_MANY, [*ON_ONE, *GRAPHS]),
+    "DDP, Lightning": (OF_MANY, [*ON_ONE, "training.microbatch=16", LIGHTNING]),
+    "CUDA graphs of torch.compile, DDP, Lightning": (OF_MANY, [*ON_ONE, *COMPILED, LIGHTNING]),
     "CUDA graphs, by block": (OF_MANY, [*ON_ONE, *GRAPHS, BY_BLOCK]),
-    "CUDA graphs, by block, Lightning": (OF_MANY, [*ON_ONE, *GRAPHS, BY_BLOCK, "training.engine=lightning"]),
+    "CUDA graphs, by block, Lightning": (OF_MANY, [*ON_ONE, *GRAPHS, BY_BLOCK, LIGHTNING]),
 }
 
 

@@ -136,15 +136,14 @@ def additions(folder: Path, resolution: int, repeat: float, gpu: bool) -> list[A
         Addition("cuDNN benchmark", ["algorithms.cudnn_benchmark={name: cudnn_benchmark}"], no_gpu),
         Addition("fused AdamW", ["optimizer.fused=true"]),
         Addition("torch.compile", ["algorithms.compile={name: compile}"], why_no_compiler(gpu) or ""),
-        Addition("CUDA graphs", ["algorithms.compile={name: compile, mode: reduce-overhead}"], no_gpu),
         Addition("averages by block", ["algorithms.averages={name: block_all_reduce}"], one_rank),
+        Addition("CUDA graphs", ["algorithms.graphs={name: cuda_graphs}"], no_gpu),
         Addition(
             "FSDP SHARD_GRAD_OP",
             [
                 "algorithms.averages=null",
+                "algorithms.graphs=null",
                 "training.fsdp={strategy: SHARD_GRAD_OP}",
-                # CUDA graphs need parameters at fixed addresses.
-                *(["algorithms.compile.mode=default"] if gpu else []),
             ],
             one_rank,
         ),

@@ -71,10 +71,10 @@ class Fid(PeriodicCallback):
     ) -> None:
         """
         Args:
-            reference: pictures with captions.
+            reference: images with captions.
             every: interval; null: only the end of the run, when figures are always logged.
-            images: number of images, one per caption, drawn from the reference's without replacement.
-            reference_images: number of pictures of the reference, drawn without replacement; null: all.
+            images: number of images, one per caption. The captions are drawn from the reference without replacement.
+            reference_images: number of images of the reference, drawn without replacement; null: all.
             metrics: figures to log.
             extractor: network whose features are compared: InceptionV3, as published figures, or the image tower of a
                 contrastive model.

@@ -11,7 +11,7 @@ from recipes.training.run import Run
 
 
 class Progress(Callback):
-    """Prints the share done, batches, loss, samples/s and the time left, also if there is no terminal."""
+    """Prints progress in percent, the batch, the loss, samples/s and the time left, with or without a terminal."""
 
     def __init__(self, run_name: str, output: str, *, seconds: float = 10.0) -> None:
         """

@@ -146,7 +146,7 @@ def remote_set(
         proportion: share of the samples that come from this set.
         repeat: how often the set is read per epoch; may be below 1.
         keep_zip: keep compressed shards beside the decompressed ones.
-        validate_hash: hash that shards are checked with, such as sha1, if they were written with it.
+        validate_hash: hash that shards are checked with, such as xxh3_64, if they were written with it; null: no check.
         download_retry: number of further attempts after a failed download, with pauses of 1, 2, 4, ... s.
         download_timeout: maximum time to wait for a shard, in seconds.
 

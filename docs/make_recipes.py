@@ -19,6 +19,7 @@ from recipes.config.command_line import groups_of, signatures
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe
 from recipes.config.schema import Signature, read_section, subsections
+from recipes.evaluation.config import Evaluation
 
 INTRODUCTION = """\
 # Recipes
@@ -73,7 +74,17 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
   ```
 
 - `base: other.yaml`, a path relative to this YAML file, inherits the keys of that file, which this one may override.
-  Lists are replaced as a whole.
+  Lists are replaced as a whole. So a recipe of your own can be short:
+
+  ```yaml
+  base: sd2_base.yaml
+  run_name: mine
+  training: {global_batch: 256, duration: 10000ba}
+  schedule: {warmup: 500ba}
+  algorithms:
+    scheduled_ema: {name: scheduled_ema, decay: 0.999, last: 2000ba}
+  ```
+
 - `${training.duration}` inserts the value of another key. A text that contains `${` itself is written `\\${`.
 - A *duration* is a number and a unit: `500ba` batches, `2ep` epochs, `1000sp` samples, `0.25dur` a fraction of the run.
 - An *existing path* is checked before the run starts. Relative paths start in the folder in which the command is run. A
@@ -124,6 +135,7 @@ SCRIPTS = {
     EncodeConfig: "precompute/encode.py",
     VocabularyConfig: "precompute/vocabulary.py",
     PackConfig: "precompute/pack.py",
+    Evaluation: "recipes/evaluate.py",
 }
 
 

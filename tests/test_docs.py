@@ -36,6 +36,7 @@ PAGES = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / 
 YAMLS = sorted((ROOT / "yamls").glob("*.yaml"))
 # Other programs that the docs may name; only the name is checked.
 OTHERS = {"git", "cd", "docker", "tensorboard", "ls", "nvidia-smi", "pytest", "aws", "curl", "export", "hadolint"}
+OTHERS |= {"hf", "source", "wandb"}
 
 
 def blocks(text, languages):
@@ -214,13 +215,14 @@ def test_extending_lists_every_object_that_builders_ask_for():
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
-    """A copy of the repository with every example of docs/extending.md in it, and the paths of the new files."""
+    """A copy of the repository with the examples of two pages in it, and the paths of the new files."""
     root = tmp_path_factory.mktemp("extended")
     for folder in ("callbacks", "data", "precompute", "recipes", "yamls"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     table, files = root / "recipes" / "config" / "components.py", []
-    for body in blocks((ROOT / "docs" / "extending.md").read_text(), ("python", "yaml")):
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("extending.md", "sd2.md"))
+    for body in blocks(text, ("python", "yaml")):
         if group := TABLE_LINE.match(body):
             text = table.read_text()
             assert f'    "{group[1]}": {{\n' in text, f"the table has no group {group[1]}"
@@ -228,7 +230,7 @@ def extended(tmp_path_factory):
             table.write_text(text.replace(f'    "{group[1]}": {{\n', f'    "{group[1]}": {{\n{lines}'))
         elif file := FILE_LINE.match(body):
             path = root / file[1]
-            assert not path.exists(), f"docs/extending.md: {file[1]} is there already"
+            assert not path.exists(), f"docs: {file[1]} is there already"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(body[file.end() :])
             files.append(path)

@@ -53,8 +53,9 @@ DATA = {
 }
 COMPILED = {
     "compiled": ("algorithms.compile={name: compile}",),
-    "CUDA graphs": ("algorithms.compile={name: compile, mode: reduce-overhead}",),
+    "compiled, its CUDA graphs": ("algorithms.compile={name: compile, mode: reduce-overhead}",),
 }
+GRAPHS = ("algorithms.graphs={name: cuda_graphs}",)
 LIGHTNING = ("training.engine=lightning",)
 RECOMPUTED = {"recomputed": ("algorithms.activation_checkpointing={name: activation_checkpointing}",)}
 SMALL_UNET = (
@@ -67,8 +68,12 @@ SMALL_DECODER = (
     "training.global_batch=4",
     "algorithms.compile=null",  # it takes a CPU minutes
 )
-# Words of two changes that no run has both of: CUDA graphs need weights that keep their addresses (`compile`).
-APART = (("training.fsdp={", "mode: reduce-overhead"),)
+# Words of two changes that no run has both of: graphs need weights that keep their addresses, and are captured once.
+APART = (
+    ("training.fsdp={", "mode: reduce-overhead"),
+    ("training.fsdp={", "name: cuda_graphs"),
+    ("mode: reduce-overhead", "name: cuda_graphs"),
+)
 # Averages that begin at the end of a run, or that fewer batches are measured than they are apart.
 NO_AVERAGE = "algorithms.scheduled_ema=null"
 UNET = ("training.fsdp=null", "training.microbatch=128")
@@ -85,6 +90,7 @@ SUBJECTS = {
             "microbatches of 256": ("training.microbatch=256",),
             "attention without cuDNN": ("algorithms.attention={name: attention, implementation: flash}",),
             **COMPILED,
+            "CUDA graphs": GRAPHS,
         },
         SMALL_UNET,
     ),
@@ -96,8 +102,10 @@ SUBJECTS = {
         ("training.fsdp=null", "training.microbatch=16"),
         {
             "Lightning": LIGHTNING,
-            "CUDA graphs": COMPILED["CUDA graphs"],
-            "CUDA graphs, Lightning": (*COMPILED["CUDA graphs"], *LIGHTNING),
+            **COMPILED,
+            "CUDA graphs": GRAPHS,
+            "CUDA graphs, Lightning": (*GRAPHS, *LIGHTNING),
+            "CUDA graphs, compiled": (*GRAPHS, *COMPILED["compiled"]),
         },
         SMALL_UNET,
     ),

@@ -25,9 +25,11 @@
 static long launches, waits, captured; /* captured: kernels of the graph that is being recorded */
 static int counted = 1;
 static void *capturing; /* the stream that records a graph; at most one does */
+static long strays; /* kernels launched meanwhile on other streams, which no graph has */
 static unsigned long long capture; /* how many were recorded, which is the id of the last */
 
 long stub_launches(void) { return launches; }
+long stub_strays(void) { return strays; }
 long stub_waits(void) { return waits; } /* times that the host would have waited for all that it has launched */
 void stub_count(int on) { counted = on; }
 
@@ -36,7 +38,13 @@ static int launch(void) {
   return 0;
 }
 
+static int launch_on(void *stream) {
+  if (capturing && stream != capturing) __atomic_add_fetch(&strays, 1, __ATOMIC_RELAXED);
+  return launch();
+}
+
 static int wait_for_device(void) {
+  if (capturing) return 900; /* not permitted */
   __atomic_add_fetch(&waits, counted, __ATOMIC_RELAXED);
   return 0;
 }
@@ -104,8 +112,14 @@ static int copy(void *to, const void *from, size_t size) {
   return 0;
 }
 
-int cudaMemcpy(void *to, const void *from, size_t size, int kind) { wait_for_device(); return copy(to, from, size); }
-int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) { return copy(to, from, size); }
+int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
+  return wait_for_device() ? 900 : copy(to, from, size);
+}
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
+  /* The host's values of this moment would be part of a graph, or a graph's of a later one be read now. */
+  if (capturing && stream == capturing && on_device(to) != on_device(from)) return 900;
+  return copy(to, from, size);
+}
 
 int cudaMemsetAsync(void *address, int value, size_t size, void *stream) {
   if (size <= COPIED) memset(address, value, size);
@@ -173,8 +187,12 @@ int cudaDeviceCanAccessPeer(int *can, int one, int other) { *can = 0; return 0; 
 
 /* --- kernels, streams and events ---------------------------------------------------------------------------------- */
 
-int cudaLaunchKernel(const void *kernel) { return launch(); }
-int __cudaLaunchKernel(const void *kernel) { return launch(); } /* CUDA 13 */
+int cudaLaunchKernel(const void *kernel, struct dim3 grid, struct dim3 block, void **arguments, size_t s, void *stream) {
+  return launch_on(stream);
+}
+int __cudaLaunchKernel(const void *k, struct dim3 grid, struct dim3 block, void **arguments, size_t s, void *stream) {
+  return launch_on(stream); /* CUDA 13 */
+}
 int __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; return 0; }
 int cudaLaunchKernelExC(const void *config, const void *kernel, void **arguments) { return launch(); }
 
@@ -300,7 +318,10 @@ int cuFuncSetCacheConfig(void *function, int config) { return 0; }
 int cuOccupancyMaxActiveClusters(int *number, void *function, void *config) { *number = 66; return 0; }
 int cuPointerGetAttribute(void *value, int attribute, void *address) { *(void **)value = address; return 0; }
 int cuTensorMapEncodeTiled(void *map) { memset(map, 0, 128); return 0; }
-int cuLaunchKernel(void) { return launch(); }
+int cuLaunchKernel(void *k, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c, unsigned shared,
+                   void *stream) {
+  return launch_on(stream);
+}
 int cuLaunchKernelEx(void) { return launch(); }
 
 int cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned version, unsigned long long f, int *q) {

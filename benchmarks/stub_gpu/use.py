@@ -20,7 +20,8 @@ class Counts:
 
     def __init__(self) -> None:
         self._stub = ctypes.CDLL(None)  # it is loaded before everything else
-        self._stub.stub_launches.restype = self._stub.stub_waits.restype = ctypes.c_long
+        for function in (self._stub.stub_launches, self._stub.stub_waits, self._stub.stub_strays):
+            function.restype = ctypes.c_long
 
     @property
     def launches(self) -> int:
@@ -31,6 +32,11 @@ class Counts:
     def waits(self) -> int:
         """Times that the host waited for all that it had launched."""
         return self._stub.stub_waits()
+
+    @property
+    def strays(self) -> int:
+        """Kernels launched on other streams while a stream was captured, so that they are not in its graph."""
+        return self._stub.stub_strays()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ def adamw(
     """PyTorch's AdamW (Loshchilov and Hutter 2019).
 
     Args:
-        lr: learning rate that the schedule multiplies.
+        lr: peak learning rate; the schedule multiplies it by a factor from 0 to 1.
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
@@ -84,7 +84,7 @@ def adam16(
     Gains, biases, embeddings and unembeddings keep 32-bit moments. The blocks are those of `Task.blocks`.
 
     Args:
-        lr: learning rate that the schedule multiplies.
+        lr: peak learning rate; the schedule multiplies it by a factor from 0 to 1.
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.

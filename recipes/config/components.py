@@ -67,6 +67,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "block_all_reduce": "recipes.algorithms.gradients.block_all_reduce:BlockAllReduce",
         "channels_last": "recipes.algorithms.modules.channels_last:ChannelsLast",
         "compile": "recipes.algorithms.modules.compile:Compile",
+        "cuda_graphs": "recipes.algorithms.graphs.cuda_graphs:CudaGraphs",
         "cudnn_benchmark": "recipes.algorithms.modules.cudnn_benchmark:CudnnBenchmark",
         "fp8": "recipes.algorithms.modules.fp8:Fp8",
         "fused_geglu": "recipes.algorithms.modules.fused_geglu:FusedGates",

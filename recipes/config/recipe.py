@@ -193,8 +193,8 @@ class Checkpoints:
     load_path: InputPath | None = None
     """Checkpoint to resume from, a file or a remote address. Weights, the optimizer's state and step are restored."""
     load_weights: InputPath | None = None
-    """Folder to load only the weights from: an export, or diffusers' (safetensors). Step, optimizer and schedule start
-    at the beginning."""
+    """Folder from which only the weights are loaded: an export of a run, or a folder of diffusers with safetensors.
+    Step, optimizer and schedule start at the beginning."""
     autoresume: bool = True
     """Whether a run whose output folder has checkpoints resumes from the newest one. A recipe that has changed since is
     refused, except for a longer duration and for `allow_changes`."""

@@ -18,6 +18,7 @@ from data.reading import EncodedDataset, keys_of
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce
 from recipes.algorithms.gradients.clipping import ClipByNorm
+from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD
@@ -254,6 +255,11 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     all_reduce = the_one(levers, BlockAllReduce)
     if all_reduce is not None and (divided or averaging is not None):
         all_reduce.check_divided()
+    graphs = the_one(levers, CudaGraphs)
+    if graphs is not None:
+        if divided:
+            graphs.check_divided()
+        graphs.check_levers(compiled, averaged=all_reduce is not None, replicas=place.devices(recipe.training).replicas)
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
     if recipe.training.tensor_parallel > 1:
@@ -262,7 +268,7 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
         levers.append(new_sharding(recipe, place, context["task"], levers))
     if recipe.training.microbatch == "auto" and place.use_gpu:
         average = the_one(levers, ScheduledEMA)
-        to_compile = [] if compiled is None else [compiled]
+        to_compile = [lever for lever in (compiled, graphs) if lever is not None]
         levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=to_compile))
     return levers
 

@@ -23,22 +23,22 @@ class Extractor:
 
 @dataclass(kw_only=True)
 class Reference:
-    """The pictures that generated ones are compared with, and where captions come from."""
+    """The images that generated ones are compared with, and the source of the captions."""
 
     source: Annotated[Any, "source"]
-    """Pictures with captions."""
+    """Images with captions."""
     images: int | None = None
-    """Number of pictures, drawn without replacement; null: all."""
+    """Number of images, drawn without replacement; null: all."""
 
 
 @dataclass(kw_only=True)
 class Rerank:
-    """Figures against the size of the pool from which a contrastive model takes the best image (DALL-E, figure 9c)."""
+    """Metrics by the number of candidates from which a contrastive model takes the best image (DALL-E, figure 9c)."""
 
     by: str
     """The contrastive model: an open_clip folder, or MODEL/TAG."""
     pools: list[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    """Sizes of the pool."""
+    """Numbers of candidates per caption."""
 
     def __post_init__(self) -> None:
         self.pools = list(self.pools)
@@ -49,15 +49,16 @@ class Evaluation:
     """An evaluation of an export."""
 
     out: str
-    """Folder of the report, of finished work (an interrupted evaluation goes on) and of the reference's features."""
+    """Folder of the report, of finished work, from which an interrupted evaluation continues, and of the reference's
+    features."""
     reference: Reference
-    """The pictures that generated ones are compared with, and where captions come from."""
+    """The images that generated ones are compared with, and the source of the captions."""
     images: int | None = None
     """Number of generated images, one per caption; null: one per caption of the reference."""
     seed: int = 0
-    """Image i is drawn by seed + i; it also draws the captions and the reference's pictures."""
+    """Image i is drawn from seed + i. The seed also determines which captions and reference images are drawn."""
     metrics: list[Literal["fid", "kid", "inception_score", "precision_recall", "clip_score"]] = ("fid", "kid")
-    """Figures to compute."""
+    """Metrics to compute."""
     extractor: Extractor = field(default_factory=Extractor)
     """The network whose features the metrics compare."""
     clip: str | None = None
@@ -65,22 +66,22 @@ class Evaluation:
     sampling: dict[str, Any] = field(default_factory=dict)
     """Options of the model's family as `recipes/generate.py` has them: guidance, steps, sampler, temperature, ..."""
     sweeps: dict[str, list[Any]] = field(default_factory=dict)
-    """Options of sampling, each with values that are tried one after another, such as guidance: [1, 2, 4, 8]."""
+    """Options of sampling, each with a list of values to compare, such as guidance: [1, 2, 4, 8]."""
     rerank: Rerank | None = None
-    """Figures against the size of a pool of candidates; null: none."""
+    """Metrics by the number of candidates per caption; null: none."""
     blur: list[int] = (0,)
-    """Radii in pixels of the blur of both sides (DALL-E, figures 9a and 9b); 0: none."""
+    """Radii in pixels of a Gaussian blur of generated and reference images (DALL-E, figures 9a and 9b); 0: no blur."""
     kid_subsets: int = 100
-    """Number of KID's subsets."""
+    """Number of random subsets over which KID is averaged."""
     kid_subset_size: int = 1000
-    """Pictures per subset of KID, at most as many as there are. If it is above half of them, the subsets have much in
-    common, and `kid_std` is too small; if it is all of them, 0."""
+    """Images per subset of KID, at most as many as there are. If it is more than half of all images, the subsets
+    overlap and `kid_std` is too small; if it is all of them, `kid_std` is 0."""
     neighbours: int = 3
-    """Neighbours that span a sphere of precision and recall."""
+    """k of precision and recall: the distance to the k-th nearest neighbour is the radius of a sphere."""
     splits: int = 10
-    """Parts over which the Inception Score is averaged."""
+    """Number of parts into which the images are divided for the Inception Score."""
     weights: Literal["ema", "raw"] | None = None
-    """Averaged weights, or those of the last batch; null: averaged if there are any."""
+    """ema: averaged weights; raw: those of the last batch; null: averaged weights if there are any."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: a GPU if there is one."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

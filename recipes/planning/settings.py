@@ -203,15 +203,19 @@ def runs_of(
 
 def has_graphs(algorithms: Mapping[str, Component]) -> bool:
     """Whether CUDA graphs launch the blocks."""
-    return any(lever.args.get("mode") in GRAPH_MODES for lever in algorithms.values() if lever.name == "compile")
+    levers = algorithms.values()
+    return any(
+        lever.name == "cuda_graphs" or (lever.name == "compile" and lever.args.get("mode") in GRAPH_MODES)
+        for lever in levers
+    )
 
 
 def _for_parts(algorithms: Mapping[str, Component]) -> dict[str, Component]:
-    """Algorithms as a run takes them where the model is divided: `compile` in another mode, without those that average
-    whole copies."""
+    """Algorithms as a run takes them where the model is divided: `compile` in another mode, without those for whole
+    copies alone."""
     changed = {}
     for label, lever in algorithms.items():
-        if lever.name == "block_all_reduce":
+        if lever.name in ("block_all_reduce", "cuda_graphs"):
             continue
         mode = GRAPH_MODES.get(lever.args.get("mode")) if lever.name == "compile" else None
         changed[label] = lever if mode is None else dataclasses.replace(lever, args={**lever.args, "mode": mode})

@@ -62,7 +62,7 @@ ARROWS = {
         "recipes/exporting",
     ),
     "cluster": ("data", "recipes/config", "recipes/training", "recipes/planning", "precompute"),
-    "docs": (*SHARED, "precompute"),
+    "docs": (*SHARED, "precompute", "recipes/evaluation"),
 }
 KNOWS_COMPOSER = ("recipes/engines/composer",)
 # What is read before a config is known to be right: everything else on import would cost seconds.

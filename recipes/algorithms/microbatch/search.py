@@ -10,6 +10,7 @@ from torch import nn
 
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading
 from recipes.algorithms.modules.compile import Compile
 from recipes.training.lever import Lever
@@ -116,7 +117,7 @@ class MicrobatchSearch(Lever):
         batch: int,
         meter: DeviceMemory | None = None,
         average: ScheduledEMA | None = None,
-        compiled: Sequence[Compile] = (),
+        compiled: Sequence[Compile | CudaGraphs] = (),
     ) -> None:
         """
         Args:
@@ -124,7 +125,7 @@ class MicrobatchSearch(Lever):
             batch: samples per device and batch.
             meter: measures memory; None: `DeviceMemory`.
             average: memory is left free for it until it begins; None: the run has none.
-            compiled: levers that compile only when the size is found.
+            compiled: levers that compile or capture only when the size is found.
 
         Raises:
             ValueError: the task's loss compares the samples of a microbatch, so their number changes what is learned.

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._triton import has_triton
 
 from data.log import log
+from recipes.algorithms.graphs.kept_gradients import KeptGradients
 from recipes.algorithms.modules.channels_last import uses_channels_last
 from recipes.algorithms.sharding.shard import Unit
 from recipes.training.lever import Lever
@@ -156,8 +157,6 @@ class Compile(Lever):
         self.backend = backend
         self.graphs = mode in GRAPH_MODES
         self.forwards: list[CompiledForward] = []
-        self.parameters: list[nn.Parameter] = []
-        self.gradients: dict[int, Tensor] = {}
         self.to_check = True
 
     def check_machine(self, run: Run) -> None:
@@ -207,8 +206,7 @@ class Compile(Lever):
         options = inductor_options(self.mode, uses_channels_last(self.task)) if inductor else {}
         options |= {"backend": self.backend, "dynamic": False, "fullgraph": self.fullgraph}
         self.forwards = compile_forwards(parts, options)
-        # Each once, and now: looking for them in all modules takes a millisecond per step for a large model.
-        self.parameters = list(nn.ModuleList(parts).parameters())
+        self.gradients = KeptGradients(nn.ModuleList(parts).parameters())
         if not self.whole:
             # Under DDP, Dynamo would divide blocks at the ends of buckets of 25 MB, so that buckets are averaged during
             # the backward pass. They are with one graph per block, too, and small graphs cost more than they gain.
@@ -219,7 +217,7 @@ class Compile(Lever):
 
     def before_forward(self, run: Run) -> None:
         if self.graphs and run.on_gpu:
-            self._keep_gradients()
+            self.gradients.before_forward()
             torch.compiler.cudagraph_mark_step_begin()
 
     def before_step(self, run: Run) -> None:
@@ -239,24 +237,6 @@ class Compile(Lever):
                 f"compile: {', '.join(dict.fromkeys(idle))} ran without being called through its forward, so nothing "
                 f"was compiled; set whole: {'false' if self.whole else 'true'}"
             )
-
-    def _keep_gradients(self) -> None:
-        """Copy the gradients of the microbatch before, if there is one in this batch, out of the memory of graphs.
-
-        Later microbatches are added to these copies. A batch of one microbatch needs none: autograd makes its gradients
-        those of the parameters as they are, which saves a kernel per parameter.
-        """
-        with_gradient = (p for p in self.parameters if p.grad is not None)
-        new = {id(p): p for p in with_gradient if p.grad is not self.gradients.get(id(p))}
-        if not new:
-            return
-        for key, parameter in new.items():
-            if key not in self.gradients:
-                self.gradients[key] = torch.empty_like(parameter)
-        kept = [self.gradients[key] for key in new]
-        torch._foreach_copy_(kept, [parameter.grad for parameter in new.values()])
-        for parameter, gradient in zip(new.values(), kept, strict=True):
-            parameter.grad = gradient
 
     # --- for the search of a microbatch --------------------------------------------------------
 

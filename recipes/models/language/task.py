@@ -16,7 +16,7 @@ from recipes.models.network_folder import TransformerTask, load_network
 
 
 class Language(TransformerTask):
-    """GPT-2 with one table of tokens for input and output, as Shoeybi et al. (2019) train it, on packed texts."""
+    """GPT-2 with tied input and output embeddings, as Shoeybi et al. (2019) train it, on packed texts."""
 
     eval_names = ("loss", "perplexity")
     eval_exponentials = {"perplexity": "loss"}

@@ -59,7 +59,7 @@ class TextTransformer(nn.Module):
             width: width of the residual stream, d.
             heads: number of attention heads, H.
             positions: number of positions, S.
-            vocabulary: number of rows of the table of tokens, V.
+            vocabulary: number of rows of the token embedding, V.
             dropout: share of the embeddings, of the attention weights and of each branch's outputs that are dropped.
 
         Raises:

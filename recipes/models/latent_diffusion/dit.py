@@ -61,7 +61,8 @@ class DiT(Denoiser):
             latent_channels: channels of the latents.
             patch_size: side of a patch in latents.
             text_layers: transformer blocks over the text, trained with the network.
-            cross_attention: whether blocks attend to the text. Without it they are modulated only, which is cheaper.
+            cross_attention: whether blocks attend to the text. Without it the text only modulates them, which is
+                cheaper.
             mlp_ratio: width of the hidden layer of every MLP, relative to `width`.
 
         Raises:

@@ -34,7 +34,8 @@ class Watch(Recorder):
             self.formats.add(str(output.dtype))
 
 
-def main():
+def main(strays=lambda: 0):
+    """`strays` gives the number of kernels that were launched beside a graph that was being captured."""
     folder = Path(sys.argv[1])
     seen = {}
     for name, (engine, path) in json.loads((folder / "recipes.json").read_text()).items():
@@ -51,6 +52,8 @@ def main():
                 "formats": sorted(watch.formats),
                 "validated": [(batch, figures) for batch, _, figures in watch.evals],
                 "flops": throughput.flops,
+                "captured": sum(f.called for lever in watch.levers for f in getattr(lever, "forwards", ())),
+                "strays": strays(),
             }
         (folder / f"seen.{rank()}.json").write_text(json.dumps(seen))
         if world_size() > 1:

@@ -11,6 +11,8 @@ from tests.stub_gpu import needs_stub_gpu
 
 pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
 ENGINES = ("composer", "lightning")
+# With CUDA graphs too: PyTorch's own kernels and compiled blocks, scaled ones, and networks without blocks.
+GRAPHED = {"sd2_base": "blocks", "dalle_1b": "blocks", "dalle_12b": "blocks", "openmoji_text": "whole"}
 AVERAGED = ("dalle_12b", "dalle_2b")  # in host memory; FSDP2 under one engine each
 
 
@@ -34,6 +36,16 @@ def seen(request, stub_gpu, tmp_path_factory):
             path.write_text(to_yaml(recipe))
             path.write_text(to_yaml(load_config(path, changes, Recipe)))
             plan[f"{name} {kind}"] = (ENGINES[(number + turn) % 2], str(path))
+    for name, captured in GRAPHED.items():
+        engine, _ = plan[f"{name} fsdp"]  # the other one trains it without graphs
+        whole = Path(plan[f"{name} whole"][1])
+        changes = [f"output={folder}/graphs/{name}"]
+        changes.append(f"algorithms.graphs={{name: cuda_graphs, whole: {str(captured == 'whole').lower()}}}")
+        if "activation_checkpointing" in load_config(whole, [], Recipe).algorithms:  # which reads random states
+            changes.append("algorithms.activation_checkpointing=null")
+        path = folder / f"{name}_graphs.yaml"
+        path.write_text(to_yaml(load_config(whole, changes, Recipe)))
+        plan[f"{name} graphs"] = (engine, str(path))
     for name in AVERAGED:
         engine, path = plan[f"{name} fsdp"]
         longer = [f"training.duration={BATCHES + 1}ba", "checkpoints.allow_changes=[training, algorithms]"]
@@ -62,6 +74,16 @@ def test_it_runs_to_its_end(seen, name, kind):
         pytest.fail(report["error"], pytrace=False)
     assert len(report["losses"]) == BATCHES
     assert report["validated"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRAPHED)
+def test_it_runs_with_graphs(seen, name):
+    report = seen[name, "graphs"]
+    if "error" in report:
+        pytest.fail(report["error"], pytrace=False)
+    assert len(report["losses"]) == BATCHES
+    assert report["captured"] > 0 and report["strays"] == 0
 
 
 @pytest.mark.slow

@@ -2,14 +2,18 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce, groups_of
+from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.engines.data_parallel import data_parallel
 from recipes.models.task import Task
 from recipes.training.levers import Levers
+from tests.recipes.algorithms.graphs.emulated import emulate
+from tests.recipes.algorithms.graphs.test_cuda_graphs import Net
 from tests.recipes.training.fake_run import FakeRun
 
 PASSES = 3
@@ -117,4 +121,30 @@ def messages(folder):
     assert events == ["first"] * (PASSES - 1) + [wide, second, "first", first, rest]
 
 
-CHECKS = {"block_all_reduce: means": means, "block_all_reduce: messages": messages}
+def graphs(folder):
+    """With CUDA graphs, here emulated, which complete the gradients of a block at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        plain, net = Net().double(), Net().double()
+        run = FakeRun(net)
+        levers = Levers([BlockAllReduce(net), CudaGraphs(net)])
+        levers.at("begin", run)
+        for _ in range(2):
+            for model in (plain, net):
+                model.zero_grad(set_to_none=True)
+                run.passes, run.pass_number = PASSES, -1
+                for number in range(PASSES):
+                    torch.manual_seed(10 * number + dist.get_rank())
+                    run.pass_number += 1
+                    for moment in ("before_forward", "before_backward") if model is net else ():
+                        levers.at(moment, run)
+                    model(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
+                    if model is net:
+                        levers.at("after_backward", run)
+            for one, two in zip(plain.parameters(), net.parameters(), strict=True):
+                expected = torch.zeros_like(one) if one.grad is None else one.grad / 2
+                dist.all_reduce(expected)
+                torch.testing.assert_close(two.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+CHECKS = {"block_all_reduce: means": means, "block_all_reduce: messages": messages, "block_all_reduce: graphs": graphs}

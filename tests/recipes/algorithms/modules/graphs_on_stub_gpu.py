@@ -6,9 +6,10 @@ import torch
 import torch._inductor.config
 
 from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
+from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.algorithms.modules.compile import Compile
 from recipes.training.lever import Lever
-from tests.recipes.algorithms.modules.test_compile import train
+from tests.recipes.algorithms.modules.test_compile import Deep, train
 
 
 class Launches(Lever):
@@ -28,12 +29,15 @@ def main():
     torch._inductor.config.triton.autotune_pointwise = False  # several versions of a kernel would be timed
     compute_decisions_on_host()
     for microbatch in (8, 2):  # of 8 samples
-        for levers in ([], [Compile(None, mode="reduce-overhead")]):
+        for name in ("none", "compile", "cuda_graphs", "both"):
             torch._dynamo.reset()
-            launches = Launches()
-            train(launches, *levers, device="gpu", microbatch=microbatch, precision="fp32")
-            kept = sum(len(lever.gradients) for lever in levers)
-            print("row:", json.dumps([microbatch, len(levers), launches.of_batches[-1], kept]))
+            launches, task = Launches(), Deep()
+            levers = [Compile(task, mode="reduce-overhead")] if name == "compile" else []
+            levers += [Compile(task)] if name == "both" else []
+            levers += [CudaGraphs(task)] if name in ("cuda_graphs", "both") else []
+            train(launches, *levers, task=task, device="gpu", microbatch=microbatch, precision="fp32")
+            kept = len(levers[-1].gradients.copies) if levers else 0
+            print("row:", json.dumps([microbatch, name, launches.of_batches[-1], kept, launches.counts.strays]))
 
 
 if __name__ == "__main__":

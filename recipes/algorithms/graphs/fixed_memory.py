@@ -1,0 +1,77 @@
+"""The memory that CUDA graphs read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GraphMemory:
+    """Memory of the graphs of a model, and which tensors of the present microbatch are in it.
+
+    Graphs read their inputs from fixed memory. What another graph has written, or copied to its own inputs, is read
+    there: nothing is copied from one graph to the next, and an input of several graphs, such as the text in a denoiser,
+    is copied once.
+
+    Attributes:
+        pool: of `recipes.algorithms.graphs.device_graph.memory_pool`.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        # id -> the tensor, which is kept so that nothing else gets its id; its version; its values in fixed memory
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def forget(self) -> None:
+        """A microbatch begins or has ended."""
+        self._known.clear()
+
+    def add(self, tensor: Tensor, fixed: Tensor) -> None:
+        """`fixed` holds the values of `tensor` until the end of this microbatch."""
+        self._known[id(tensor)] = tensor, tensor._version, fixed
+
+    def find(self, tensor: Tensor) -> Tensor | None:
+        """Fixed memory with the values of a tensor; None if there is none, or the tensor was changed in place."""
+        _, version, fixed = self._known.get(id(tensor), (None, None, None))
+        return fixed if version == tensor._version else None
+
+
+class Inputs:
+    """The fixed memory of the inputs of one graph.
+
+    Attributes:
+        fixed: one tensor per input. At first they hold the values of the tensors from which this was made.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], memory: GraphMemory) -> None:
+        self.memory = memory
+        self.fixed: list[Tensor] = []
+        self.own: list[bool] = []  # whether nothing else writes there
+        for tensor in tensors:
+            fixed = memory.find(tensor)
+            self.own.append(fixed is None)
+            if fixed is None:
+                fixed = tensor.detach().clone()
+                memory.add(tensor, fixed)
+            self.fixed.append(fixed)
+
+    @torch.no_grad()
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy what is not there yet.
+
+        Raises:
+            RuntimeError: a tensor does not come from the graph that wrote it when this was made.
+        """
+        copied = []
+        for tensor, fixed, own in zip(tensors, self.fixed, self.own, strict=True):
+            if self.memory.find(tensor) is fixed:
+                continue
+            if not own:
+                raise RuntimeError("cuda_graphs: the blocks of the model are not called as before; remove the lever")
+            copied.append((fixed, tensor))
+            self.memory.add(tensor, fixed)
+        if copied:
+            torch._foreach_copy_([fixed for fixed, _ in copied], [tensor for _, tensor in copied])

@@ -1,0 +1,289 @@
+"""Training with CUDA graphs is training without, here with graphs that a CPU emulates."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
+from recipes.config.recipe import Recipe, load_config, to_yaml
+from tests.recipes.algorithms.graphs.emulated import emulate
+from tests.recipes.engines.recording import record
+from tests.recipes.engines.shipped import small
+from tests.recipes.training.fake_run import FakeRun
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    emulate(monkeypatch)
+
+
+class Block(nn.Module):
+    """Takes and returns tensors in tuples; two outputs are one tensor, and one parameter is not used."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+        self.shift = nn.Parameter(torch.randn(width))
+        self.unused = nn.Parameter(torch.randn(width))
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, context, scale=1.0, *, earlier=()):
+        self.calls += 1
+        y = self.two(self.dropout(torch.tanh(self.one(x) + context))) * scale + self.shift
+        for e in earlier:
+            y = y + e
+        return y, (y, x + y)
+
+
+class Net(nn.Module):
+    """Three blocks with long skip connections, and layers outside of them."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.inner = nn.ModuleList(Block(width) for _ in range(3))
+
+    def blocks(self):
+        return list(self.inner)
+
+    def networks(self):
+        return [self]
+
+    def forward(self, x):
+        context = self.first(x)
+        h, one = self.inner[0](context, context)
+        h, two = self.inner[1](h, context, 0.5)
+        h, _ = self.inner[2](h, context=x, earlier=(*one, two[1]))
+        return self.last(h)
+
+
+def trained(net, lever, passes=(1, 1, 2, 3, 1), sizes=(4,), cast=False):
+    """Losses and weights of a few steps, with dropout.
+
+    `passes` are the microbatches of each step, and `sizes` the samples of these in turn.
+    """
+    run = FakeRun(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    if lever:
+        lever.begin(run)
+    losses = []
+    for step, count in enumerate(passes):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        torch.autocast_increment_nesting()  # weights that autocast converts are kept for the batch: working_weights
+        for number in range(count):
+            x = torch.randn(sizes[number % len(sizes)], 6, dtype=net.first.weight.dtype)
+            if lever:
+                lever.before_forward(run)
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                loss = net(x).to(x.dtype).square().mean()
+            loss.backward()
+            if lever:
+                lever.after_backward(run)
+            losses.append(loss.item())
+        if lever:
+            lever.before_step(run)
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        optimizer.step()
+    return losses, [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_training_is_the_same(whole, cast):
+    dtype = torch.float32 if cast else torch.float64
+    plain, net = Net().to(dtype), Net().to(dtype)
+    lever = CudaGraphs(net, whole=whole)
+    losses, weights = trained(net, lever, cast=cast)
+    others, expected = trained(plain, None, cast=cast)
+    # The same kernels on the same values, but gradients of what several blocks read are added in another order. Under
+    # autocast these have 8 bits.
+    tolerance = {"rtol": 0.01, "atol": 0.003} if cast else {"rtol": 1e-12, "atol": 1e-14}
+    torch.testing.assert_close(losses, others, **tolerance)
+    for one, two in zip(weights, expected, strict=True):
+        torch.testing.assert_close(one, two, **tolerance)
+    assert all(forward.called for forward in lever.forwards) and len(lever.forwards) == (1 if whole else 3)
+    assert [b.calls.item() for b in net.inner] == [b.calls.item() for b in plain.inner]
+    assert all(block.unused.grad is None for block in net.inner)
+
+
+def test_other_shapes_run_without(capsys):
+    plain, net = Net().double(), Net().double()
+    lever = CudaGraphs(net)
+    losses, weights = trained(net, lever, passes=(3, 3), sizes=(4, 4, 2))
+    others, expected = trained(plain, None, passes=(3, 3), sizes=(4, 4, 2))
+    torch.testing.assert_close(losses, others, rtol=1e-12, atol=0)
+    for one, two in zip(weights, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+    assert capsys.readouterr().out.count("Block runs without graphs where its inputs have other shapes") == 3
+
+
+def test_validation_sampling_and_a_search_run_without():
+    net = Net()
+    lever = CudaGraphs(net)
+    lever.begin(FakeRun(net))
+    lever.before_forward(None)
+    with torch.no_grad():
+        net(torch.randn(4, 6))
+    net.eval()
+    net(torch.randn(4, 6))
+    net.train()
+    lever.pause(True)
+    net(torch.randn(4, 6))
+    lever.before_step(None)  # nothing was captured, and nothing should
+    assert not any(forward.called for forward in lever.forwards)
+    lever.pause(False)
+    lever.before_forward(None)
+    net(torch.randn(2, 6))
+    assert all(forward.called for forward in lever.forwards)
+
+
+def test_weights_at_other_addresses_are_captured_again(capsys):
+    plain, net = Net().double(), Net().double()
+    lever = CudaGraphs(net)
+    for model, its_lever in ((plain, None), (net, lever)):
+        trained(model, its_lever)
+        for parameter in model.parameters():
+            parameter.data = 2 * parameter.data
+    losses, _ = trained(net, lever)
+    others, _ = trained(plain, None)
+    torch.testing.assert_close(losses, others, rtol=1e-12, atol=0)
+    assert capsys.readouterr().out.count("blocks are captured again") == 1
+
+
+class Twice(Net):
+    def forward(self, x):
+        x = self.first(x)
+        return self.inner[0](self.inner[0](x, x)[0], x)[0]
+
+
+class Elsewhere(Net):
+    """A block that trains a parameter of another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner[2].borrowed = (self.last.weight,)
+        self.inner[2].forward = lambda x, context, earlier: (x @ self.inner[2].borrowed[0], ())
+
+
+class Around(Net):
+    """Blocks of which one is not called, but its parts are."""
+
+    def forward(self, x):
+        h, _ = self.inner[0](x, x)
+        return self.inner[2].one(self.inner[1](h, x)[0])
+
+
+class Tied(Net):
+    """Blocks that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner[2].one.weight = self.inner[0].one.weight
+
+
+class TiedOutside(Net):
+    """A block that shares a weight with a layer outside of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner[2].one.weight = self.last.weight
+
+
+class Reading(Net):
+    """A block that makes what follows depend on its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner[1].forward = self._raise
+
+    def _raise(self, *args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Twice, "Block is called twice in a forward pass"),
+        (Elsewhere, "Block cannot be captured: it trains a tensor that is neither one of its parameters nor"),
+        (Around, "Block ran without being called through its forward, so nothing was captured; set whole: true"),
+        (Tied, "Block shares a parameter with another module; capture both together with whole: true"),
+        (TiedOutside, "Block shares a parameter with another module"),
+        (Reading, "Block cannot be captured: operation not permitted when stream is capturing; remove the lever"),
+    ],
+)
+def test_what_cannot_be_captured(net, message):
+    made = net()
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        trained(made, CudaGraphs(made))
+
+
+@pytest.mark.parametrize("net", [Tied, TiedOutside])
+def test_what_blocks_share_is_captured_as_a_whole(net):
+    plain, made = net().double(), net().double()
+    losses, weights = trained(made, CudaGraphs(made, whole=True))
+    others, expected = trained(plain, None)
+    torch.testing.assert_close(losses, others, rtol=1e-12, atol=0)
+    for one, two in zip(weights, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+def test_an_output_that_the_loss_needs_later():
+    """The backward pass was captured for the outputs on which the loss depended."""
+    net = Net()
+    lever = CudaGraphs(net)
+    lever.begin(FakeRun(net))
+    for number, both in enumerate((False, True)):
+        lever.before_forward(None)
+        y, (_, z) = net.inner[0](torch.randn(4, 6, requires_grad=True), torch.randn(4, 6))
+        loss = (y + z if both else y).sum()
+        if number:
+            with pytest.raises(RuntimeError, match="the loss depends on other outputs than before"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_a_copy_of_the_model_runs_without():
+    net = Net()
+    trained(net, CudaGraphs(net), passes=(1,))
+    other = copy.deepcopy(net)
+    other.inner[0].one.weight.data.zero_()
+    assert not torch.equal(*(model.inner[0](torch.ones(4, 6), torch.zeros(4, 6))[0] for model in (net.eval(), other)))
+    assert not any(block.forward.graphs for block in other.inner)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_hooks_of_complete_gradients_are_called(hooked):
+    net = Net()
+    counts = {}
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: counts.update({name: (counts.get(name, (0,))[0] + 1, p.grad is not None)})
+        )
+    trained(net, CudaGraphs(net) if hooked else None, passes=(1, 2))
+    assert counts == {name: (3, True) for name, _ in net.named_parameters() if "unused" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "engine"), [("sd2_base", "composer"), ("dalle_12b", "lightning")])
+def test_a_recipe_trains_the_same(name, engine, latent_sets, token_sets, tmp_path):
+    """With all its levers: gradients of channels_last images, 16-bit norms, one gradient scale per block."""
+    found, sets = [], {"latent_sets": latent_sets, "token_sets": token_sets}
+    for number, graphs in enumerate(("null", "{name: cuda_graphs}")):
+        made = small(name, sets, tmp_path / str(number), sharded=False)
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(to_yaml(made))
+        changes = [f"algorithms.graphs={graphs}", "training={tensor_parallel: 1, microbatch: 4}", "callbacks={}"]
+        changes += ["training.duration=3ba", "algorithms={powersgd: null, activation_checkpointing: null}"]
+        seen = record(engine, load_config(path, changes, Recipe))
+        (lever,) = [lever for lever in seen.levers if isinstance(lever, CudaGraphs)] or [None]
+        assert (lever is not None and all(f.called for f in lever.forwards)) == bool(number)
+        found.append(seen)
+    # Products have 8 bits, and gradients of what several blocks read are added in another order.
+    torch.testing.assert_close(found[0].losses, found[1].losses, rtol=1e-3, atol=0)
