@@ -46,8 +46,8 @@ def build(component: Any, **context: Any) -> Any:
 
 @contextmanager
 def located(component: Component) -> Iterator[None]:
-    """Inside, a component is built or looked at. What it refuses by words that begin neither with its name nor with its
-    key gets the full path of the key."""
+    """A context in which a component is built or checked. If the text of an error begins neither with its name nor its
+    key, it gets the full path of the key in front."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:

@@ -20,6 +20,7 @@ from recipes.algorithms.gradients.block_all_reduce import BlockAllReduce
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.algorithms.microbatch.search import MicrobatchSearch
+from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
 from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.resilience.guard import Guard
@@ -259,7 +260,12 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     if graphs is not None:
         if divided:
             graphs.check_divided()
-        graphs.check_levers(compiled, averaged=all_reduce is not None, replicas=place.devices(recipe.training).replicas)
+        graphs.check_levers(
+            compiled,
+            recomputes=the_one(levers, ActivationCheckpointing) is not None,
+            averaged=all_reduce is not None,
+            replicas=place.devices(recipe.training).replicas,
+        )
     if clips:
         levers.append(ClipByNorm(recipe.training.grad_clip))
     if recipe.training.tensor_parallel > 1:

@@ -27,7 +27,8 @@ from recipes.planning.sharding import check_sharding
 from recipes.planning.step_time import (
     BY_BLOCK,
     BY_DDP,
-    GRAPHED,
+    CAPTURED,
+    COMPILED,
     LAUNCH,
     UPDATE_BYTES,
     StepTime,
@@ -146,7 +147,7 @@ def settings_of(runs: Iterable[Run]) -> Iterator[Setting]:
     """All settings of ways to divide a run, whether they fit or not."""
     for run in runs:
         for microbatch in _microbatches(run.batch):
-            for recompute in (False, True):
+            for recompute in (False,) if captured(run.recipe.algorithms) else (False, True):
                 yield run.setting(microbatch, recompute)
 
 
@@ -188,6 +189,7 @@ def runs_of(
                 check_sharding(divided, task)
                 costs = costs_of(divided, plan_of(divided, task, devices))
                 _check_one_graph(divided, task, costs)
+                _check_averages(divided, devices)
             except ValueError:
                 continue
             # What FSDP would not divide is DDP, and what it divides within one machine only is FULL_SHARD.
@@ -195,19 +197,22 @@ def runs_of(
                 continue
             ways += 1
             label = "no FSDP" if fsdp is None and tensor == place.world > 1 else name
-            label += ", without CUDA graphs" if has_graphs(recipe.algorithms) and not has_graphs(algorithms) else ""
+            if share_of_launches(algorithms) > share_of_launches(recipe.algorithms):
+                label += ", without CUDA graphs"
             yield Run(label, divided, task, traces(tensor), passes(tensor), costs, devices, place, samples, batch)
     if not ways:
         _raise_indivisible(recipe, place)
 
 
-def has_graphs(algorithms: Mapping[str, Component]) -> bool:
-    """Whether CUDA graphs launch the blocks."""
-    levers = algorithms.values()
-    return any(
-        lever.name == "cuda_graphs" or (lever.name == "compile" and lever.args.get("mode") in GRAPH_MODES)
-        for lever in levers
-    )
+def captured(algorithms: Mapping[str, Component]) -> bool:
+    """Whether `cuda_graphs` launches the blocks."""
+    return any(lever.name == "cuda_graphs" for lever in algorithms.values())
+
+
+def share_of_launches(algorithms: Mapping[str, Component]) -> float:
+    """Share of the host's time for launches that CUDA graphs leave."""
+    compiled = any(lever.name == "compile" and lever.args.get("mode") in GRAPH_MODES for lever in algorithms.values())
+    return CAPTURED if captured(algorithms) else COMPILED if compiled else 1
 
 
 def _for_parts(algorithms: Mapping[str, Component]) -> dict[str, Component]:
@@ -229,6 +234,13 @@ def _check_one_graph(recipe: Recipe, task: Task, costs: Costs) -> None:
     for lever in levers:
         low = None if gathered_format(recipe, costs) == "fp32" else torch.bfloat16
         Compile(task, **lever.args).check_units(units_of(task, by_block=fsdp.wrap == "blocks", parameters=low))
+
+
+def _check_averages(recipe: Recipe, devices: Devices) -> None:
+    """Raises ValueError where nothing would average the gradients of graphs; see `CudaGraphs.check_levers`."""
+    averaged = any(lever.name == "block_all_reduce" for lever in recipe.algorithms.values())
+    if captured(recipe.algorithms) and devices.replicas > 1 and not averaged:
+        raise ValueError("cuda_graphs: without block_all_reduce")
 
 
 def _raise_indivisible(recipe: Recipe, place: Place) -> None:
@@ -356,7 +368,7 @@ class Run:
         within, between = self.sent(math.ceil(passes))
         messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
         operations = passes * sum(1 for _ in trace.executed(recompute))
-        host = LAUNCH * operations * (GRAPHED if has_graphs(self.recipe.algorithms) else 1) + self.averaging()
+        host = LAUNCH * operations * share_of_launches(self.recipe.algorithms) + self.averaging()
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
         return StepTime(*parts, exposed=self.exposed(passes, recompute))
 

@@ -11,12 +11,13 @@ from recipes.planning.gpus import Device, Shares
 from recipes.planning.trace import Trace
 
 # Seconds of the host per operation of a trace, which are 1.6 to 1.8 launches each: autocast casts, and levers replace
-# operations. The median of benchmarks/host.py on one core, whose rows have 15 (transformer) to 46.
+# operations. The median of a run of benchmarks/host.py on one core, whose rows had 15 (transformer) to 46.
 LAUNCH = 33e-6
-GRAPHED = 0.4  # share of these seconds that is left there where CUDA graphs launch the blocks
-# Seconds of the host per parameter whose gradient is averaged over whole copies of the model. The difference is that of
-# `benchmarks/host.py --averaging` with CUDA graphs.
-BY_DDP, BY_BLOCK = 15e-6, 4e-6
+# Shares of these seconds that CUDA graphs of `compile` and of `cuda_graphs` leave there.
+COMPILED, CAPTURED = 0.25, 0.1
+# Seconds of the host per parameter whose gradient is averaged over whole copies of the model: what `benchmarks/host.py
+# --averaging` takes longer with CUDA graphs than `benchmarks/host.py`.
+BY_DDP, BY_BLOCK = 15e-6, 6e-6
 # Bytes per trained value that an update moves: weight, gradient and two moments are read, and all but the gradient
 # written.
 UPDATE_BYTES = 28

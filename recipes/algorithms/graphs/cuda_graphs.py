@@ -57,18 +57,24 @@ class CudaGraphs(Lever):
             "training.tensor_parallel it has not been tried; remove the lever"
         )
 
-    def check_levers(self, compiled: Compile | None, averaged: bool, replicas: int) -> None:
+    def check_levers(self, compiled: Compile | None, recomputes: bool, averaged: bool, replicas: int) -> None:
         """Find other levers with which this one cannot work.
 
         Args:
             compiled: the lever that compiles; None: the run has none.
+            recomputes: whether `activation_checkpointing` computes blocks again in the backward pass.
             averaged: whether `block_all_reduce` averages gradients.
             replicas: copies of the model.
 
         Raises:
-            ValueError: it compiles around what is captured here, or captures graphs, too; or
-                DistributedDataParallel averages gradients.
+            ValueError: blocks are computed again; the compiler works around what is captured here, or captures graphs,
+                too; or DistributedDataParallel averages gradients.
         """
+        if recomputes:
+            raise ValueError(
+                "cuda_graphs: activation_checkpointing reads the state of random numbers in the backward pass, which "
+                "cannot be captured; remove one of them"
+            )
         if compiled is not None and compiled.graphs:
             raise ValueError(
                 f"cuda_graphs: compile captures graphs, too, with mode {compiled.mode}; use mode "
@@ -78,7 +84,7 @@ class CudaGraphs(Lever):
             raise ValueError("cuda_graphs: blocks inside of a compiled network cannot be captured; set whole: true")
         if replicas > 1 and not averaged:
             raise ValueError(
-                "cuda_graphs: graphs write gradients where DistributedDataParallel does not see them; add "
+                "cuda_graphs: DistributedDataParallel does not see the gradients of graphs; add "
                 "algorithms.averages={name: block_all_reduce}, or remove the lever"
             )
 

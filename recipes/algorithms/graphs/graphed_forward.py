@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.errors import first_line
 from data.log import log
 from recipes.algorithms.graphs.block_graphs import BlockGraphs, Call
 from recipes.algorithms.graphs.fixed_memory import GraphMemory
@@ -61,7 +62,8 @@ class GraphedForward:
             try:
                 self.graphs = BlockGraphs(self.module, self.plain, call, self.memory)
             except Exception as error:
-                raise RuntimeError(f"cuda_graphs: {name} cannot be captured: {error}; remove the lever") from error
+                why = first_line(error)
+                raise RuntimeError(f"cuda_graphs: {name} cannot be captured: {why}; remove the lever") from error
         elif call.kind != self.graphs.call.kind:
             if not self.told:
                 log.info(f"cuda_graphs: {name} runs without graphs where its inputs have other shapes")

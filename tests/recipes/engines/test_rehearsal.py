@@ -13,6 +13,8 @@ from recipes.planning.dry_run import problems
 ROOT = Path(__file__).resolve().parents[3]
 YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\ntraining:" in path.read_text())
 BF16 = "training.precision=amp_bf16"
+GRAPHS = "algorithms.graphs={name: cuda_graphs}"
+RECOMPUTED = "algorithms.y={name: activation_checkpointing}"
 FID = "callbacks.x={name: fid, reference: {name: folder, path: nowhere}%s}"
 MACHINES = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 
@@ -56,6 +58,19 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
             "mode max-autotune captures CUDA graphs, .*; use mode max-autotune-no-cudagraphs",
         ),
         ("openmoji_unet", ["algorithms.x={name: block_all_reduce}", "training.fsdp={}"], "whole copies .*; remove it"),
+        ("openmoji_unet", [GRAPHS, "training.fsdp={}"], "cuda_graphs: parameters must keep their addresses"),
+        ("openmoji_text", [GRAPHS], "the model names no blocks; set whole: true"),
+        ("openmoji_unet", [GRAPHS, RECOMPUTED], "cannot be captured; remove one of them"),
+        (
+            "openmoji_unet",
+            [GRAPHS, "algorithms.x={name: compile, mode: max-autotune}"],
+            "compile captures graphs, too, with mode max-autotune; use mode max-autotune-no-cudagraphs",
+        ),
+        (
+            "openmoji_unet",
+            [GRAPHS, "algorithms.x={name: compile, whole: true}"],
+            "blocks inside of a compiled network cannot be captured; set whole: true",
+        ),
         (
             "openmoji_unet",
             ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={}", BF16],
@@ -214,6 +229,7 @@ def test_numbers_out_of_range(yaml, override, message):
         ["training.fsdp={replicas: 2}"],  # which torch 2.7 averages on GPUs alone
         ["training.microbatch=auto"],
         ["algorithms.x={name: compile, mode: reduce-overhead}"],
+        [GRAPHS, "algorithms.y={name: block_all_reduce}"],
         ["algorithms.x={name: compile, fullgraph: true}", "training.fsdp={parameters: fp32}"],
     ],
 )

@@ -18,8 +18,17 @@ from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
-from recipes.planning.settings import BLOCKS, WORKSPACE, Place, best_of
-from recipes.planning.step_time import BY_BLOCK, BY_DDP, GRAPHED, LAUNCH, UPDATE_BYTES, message_seconds, pass_times
+from recipes.planning.settings import BLOCKS, WORKSPACE, Place, best_of, settings_of
+from recipes.planning.step_time import (
+    BY_BLOCK,
+    BY_DDP,
+    CAPTURED,
+    COMPILED,
+    LAUNCH,
+    UPDATE_BYTES,
+    message_seconds,
+    pass_times,
+)
 from recipes.planning.trace import PASSES, Operation, Trace, trace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -300,9 +309,24 @@ def test_the_host_launches_less_with_cuda_graphs_which_fsdp_does_not_allow(plann
     averaging = BY_DDP * len(list(planner.task.parameters()))
     without = {f"{name}, without CUDA graphs": pytest.approx(eager) for name in ("SHARD_GRAD_OP", "FULL_SHARD")}
     for mode in ("reduce-overhead", "max-autotune"):
-        assert launches(mode) == {"DDP": pytest.approx(GRAPHED * eager + averaging), **without}
+        assert launches(mode) == {"DDP": pytest.approx(COMPILED * eager + averaging), **without}
     found = launches("max-autotune-no-cudagraphs")
     assert found["DDP"] == pytest.approx(eager + averaging) and set(found) == {"DDP", "SHARD_GRAD_OP", "FULL_SHARD"}
+
+
+def test_cuda_graphs_need_whole_copies_that_are_averaged_by_block(planner):
+    """And nothing is computed again."""
+    levers = ["algorithms.graphs={name: cuda_graphs}", "algorithms.averages={name: block_all_reduce}"]
+    found = {run.division: run for run in compiled(planner, "mode: default", *levers).runs(place_of(8))}
+    assert set(found) == {"DDP", "SHARD_GRAD_OP, without CUDA graphs", "FULL_SHARD, without CUDA graphs"}
+    assert not {"graphs", "averages"} & set(found["FULL_SHARD, without CUDA graphs"].recipe.algorithms)
+    eager = 2 * LAUNCH * len(list(planner.traces.at(128).executed(False)))
+    averaging = BY_BLOCK * len(list(planner.task.parameters()))
+    assert found["DDP"].time(128, False).host == pytest.approx(CAPTURED * eager + averaging)
+    assert {s.recompute for s in settings_of([found["DDP"]])} == {False}
+    assert {s.recompute for s in settings_of([found["FULL_SHARD, without CUDA graphs"]])} == {False, True}
+    alone = {run.division for run in compiled(planner, "mode: default", levers[0]).runs(place_of(8))}
+    assert alone == set(found) - {"DDP"}
 
 
 def test_gradients_are_averaged_by_block_where_nothing_is_divided(planner):
