@@ -63,8 +63,8 @@ class Call:
 class BlockGraphs:
     """The graphs of a module for calls of one kind.
 
-    Autograd sees one operation on the inputs. Gradients of parameters are added here: autograd would visit
-    each parameter in both passes, which takes the host longer than all else.
+    Autograd sees one operation on the inputs. Gradients of parameters are added here: autograd would visit each
+    parameter in both passes, which takes the host longer than all else.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], call: Call, memory: GraphMemory) -> None:
@@ -97,10 +97,11 @@ class BlockGraphs:
         self.backward_graph: DeviceGraph | None = None
 
     def run(self, call: Call) -> Any:
-        """What the module returns. Its tensors are valid until the next call."""
+        """What the module returns. Its tensors are valid until the next call. The call is used up."""
         # Without an input that needs a gradient, autograd would leave out the backward pass.
         anchor = torch.empty(0, requires_grad=True)
-        outputs = Replay.apply(self, anchor, *call.arguments.tensors)
+        tensors, call.arguments.tensors = call.arguments.tensors, []  # this keeps the first call, but not its tensors
+        outputs = Replay.apply(self, anchor, *tensors)
         for output, fixed in zip(outputs, self.outputs, strict=True):
             self.memory.add(output, fixed)
         return self.recorded.with_tensors(outputs)

@@ -11,7 +11,7 @@ from recipes.algorithms.graphs.device_graph import has_graphs, memory_pool
 from recipes.algorithms.graphs.fixed_memory import GraphMemory
 from recipes.algorithms.graphs.graphed_forward import GraphedForward
 from recipes.algorithms.graphs.kept_gradients import KeptGradients
-from recipes.algorithms.modules.compile import GRAPH_MODES, Compile
+from recipes.algorithms.modules.compile import GRAPH_MODES, Compile, check_called
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
@@ -133,12 +133,7 @@ class CudaGraphs(Lever):
             ValueError: a module was not called through its forward.
         """
         self.to_check = False
-        idle = [type(forward.module).__name__ for forward in self.forwards if not forward.called]
-        if idle:
-            raise ValueError(
-                f"cuda_graphs: {', '.join(dict.fromkeys(idle))} ran without being called through its forward, so "
-                f"nothing was captured; set whole: {'false' if self.whole else 'true'}"
-            )
+        check_called("cuda_graphs: nothing was captured", self.forwards, self.whole)
 
     def _clear(self) -> None:
         if self.addresses:

@@ -81,6 +81,25 @@ def compile_forwards(modules: Iterable[nn.Module], options: dict[str, Any]) -> l
     return forwards
 
 
+def check_called(what: str, forwards: Iterable[Any], whole: bool) -> None:
+    """Find modules that a lever changes in vain.
+
+    Args:
+        what: the beginning of the message.
+        forwards: what took the place of the forward methods of modules: each has a `module`, and `called`.
+        whole: whether the modules are whole networks.
+
+    Raises:
+        ValueError: a module has run without being called.
+    """
+    idle = [type(forward.module).__name__ for forward in forwards if not forward.called]
+    if idle:
+        raise ValueError(
+            f"{what}, as {', '.join(dict.fromkeys(idle))} ran without being called through its forward; set whole: "
+            f"{'false' if whole else 'true'}"
+        )
+
+
 def inductor_options(mode: str, channels_last: bool) -> dict[str, Any]:
     """Arguments of torch.compile for its backend inductor.
 
@@ -231,12 +250,7 @@ class Compile(Lever):
             ValueError: a module was not called through its forward.
         """
         self.to_check = False
-        idle = [type(f.module).__name__ for f in self.forwards if not f.called]
-        if idle:
-            raise ValueError(
-                f"compile: {', '.join(dict.fromkeys(idle))} ran without being called through its forward, so nothing "
-                f"was compiled; set whole: {'false' if self.whole else 'true'}"
-            )
+        check_called("compile: nothing was compiled", self.forwards, self.whole)
 
     # --- for the search of a microbatch --------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Training with CUDA graphs is training without, here with graphs that a CPU emulates."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -211,7 +213,7 @@ class Reading(Net):
     [
         (Twice, "Block is called twice in a forward pass"),
         (Elsewhere, "Block cannot be captured: it trains a tensor that is neither one of its parameters nor"),
-        (Around, "Block ran without being called through its forward, so nothing was captured; set whole: true"),
+        (Around, "nothing was captured, as Block ran without being called through its forward; set whole: true"),
         (Tied, "Block shares a parameter with another module; capture both together with whole: true"),
         (TiedOutside, "Block shares a parameter with another module"),
         (Reading, "Block cannot be captured: operation not permitted when stream is capturing; remove the lever"),
@@ -256,6 +258,23 @@ def test_a_copy_of_the_model_runs_without():
     other.inner[0].one.weight.data.zero_()
     assert not torch.equal(*(model.inner[0](torch.ones(4, 6), torch.zeros(4, 6))[0] for model in (net.eval(), other)))
     assert not any(block.forward.graphs for block in other.inner)
+
+
+def test_tensors_of_a_microbatch_are_not_kept():
+    net = Net()
+    lever = CudaGraphs(net)
+    lever.begin(FakeRun(net))
+    for _ in range(2):
+        lever.before_forward(None)
+        x = torch.randn(4, 6)
+        context = net.first(x)
+        y, (_, z) = net.inner[0](context, context)
+        (y + z).sum().backward()
+        lever.after_backward(None)
+        kept = [weakref.ref(tensor) for tensor in (x, context, y, z)]
+        del x, context, y, z
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * 4
 
 
 @pytest.mark.parametrize("hooked", [False, True])

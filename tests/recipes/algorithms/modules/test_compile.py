@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.algorithms.modules import compile as compile_module
 from recipes.algorithms.modules.activation_checkpointing import ActivationCheckpointing
 from recipes.algorithms.modules.channels_last import use_channels_last
@@ -365,15 +366,18 @@ def test_the_lever_knows_the_format_of_images(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("names", ["default", "reduce-overhead", "cuda_graphs", "default cuda_graphs"])
 @pytest.mark.parametrize("microbatch", [8, 4, 3])
-def test_on_a_gpu(mode, microbatch):
+def test_on_a_gpu(names, microbatch):
     """Fused kernels and CUDA graphs, with gradients summed over microbatches and an average put in for validation."""
     runs = []
-    for levers in ([Compile(None, mode=mode)], []):
+    for used in (names.split(), []):
         torch._dynamo.reset()
-        ema = ScheduledEMA(decay=0.5, start="2ba")
-        made, task = train(*levers, ema, device="gpu", microbatch=microbatch, precision="fp32", eval_interval="2ba")
+        task = Deep()
+        levers = [CudaGraphs(task) if name == "cuda_graphs" else Compile(task, mode=name) for name in used]
+        levers.append(ScheduledEMA(decay=0.5, start="2ba"))
+        options = {"device": "gpu", "microbatch": microbatch, "precision": "fp32", "eval_interval": "2ba"}
+        made, task = train(*levers, task=task, **options)
         runs.append((weights(task), made.state.eval_metric_values["loss"]))
     torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-4, atol=1e-5)
     assert float(runs[0][1]) == pytest.approx(float(runs[1][1]), rel=1e-4)
@@ -381,10 +385,10 @@ def test_on_a_gpu(mode, microbatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_recipe_on_a_gpu(small_recipe, fit, tmp_path, mode):
+@pytest.mark.parametrize("lever", ["compile", "compile, mode: reduce-overhead", "cuda_graphs"])
+def test_a_recipe_on_a_gpu(small_recipe, fit, tmp_path, lever):
     changes = ["training.device=gpu", "training.duration=6ba", "training.microbatch=4", "checkpoints.save=false"]
-    trainer = fit(small_recipe(tmp_path, *changes, f"algorithms.compile={{name: compile, mode: {mode}}}"))
+    trainer = fit(small_recipe(tmp_path, *changes, f"algorithms.x={{name: {lever}}}"))
     assert trainer.state.timestamp.batch.value == 6
 
 
