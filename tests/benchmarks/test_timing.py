@@ -15,7 +15,8 @@ SAYS = (
 )
 # They know of GPUs, and time nothing that they run themselves.
 OTHERS = {"gpu.py", "reporting.py", "steady.py", "training.py", "soak.py"}
-OTHERS |= {"gpu_run/context.py", "gpu_run/operators.py", "gpu_run/preload.py", "stub_gpu/build.py", "stub_gpu/use.py"}
+OTHERS |= {"gpu_run/context.py", "gpu_run/operators.py", "gpu_run/preload.py", "gpu_run/subjects.py"}
+OTHERS |= {"stub_gpu/build.py", "stub_gpu/use.py"}
 
 
 def test_every_benchmark_on_a_gpu_says_whether_it_uses_tf32():

@@ -64,7 +64,7 @@ def test_a_component_of_a_package_is_checked_and_then_built(package, capsys):
     recipe.callbacks["n"].args["every"] = 0
     with pytest.raises(SystemExit, match="2"), user_errors():
         build(recipe.callbacks["n"], output="here")
-    assert capsys.readouterr().err == "error: norm: every: 0; give 1 or more\n"
+    assert capsys.readouterr().err == "error: callbacks.n: norm: every: 0; give 1 or more\n"
 
 
 @pytest.mark.parametrize("name", ["norm", "of_tests.inner.norms:Norm", "of_tests.inner.norms", "os:system"])

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -63,6 +64,17 @@ class Net(nn.Module):
         return self.last(h)
 
 
+@contextmanager
+def kept_by_autocast():
+    """Weights that autocast converts are kept to the end of this context, as `working_weights` keeps them."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
 def trained(net, lever, passes=(1, 1, 2, 3, 1), sizes=(4,), cast=False):
     """Losses and weights of a few steps, with dropout.
 
@@ -76,21 +88,19 @@ def trained(net, lever, passes=(1, 1, 2, 3, 1), sizes=(4,), cast=False):
     for step, count in enumerate(passes):
         torch.manual_seed(step)
         optimizer.zero_grad()
-        torch.autocast_increment_nesting()  # weights that autocast converts are kept for the batch: working_weights
-        for number in range(count):
-            x = torch.randn(sizes[number % len(sizes)], 6, dtype=net.first.weight.dtype)
+        with kept_by_autocast():
+            for number in range(count):
+                x = torch.randn(sizes[number % len(sizes)], 6, dtype=net.first.weight.dtype)
+                if lever:
+                    lever.before_forward(run)
+                with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                    loss = net(x).to(x.dtype).square().mean()
+                loss.backward()
+                if lever:
+                    lever.after_backward(run)
+                losses.append(loss.item())
             if lever:
-                lever.before_forward(run)
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-                loss = net(x).to(x.dtype).square().mean()
-            loss.backward()
-            if lever:
-                lever.after_backward(run)
-            losses.append(loss.item())
-        if lever:
-            lever.before_step(run)
-        torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
+                lever.before_step(run)
         optimizer.step()
     return losses, [p.detach() for p in net.parameters()]
 

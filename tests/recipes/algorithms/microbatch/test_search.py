@@ -334,7 +334,8 @@ def test_a_recipe_searches_with_noise_and_resumes_exactly(small_recipe, tmp_path
             parts = build_parts(recipe, place, "composer")
             memory = FakeMemory(each=2_000 * MB)
             search = MicrobatchSearch(parts.task, 8, memory)
-            made = new_trainer(recipe, place, replace(parts, levers=Levers([*parts.levers, search])))
+            optimizer = parts.new_optimizer([p for p in parts.task.parameters() if p.requires_grad])
+            made = new_trainer(recipe, place, replace(parts, levers=Levers([*parts.levers, search])), optimizer)
             memory.state = made.state
             made.fit()
             made.close()
