@@ -115,6 +115,7 @@ class CudaGraphs(Lever):
         if addresses != self.addresses:  # graphs would go on with the memory that weights have left
             self._clear()
             self.addresses = addresses
+        self.memory.forget()  # also where a microbatch had no backward pass
         for forward in self.forwards:
             forward.microbatch_begins()
 
