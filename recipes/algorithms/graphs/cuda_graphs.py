@@ -146,7 +146,7 @@ class CudaGraphs(Lever):
     # --- for the search of a microbatch --------------------------------------------------------
 
     def pause(self, paused: bool) -> None:
-        """Train without graphs, or with new ones: a size that is tried once is not worth capturing."""
+        """Train without graphs, as a size that is tried once is not worth capturing; or with new ones."""
         for forward in self.forwards:
             forward.paused = paused
         if not paused:

@@ -186,7 +186,9 @@ class MicrobatchSearch(Lever):
             self.plan.lower(agreed)
         found, self.size = agreed == self.size, agreed
         run.set_microbatch(self.size)
-        if self.compiling:  # a new size is compiled anew, and the batch that does so is not measured
+        if self.compiling:  # a new size is compiled or captured anew, and the batch that does so is not measured
+            for lever in () if found else self.compiled:
+                lever.pause(False)
             self.warm = found
             self.settled = found
         elif found:

@@ -256,11 +256,19 @@ def test_what_is_compiled_is_compiled_for_the_size_that_was_found(monkeypatch):
         def growth(self, size):
             return super().growth(size) * (3 if seen else 1)
 
-    compile_it = Compile(None, backend="aot_eager")
+    class Watched(Compile):
+        pauses = []
+
+        def pause(self, paused):
+            self.pauses.append(paused)
+            super().pause(paused)
+
+    compile_it = Watched(None, backend="aot_eager")
     memory = Compiled(held=1_000 * MB, fixed=500 * MB, each=500 * MB)
     _, search, _ = run(memory, levers=[compile_it], duration="14ba")
     assert memory.sizes == [1, 1, 2, 8, 12, 12, 12, 8, 8, 4, 4] and search.size == 4
     assert seen == [12] * 2 * 2 + [8] * 3 * 2 + [4] * 6 * 5
+    assert compile_it.pauses == [True, False, False, False]  # CUDA graphs of one size do not run another
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
