@@ -149,6 +149,9 @@ class Bucket:
         self.views = [
             self.buffer.as_strided(p.shape, p.stride(), start) for p, start in zip(parameters, starts, strict=False)
         ]
+        if not self.converts:
+            for p, view in zip(parameters, self.views, strict=True):
+                p.main_grad = view  # who computes a gradient may write it there, as in Megatron-LM
         self.missing: int | None = None  # gradients that have not come; None outside of the last backward pass
         self.work: dist.Work | None = None
         for p in parameters:
@@ -176,9 +179,11 @@ class Bucket:
     def send(self) -> None:
         """Copy the gradients into the buffer, and begin to average it."""
         self.missing = None
-        torch._foreach_copy_(self.views, [p.grad for p in self.parameters])
+        elsewhere = [(p, view) for p, view in zip(self.parameters, self.views, strict=True) if p.grad is not view]
+        if elsewhere:
+            torch._foreach_copy_([view for _, view in elsewhere], [p.grad for p, _ in elsewhere])
         if not self.converts:
-            for p, view in zip(self.parameters, self.views, strict=True):
+            for p, view in elsewhere:
                 p.grad = view
         # NCCL divides by itself. Gloo cannot, and divided first the sums are those of DistributedDataParallel.
         averages = self.buffer.is_cuda

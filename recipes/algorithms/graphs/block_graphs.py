@@ -200,6 +200,9 @@ def with_own_memory(
 ) -> list[Tensor | None]:
     """Gradients that may be changed in place one by one, in the memory format of their parameters.
 
+    The gradient of a parameter with a `main_grad` is written there. `block_all_reduce` sends what is there, so that
+    gradients need no other memory.
+
     Args:
         gradients: as autograd has found them. That of `x + bias`, for one, is the gradient of the sum.
         parameters: one per gradient.
@@ -207,13 +210,23 @@ def with_own_memory(
     """
     taken = {t.untyped_storage().data_ptr() for t in others if t is not None}
     results: list[Tensor | None] = []
+    copied: list[tuple[Tensor, Tensor]] = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if gradient is not None:
             address = gradient.untyped_storage().data_ptr()
-            if address in taken or gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter).copy_(gradient)
-            taken.add(address)
+            given = getattr(parameter, "main_grad", None)
+            if given is None and address not in taken and gradient.stride() == parameter.stride():
+                taken.add(address)
+            else:
+                copied.append((torch.empty_like(parameter) if given is None else given, gradient))
+                gradient = copied[-1][0]
         results.append(gradient)
+    together = [(to, source) for to, source in copied if to.stride() == source.stride()]
+    if together:  # in a few kernels, which other strides would prevent for all
+        torch._foreach_copy_([to for to, _ in together], [source for _, source in together])
+    for to, source in copied:
+        if to.stride() != source.stride():
+            to.copy_(source)
     return results
 
 

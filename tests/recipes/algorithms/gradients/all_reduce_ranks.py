@@ -129,11 +129,11 @@ def graphs(folder):
         run = FakeRun(net)
         levers = Levers([BlockAllReduce(net), CudaGraphs(net)])
         levers.at("begin", run)
-        for _ in range(2):
+        for passes in (1, PASSES, PASSES, 1):
             for model in (plain, net):
                 model.zero_grad(set_to_none=True)
-                run.passes, run.pass_number = PASSES, -1
-                for number in range(PASSES):
+                run.passes, run.pass_number = passes, -1
+                for number in range(passes):
                     torch.manual_seed(10 * number + dist.get_rank())
                     run.pass_number += 1
                     for moment in ("before_forward", "before_backward") if model is net else ():
@@ -145,6 +145,11 @@ def graphs(folder):
                 expected = torch.zeros_like(one) if one.grad is None else one.grad / 2
                 dist.all_reduce(expected)
                 torch.testing.assert_close(two.grad, expected, rtol=1e-12, atol=1e-14)
+        # Graphs write gradients to the memory that is sent.
+        for block in net.blocks():
+            written = block.forward.graphs.parameter_gradients
+            assert all(g is None or g is p.main_grad for p, g in zip(block.parameters(), written, strict=True))
+            assert sum(g is not None for g in written) == 5
 
 
 CHECKS = {"block_all_reduce: means": means, "block_all_reduce: messages": messages, "block_all_reduce: graphs": graphs}

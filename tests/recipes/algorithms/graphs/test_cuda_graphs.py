@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.algorithms.graphs.block_graphs import with_own_memory
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from tests.recipes.algorithms.graphs.emulated import emulate
@@ -285,6 +286,22 @@ def test_tensors_of_a_microbatch_are_not_kept():
         del x, context, y, z
         gc.collect()
         assert [ref() for ref in kept] == [None] * 4
+
+
+def test_gradients_get_memory_of_their_own():
+    """Also where several are one tensor or have other strides, and where the parameter says where it is."""
+    values = torch.randn(4, 4, 3, 3)
+    shared, elsewhere, strided, given, alone = (nn.Parameter(torch.zeros(4, 4, 3, 3)) for _ in range(5))
+    strided.data = strided.data.to(memory_format=torch.channels_last)
+    given.main_grad = torch.zeros(4, 4, 3, 3)
+    own = values.clone()
+    parameters = [shared, elsewhere, strided, given, alone, nn.Parameter(torch.zeros(1))]
+    results = with_own_memory([values, values, own, values, own, None], parameters, [])
+    assert results[0] is values and results[3] is given.main_grad and results[4] is own and results[5] is None
+    assert len({r.data_ptr() for r in results[:5]}) == 5
+    for result, parameter in zip(results[:5], parameters, strict=False):
+        assert torch.equal(result, values) and result.stride() == parameter.stride()
+    assert with_own_memory([values], [shared], [values[0]])[0] is not values
 
 
 @pytest.mark.parametrize("hooked", [False, True])
