@@ -31,8 +31,8 @@ def test_launches_waits_and_memory_of_a_step_at_its_real_size(stub_gpu):
     row = measured(stub_gpu, NAME)
     # Two microbatches. Another version of a library may launch a few more.
     assert 5000 < row["launches per step"] < 7200
-    # The measurement's own, and Composer's: the loss twice, times, numbers of samples, whether the epoch is over.
-    assert row["waits per step"] <= 8
+    # The measurement's own, and Composer's: the loss, times, numbers of samples, whether the epoch is over.
+    assert row["waits per step"] <= 7
     # A plan must not be too low; that much above, it still says what fits.
     assert row["peak GB"] <= row["peak GB by the planner"] <= 1.02 * row["peak GB"]
 

@@ -14,6 +14,7 @@ from composer import DataSpec, Evaluator, Event, Trainer
 from composer.trainer import trainer as composer_trainer
 from composer.utils import FSDP2Config, dist, reproducibility
 from composer.utils import checkpoint as composer_checkpoint
+from torch import Tensor
 
 from data.loading import Loading
 from data.log import log
@@ -159,6 +160,28 @@ def own_signal_files() -> Iterator[None]:
         dist.get_node_signal_file_name = theirs
 
 
+class UnreadLoss:
+    """The loss of a batch, which stays on the device when Composer asks for its value.
+
+    Composer does so in the closure that it gives to optimizers, and the host then waits for the backward pass before it
+    launches the update. Optimizers return the value, and nothing reads it: `Trainer` sums losses in a dict.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+    def item(self) -> Tensor:
+        """The loss itself."""
+        return self.loss
+
+
+class UnreadLossTrainer(Trainer):
+    """Composer's Trainer, with which the host does not wait for the backward pass."""
+
+    def _train_microbatches(self, *args: Any, **kwargs: Any) -> UnreadLoss:
+        return UnreadLoss(super()._train_microbatches(*args, **kwargs))
+
+
 @own_signal_files()
 def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.optim.Optimizer) -> Trainer:
     """Composer's Trainer of a run's parts and the optimizer that they make."""
@@ -177,7 +200,7 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
     if checkpoints.save:
         saver = WholeCheckpoints(files, at_intervals(checkpoints.every, CHECKPOINT), run)
     planner = LoadPlanner(parts.task)
-    trainer = Trainer(
+    trainer = UnreadLossTrainer(
         model=ComposerTask(parts.task, run.autocast),
         train_dataloader=data_spec(parts.data, parts.copies),
         eval_dataloader=[
