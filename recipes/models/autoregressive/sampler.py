@@ -12,6 +12,8 @@ from torch import Tensor
 from recipes.models.autoregressive.transformer import TokenTransformer
 from recipes.models.sampling import check_guidance
 
+LEAST_TEMPERATURE = 1e-30  # logits that are divided by far smaller numbers are infinite, and their softmax is NaN
+
 # Letters: C captions, n sequences per caption, B = C * n, T text positions, N image positions, K image codes.
 
 
@@ -35,9 +37,10 @@ class Choice:
 
     def __post_init__(self) -> None:
         check_guidance(self.guidance)
-        if not 0 < self.temperature < math.inf:
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature: {self.temperature}; give a number above 0 (top_k 1 takes the most likely code)"
+                f"temperature: {self.temperature}; give {LEAST_TEMPERATURE:g} or more (top_k 1 takes the most likely "
+                "code)"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k: {self.top_k}; give 1 or more")

@@ -191,6 +191,7 @@ def test_tokens_come_as_often_as_they_are_likely():
     "wrong",
     [
         {"temperature": 0.0},
+        {"temperature": 1e-310},
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"guidance": math.nan},
