@@ -61,15 +61,15 @@ def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
     """
     # In float64: a token of probability 0 must not be drawn, and the order of additions must not matter.
     probability = (logits.double() / choice.temperature).softmax(dim=-1)
-    order = None
-    if choice.top_k is not None or choice.top_p is not None:
+    codes = probability.shape[-1]
+    top_k, top_p, order = choice.top_k or codes, choice.top_p or 1.0, None
+    if top_k < codes or top_p < 1:  # otherwise all codes are left, and a seed gives the one that it gives without
         probability, order = probability.sort(dim=-1, descending=True, stable=True)
-        if choice.top_k is not None:
-            probability[:, choice.top_k :] = 0
-        if choice.top_p is not None:
+        probability[:, top_k:] = 0
+        if top_p < 1:
             before = probability.cumsum(dim=-1) - probability
             # Relative to the total probability of the codes that top_k left.
-            probability[before >= choice.top_p * probability.sum(dim=-1, keepdim=True)] = 0
+            probability[before >= top_p * probability.sum(dim=-1, keepdim=True)] = 0
     below = probability.cumsum(dim=-1)
     index = torch.searchsorted(below, uniform.double()[:, None] * below[:, -1:], right=True)  # (B, 1)
     return (index if order is None else order.gather(1, index))[:, 0]
