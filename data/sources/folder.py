@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -120,9 +121,11 @@ class FolderSource:
             return Rejected(key, "missing_image", f"{name}: {error.strerror}")
 
     def _read_image(self, key: str, name: str, path: Path) -> Sample | Rejected:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            return Rejected(key, "too_large_file", f"{size} bytes")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a named pipe would wait for ever
+            return Rejected(key, "missing_image", f"{name}: a pipe, socket or device, not a file")
+        if status.st_size > MAX_FILE_BYTES:
+            return Rejected(key, "too_large_file", f"{status.st_size} bytes")
         if self.table is not None:
             if name not in self.table:
                 return Rejected(key, "missing_caption", "no row of the captions table")

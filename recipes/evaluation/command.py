@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from data.cost import count_text
 from recipes.config.command_line import read_command_line, user_errors
 from recipes.config.values import quoted
 from recipes.evaluation.config import Evaluation
@@ -41,7 +42,8 @@ def describe(config: Evaluation) -> str:
     """How many images an evaluation draws per caption, and where it writes."""
     sweeps = sum(len(values) for values in config.sweeps.values())
     pool = 0 if config.rerank is None else max(config.rerank.pools)
-    return f"evaluate: {1 + sweeps + pool} images per caption, {', '.join(config.metrics)}; report in {config.out}"
+    drawn = count_text(1 + sweeps + pool, "image")
+    return f"evaluate: {drawn} per caption, {', '.join(config.metrics)}; report in {config.out}"
 
 
 def check_options(config: Evaluation, export: Path) -> None:

@@ -5,6 +5,7 @@ import errno
 import functools
 import io
 import json
+import os
 import pickle
 import sys
 import tarfile
@@ -178,6 +179,7 @@ def test_folder_oddities(tmp_path):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "f.png").symlink_to(tmp_path / "nowhere.png")
     (tmp_path / "round").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "g.png")  # to open it would wait for a writer
     source = FolderSource(path=str(tmp_path))
     rows = read(source)
     assert {row.key: getattr(row, "reason", getattr(row, "caption", "")) for row in rows} == {
@@ -188,8 +190,9 @@ def test_folder_oddities(tmp_path):
         "d.webp": "two pictures",
         "e": "caption_not_utf8",
         "f": "missing_image",
+        "g": "missing_image",
     }
-    assert len(rows) == 7
+    assert len(rows) == 8
     (tmp_path / "new.png").write_bytes(picture(1))
     assert FolderSource(path=str(tmp_path)).shards() != source.shards()  # an encoded shard is not taken for it
 

@@ -173,17 +173,21 @@ class PowerSGD(Lever):
 
     def _check_processes(self, run: Run) -> None:
         """Dry runs say this in a line, as they may have been told nothing of the processes (`powersgd_cost`)."""
+        clip = "" if self.clip is None else f", and clip by training.grad_clip={self.clip:g}"  # else nothing would
         if self.mesh is not None and self.mesh.size(0) == 1:
             raise ValueError(
-                "powersgd: training.fsdp.replicas gives one machine, so nothing is averaged; remove "
-                "powersgd (algorithms.powersgd=null), or set replicas to the number of machines"
+                "powersgd: training.fsdp.replicas gives one machine, so nothing is averaged; set replicas to the "
+                f"number of machines, or remove powersgd (algorithms.powersgd=null){clip}"
             )
         if self.mesh is not None:
             return
         if is_sharded(self.task):
             raise ValueError("powersgd: the model is sharded, but not by training.fsdp; shard it by training.fsdp")
         if not isinstance(run.module, DistributedDataParallel):
-            raise ValueError("powersgd: there is only one process, so nothing is averaged; remove powersgd")
+            raise ValueError(
+                "powersgd: there is only one process, so nothing is averaged; remove powersgd "
+                f"(algorithms.powersgd=null){clip}"
+            )
 
     def _overlapped(self) -> Overlap[Compressed]:
         modules = list(self.task.blocks())

@@ -12,6 +12,8 @@ from torch import Tensor
 from recipes.models.autoregressive.transformer import TokenTransformer
 from recipes.models.sampling import check_guidance
 
+LEAST_TEMPERATURE = 1e-30  # logits that are divided by far smaller numbers are infinite, and their softmax is NaN
+
 # Letters: C captions, n sequences per caption, B = C * n, T text positions, N image positions, K image codes.
 
 
@@ -35,9 +37,10 @@ class Choice:
 
     def __post_init__(self) -> None:
         check_guidance(self.guidance)
-        if not 0 < self.temperature < math.inf:
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature: {self.temperature}; give a number above 0 (top_k 1 takes the most likely code)"
+                f"temperature: {self.temperature}; give {LEAST_TEMPERATURE:g} or more (top_k 1 takes the most likely "
+                "code)"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k: {self.top_k}; give 1 or more")
@@ -58,15 +61,15 @@ def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
     """
     # In float64: a token of probability 0 must not be drawn, and the order of additions must not matter.
     probability = (logits.double() / choice.temperature).softmax(dim=-1)
-    order = None
-    if choice.top_k is not None or choice.top_p is not None:
+    codes = probability.shape[-1]
+    top_k, top_p, order = choice.top_k or codes, choice.top_p or 1.0, None
+    if top_k < codes or top_p < 1:  # otherwise all codes are left, and a seed gives the one that it gives without
         probability, order = probability.sort(dim=-1, descending=True, stable=True)
-        if choice.top_k is not None:
-            probability[:, choice.top_k :] = 0
-        if choice.top_p is not None:
+        probability[:, top_k:] = 0
+        if top_p < 1:
             before = probability.cumsum(dim=-1) - probability
             # Relative to the total probability of the codes that top_k left.
-            probability[before >= choice.top_p * probability.sum(dim=-1, keepdim=True)] = 0
+            probability[before >= top_p * probability.sum(dim=-1, keepdim=True)] = 0
     below = probability.cumsum(dim=-1)
     index = torch.searchsorted(below, uniform.double()[:, None] * below[:, -1:], right=True)  # (B, 1)
     return (index if order is None else order.gather(1, index))[:, 0]

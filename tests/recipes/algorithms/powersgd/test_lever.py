@@ -51,11 +51,11 @@ def test_one_process_has_nothing_to_average():
         train_dataloader=DataLoader([{"words": torch.zeros(3, dtype=torch.int64)}]),
         max_duration="1ba",
         optimizers=torch.optim.SGD(task.parameters(), lr=0.1),
-        algorithms=as_algorithms(Levers([PowerSGD(task, rank=2)]), ComposerRun(task)),
+        algorithms=as_algorithms(Levers([PowerSGD(task, rank=2, clip=4.0)]), ComposerRun(task)),
         device="cpu",
         progress_bar=False,
     )
-    with pytest.raises(ValueError, match="there is only one process, so nothing is averaged"):
+    with pytest.raises(ValueError, match="only one process, .*, and clip by training.grad_clip=4"):
         trainer.fit()
 
 

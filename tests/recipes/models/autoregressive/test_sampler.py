@@ -185,12 +185,15 @@ def test_tokens_come_as_often_as_they_are_likely():
         scaled[kept] = logits[kept] / choice.temperature
         shares = tokens.bincount(minlength=5) / count
         torch.testing.assert_close(shares, scaled.softmax(0), rtol=0, atol=1.5 / count)
+    all_left = choose(logits.expand(count, 5), uniform, Choice(top_k=5, top_p=1.0))
+    assert (all_left == choose(logits.expand(count, 5), uniform, Choice())).all()  # the same images by the same seeds
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"temperature": 0.0},
+        {"temperature": 1e-310},
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"guidance": math.nan},
