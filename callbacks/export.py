@@ -173,6 +173,15 @@ def export(
 def _copy_encoders(loading: Loading, folder: Path) -> None:
     """Copy encoders that are local folders, so that the export can be moved; those of a hub are found by their id."""
     for name in ("image_encoder", "text_encoder"):
-        path = (getattr(loading.manifest, name) or {"component": {}})["component"].get("path")
+        component = (getattr(loading.manifest, name) or {"component": {}})["component"]
+        path = component.get("path")
         if path and Path(path).expanduser().is_dir():
-            shutil.copytree(Path(path).expanduser(), folder / name)
+            for part in _parts_of(component):
+                shutil.copytree(Path(path).expanduser() / part, folder / name / part, dirs_exist_ok=True)
+
+
+def _parts_of(component: dict[str, Any]) -> set[str]:
+    """The folders that an encoder reads in its local folder, such as vae in a whole pipeline; "": all of it."""
+    model, words = component.get("subfolder"), component.get("tokenizer")
+    parts = {model or "", (model if words is None else words) or ""}
+    return {""} if any(not part or Path(part).is_absolute() or ".." in Path(part).parts for part in parts) else parts

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ATTEMPTS = 7  # to fetch a file, with pauses of 1, 2, 4, ... 32 s between them: a minute, in which servers restart
 LONG = 8.0  # seconds of a pause that is announced
 CREDENTIAL = "whether the address is right and the credential has expired"
+NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # of botocore
 
 
 def fetch(
@@ -29,7 +30,8 @@ def fetch(
         address: http://, https://, or one that mosaicml-streaming has a downloader for.
         path: of the copy. A file that is there is replaced.
         timeout: seconds without a byte.
-        attempts: how often the file is asked for, with pauses; None: `ATTEMPTS`. A refusal is not asked again.
+        attempts: how often the file is asked for, with pauses; None: `ATTEMPTS`. After a refusal, or where there are no
+            credentials, it is not asked for again.
         downloader: mosaicml-streaming's, which keeps its client for the next file; None: a new one.
 
     Raises:
@@ -80,8 +82,22 @@ def _fetch_http(address: str, path: Path, timeout: float) -> None:
         raise ConnectionError(f"{path.stat().st_size} of {size} bytes came")
 
 
+def advice(error: BaseException, otherwise: str = f"see {CREDENTIAL}") -> str:
+    """What to do after an error of a store: set the credentials that boto3 has not found, or what `otherwise` says."""
+    if _lacks_credentials(error):
+        return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine a role"
+    return otherwise
+
+
+def _lacks_credentials(error: BaseException) -> bool:
+    """Whether boto3 found no credentials, so that it has asked nothing of the store."""
+    return type(error).__module__ == "botocore.exceptions" and type(error).__name__ in NO_CREDENTIALS
+
+
 def _is_refused(error: Exception) -> bool:
-    """Whether asking again gives the same answer: a missing file, or a status of HTTP from 400 to 499."""
+    """Whether asking again gives the same: no credentials, a missing file, or a status of HTTP from 400 to 499."""
+    if _lacks_credentials(error):
+        return True
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):  # of boto3
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.aliases import InputPath
 from data.arrays import read_matrix
-from data.downloads import CREDENTIAL, fetch
+from data.downloads import advice, fetch
 from data.errors import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
@@ -76,7 +76,7 @@ class EncodedSet:
         try:
             fetch(address, copy, timeout=120.0)
         except Exception as error:  # each store's client has its own errors, without a common base class
-            raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); see {CREDENTIAL}") from error
+            raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); {advice(error)}") from error
         return copy
 
     def current(self, name: str) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+from data.downloads import advice
 from data.errors import one_line
 from data.files import write_text
 from data.stores import STORES, Store, open_store, require_account, scheme_of
@@ -60,9 +61,9 @@ class Copy:
             else:
                 _upload_by_streaming(address, folder, names)
         except Exception as error:  # each store's client has its own errors, without a common base class
+            what = advice(error, "see whether the address is right and the credential allows it")
             raise ValueError(
-                f"upload: {address} cannot be written ({one_line(error)}); see whether the address is right and the "
-                "credential allows it, then start the job again"
+                f"upload: {address} cannot be written ({one_line(error)}); {what}, then start the job again"
             ) from error
         write_text(folder / MARKER, self.address)
 

@@ -22,14 +22,14 @@ from data.manifest import NAME as MANIFEST
 from data.threads import set_default_threads
 from precompute.config import EncodeConfig
 from precompute.output import CONFIG
-from recipes.config.command_line import fail, read_command_line, user_errors
+from recipes.config.command_line import fail, path_of, read_command_line, user_errors
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("verify.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--records", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=path_of)
     options, rest = parser.parse_known_args(arguments)
     label = None
     if rest and Path(rest[0]).is_dir():
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     with user_errors():
         from precompute.verification import verify
 
-        out = Path(options.out or f"{config.out}/verified")
+        out = options.out or Path(config.out, "verified")
         holds = verify(config, [label] if label else list(config.sources), options.records, options.seed, out)
     return 0 if holds else 1
 

@@ -17,13 +17,13 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.files import write_text
 from recipes.comparison.page import page
 from recipes.comparison.runs import read_runs
-from recipes.config.command_line import check_out, fail, user_errors
+from recipes.config.command_line import check_out, fail, path_of, user_errors
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, such as runs/openmoji_diffusion")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="page to write (default: %(default)s)")
+    parser.add_argument("runs", type=path_of, nargs="+", help="folders of runs, such as runs/openmoji_diffusion")
+    parser.add_argument("--out", type=path_of, default=Path("report.html"), help="page to write (default: %(default)s)")
     parser.add_argument("--moments", type=int, default=12, help="grids taken of each run (default: %(default)s)")
     parser.add_argument("--side", type=int, default=192, help="largest side of a picture in px (default: %(default)s)")
     options = parser.parse_args(arguments)

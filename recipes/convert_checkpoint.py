@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.threads import set_default_threads
-from recipes.config.command_line import user_errors
+from recipes.config.command_line import path_of, user_errors
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="checkpoint of a run, or a link to one")
+    parser.add_argument("checkpoint", type=path_of, help="checkpoint of a run, or a link to one")
     parser.add_argument("--to", choices=["composer", "lightning"], required=True, help="engine that is to go on")
     options = parser.parse_args(arguments)
     with user_errors():

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.threads import set_default_threads
-from recipes.config.command_line import check_out, fail, user_errors
+from recipes.config.command_line import check_out, fail, path_of, user_errors
 from recipes.evaluation.command import main as evaluate_by_yaml
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
 from recipes.generation.options import add_options, candidates_of, own_options
@@ -39,7 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--retrieval", required=True, metavar="FOLDER", help="open_clip folder, or MODEL/TAG")
     parser.add_argument("--sets", nargs="+", required=True, metavar="NAME=TARS", help="captioned images, in tars")
     parser.add_argument("--number", type=int, help="captions drawn from each set (default: all)")
-    parser.add_argument("--out", type=Path, help="JSON file to write, in addition to the table on standard output")
+    parser.add_argument("--out", type=path_of, help="JSON file to write, in addition to the table on standard output")
     add_options(parser, batch=64)
     options = parser.parse_args(arguments)
     if options.number is not None and options.number < 1:

@@ -13,22 +13,25 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.threads import set_default_threads
-from recipes.config.command_line import user_errors
+from recipes.config.command_line import path_of, user_errors
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="checkpoint of either engine, a run's folder, or its export")
-    parser.add_argument("out", type=Path, help="folder to write; an earlier export in it is replaced")
+    parser.add_argument("checkpoint", type=path_of, help="checkpoint of either engine, a run's folder, or its export")
+    parser.add_argument("out", type=path_of, help="folder to write; an earlier export in it is replaced")
     parser.add_argument(
         "--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged if there are any)"
     )
     parser.add_argument(
         "--layout", choices=["diffusers", "native"], help="(default: diffusers, if it has such a model)"
     )
-    parser.add_argument("--recipe", type=Path, help="config of the checkpoint's run (default: its config.yaml)")
+    parser.add_argument("--recipe", type=path_of, help="config of the checkpoint's run (default: its config.yaml)")
     parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="encoded set, or export, of the run (default: as the recipe says)"
+        "--data",
+        type=path_of,
+        metavar="FOLDER",
+        help="encoded set, or export, of the run (default: as the recipe says)",
     )
     options = parser.parse_args(arguments)
     with user_errors():

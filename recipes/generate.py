@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 from data.threads import set_default_threads
-from recipes.config.command_line import check_out, fail, user_errors
+from recipes.config.command_line import check_out, fail, path_of, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
 from recipes.generation.options import add_options, candidates_of, own_options
 
@@ -24,8 +24,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", nargs="+", default=[], metavar="CAPTION", help="captions, one image each")
-    parser.add_argument("--prompts-file", type=Path, help="text file with one caption per line")
-    parser.add_argument("--out", type=Path, default=Path("grid.png"), help="PNG to write (default: %(default)s)")
+    parser.add_argument("--prompts-file", type=path_of, help="text file with one caption per line")
+    parser.add_argument("--out", type=path_of, default=Path("grid.png"), help="PNG to write (default: %(default)s)")
     parser.add_argument("--each", type=int, default=1, help="images per caption (default: %(default)s)")
     parser.add_argument("--columns", type=int, help="images per row (default: nearest to a square)")
     add_options(parser, batch=16)

@@ -21,7 +21,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 import dataclasses
 
 from data.threads import set_default_threads
-from recipes.config.command_line import fail, user_errors
+from recipes.config.command_line import fail, path_of, user_errors
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
 
@@ -38,7 +38,7 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--between", type=float, help="GB/s that a machine sends to others, instead of the table's")
     parser.add_argument("--price", type=float, help="price of a GPU for an hour")
     parser.add_argument("--calibrate", metavar="NAME", help="measure this machine, and store it under a name")
-    parser.add_argument("--devices", type=Path, default=ROOT / "runs" / "devices", help="folder of measured devices")
+    parser.add_argument("--devices", type=path_of, default=ROOT / "runs" / "devices", help="folder of measured devices")
     options = parser.parse_intermixed_args(arguments)
     if options.calibrate is None and not (options.yaml and options.gpu and options.gpus):
         parser.error("give a recipe, --gpu and --gpus; or --calibrate NAME")

@@ -29,7 +29,7 @@ from typing import BinaryIO
 import braceexpand
 
 from data.disk_errors import disk_error
-from data.downloads import fetch
+from data.downloads import advice, fetch
 from data.errors import one_line
 from data.sources.base import (
     IMAGE_SUFFIXES,
@@ -177,10 +177,10 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
             except Exception as error:  # each cloud's client has its own errors, without a common base class
-                advice = "start again when the server answers"
+                what = advice(error, "start again when the server answers")
                 if disk_error(error) is not None:
-                    advice = f"make room in {tempfile.gettempdir()} (TMPDIR)"
-                raise ConnectionError(f"cannot fetch {url}: {one_line(error)}; {advice}") from error
+                    what = f"make room in {tempfile.gettempdir()} (TMPDIR)"
+                raise ConnectionError(f"cannot fetch {url}: {one_line(error)}; {what}") from error
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
         yield file

@@ -82,6 +82,11 @@ def fail(lines: list[str]) -> None:
     sys.exit(2)
 
 
+def path_of(text: str) -> Path:
+    """A path of the command line, as the type of its argument: shells do not expand the ~ of `--out=~/grid.png`."""
+    return Path(os.path.expanduser(text))
+
+
 def check_out(path: Path) -> None:
     """Refuse a folder as `--out`, the file that a command writes when all of its work is done."""
     if path.is_dir():

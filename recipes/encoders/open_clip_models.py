@@ -80,7 +80,7 @@ def check_names(model: str, pretrained: str | None, key: str) -> None:
 
     if model.startswith(LOCAL_PREFIX):
         if pretrained is not None:
-            raise ValueError(f"{key}.pretrained: a local folder has its own weights; remove the key")
+            raise ValueError(f"{key}.pretrained: a local folder has its own weights; give null")
         for name in (CONFIG, WEIGHTS):
             file = Path(model.removeprefix(LOCAL_PREFIX)) / name
             if not file.is_file():

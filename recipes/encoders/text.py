@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +51,8 @@ def open_clip_text(
     """
     if path is not None:
         model = LOCAL_PREFIX + str(Path(path).expanduser())
+    if pretrained is not None:
+        pretrained = os.path.expanduser(pretrained)  # it is no path for the config, which leaves a ~ as it is
     check_names(model, pretrained, "text_encoder")
     id = model.removeprefix(LOCAL_PREFIX) if pretrained is None else f"{model}/{pretrained}"
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.downloads import CREDENTIAL
+from data.downloads import advice
 from data.errors import one_line
 from data.files import atomic_folder, atomic_write, point_to, write_text
 from data.log import log
@@ -55,7 +55,7 @@ class Bucket:
         try:
             yield
         except (*self._store.errors, OSError) as error:
-            raise ValueError(f"{self.address}/{what} ({one_line(error)}); see {CREDENTIAL}") from error
+            raise ValueError(f"{self.address}/{what} ({one_line(error)}); {advice(error)}") from error
         finally:
             random.setstate(generator)
 

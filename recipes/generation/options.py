@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from recipes.config.command_line import fail
+from recipes.config.command_line import fail, path_of
 from recipes.generation.exports import families
 from recipes.models.family import Family
 
@@ -20,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
         parser: of the command.
         batch: default of --batch.
     """
-    parser.add_argument("checkpoint", type=Path, help="export folder of a run, or the run's folder")
+    parser.add_argument("checkpoint", type=path_of, help="export folder of a run, or the run's folder")
     parser.add_argument("--candidates", type=int, help="images drawn per caption, of which the best are kept")
     parser.add_argument(
         "--rerank", metavar="FOLDER", help="open_clip folder, or MODEL/TAG of open_clip, that says which are best"

@@ -67,7 +67,10 @@ def length_of(recipe: Recipe, epoch: Epoch) -> Length:
     if epoch.samples is not None:
         epoch_steps = math.ceil(epoch.samples / batch) if epoch.incomplete_batch else epoch.samples // batch
         if epoch_steps == 0:
-            raise ValueError(f"training.global_batch: {batch} is more than the {epoch.samples} samples of an epoch")
+            raise ValueError(
+                f"training.global_batch: {batch} is more than the {epoch.samples} samples of an epoch; give as many or "
+                "fewer"
+            )
     steps = Length(None, epoch_steps, batch).steps_in(recipe.training.duration)
     return Length(None if steps is None else math.ceil(steps), epoch_steps, batch)
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from data.errors import one_line
 from data.log import log
-from recipes.encoders.base import cannot_load, weights_hash
+from recipes.encoders.base import weights_hash
 from recipes.models.weights import read_tensors
 from recipes.scoring.reranking import Reranker
 
@@ -85,7 +86,10 @@ def inception(path: str | None, device: str, key: str = "extractor.path") -> Fea
                 prefix = file.stem.rpartition("-")[2]
                 torch.hub.download_url_to_file(URL_INCEPTION_V3, str(file), hash_prefix=prefix, progress=False)
             except OSError as error:  # no network
-                raise cannot_load(key, URL_INCEPTION_V3, error) from error
+                raise ValueError(
+                    f"{key}: {URL_INCEPTION_V3} cannot be fetched ({one_line(error)}); fetch it on another machine, "
+                    "and give the path of the file"
+                ) from error
     else:
         file = Path(path).expanduser()
         if not file.is_file():

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,6 +129,28 @@ def test_averaged_weights_are_exported_once_there_are_any(tmp_path, beside, runn
     record = json.loads((tmp_path / "export" / "export.json").read_text())
     assert record.get("average") == ({"decay": 0.99, "every": 5, "begun": 3} if running else None)
     assert task.weight == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "copied"),
+    [
+        ({"subfolder": "text_encoder", "tokenizer": "tokenizer"}, ["text_encoder", "tokenizer"]),
+        ({"subfolder": "text_encoder"}, ["text_encoder"]),
+        ({"tokenizer": "tokenizer"}, ["text_encoder", "tokenizer", "unet", "vae"]),
+        ({"subfolder": "../text_encoder"}, ["text_encoder", "tokenizer", "unet", "vae"]),
+    ],
+)
+def test_of_a_pipeline_an_export_has_what_its_encoders_read(tmp_path, task, text, copied):
+    pipeline = tmp_path / "pipeline"
+    for name in ("text_encoder", "tokenizer", "unet", "vae"):
+        (pipeline / name).mkdir(parents=True)
+        (pipeline / name / "config.json").write_text("{}")
+    image = {"component": {"path": str(pipeline), "subfolder": "vae"}}
+    parts = {"image_encoder": image, "text_encoder": {"component": {"path": str(pipeline), **text}}}
+    manifest = SimpleNamespace(**parts, write=lambda folder: None)
+    export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
+    found = {name: sorted(path.name for path in (tmp_path / "export" / name).iterdir()) for name in parts}
+    assert found == {"image_encoder": ["vae"], "text_encoder": copied}
 
 
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):

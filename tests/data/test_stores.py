@@ -11,6 +11,7 @@ from data.fetching import WholeStream
 from data.sources.tars import TarSource
 from data.stores import AzureStore, GoogleKeysStore, GoogleStore, S3Store, malformed, open_store
 from precompute.upload import Copy
+from recipes.engines.bucket import Bucket
 
 AZURE = "azure://pictures.blob.core.windows.net/sets"
 
@@ -121,6 +122,28 @@ def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, 
     with pytest.raises(ConnectionError, match="cannot fetch gs://sets/0.tar: .*no"):
         list(source.read(source.shards()[0]))
     assert calls == ["gs://sets/train/manifest.json"] * asked + ["gs://sets/0.tar"] * asked
+
+
+def test_without_credentials_a_store_is_asked_once_and_the_line_says_what_to_set(monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    pauses = []
+    monkeypatch.setattr(downloads.time, "sleep", pauses.append)
+    (tmp_path / "index.json").write_text("{}")
+    source = TarSource(urls="s3://sets/0.tar")
+    for read in (
+        lambda: EncodedSet(str(tmp_path), "s3://sets/train", {}).manifest(),
+        lambda: list(source.read(source.shards()[0])),
+        lambda: Bucket("s3://sets/run").pull(tmp_path),
+        lambda: Copy(tmp_path, "s3://sets/train").add(tmp_path, "", ["index.json"]),
+    ):
+        with pytest.raises((ValueError, ConnectionError), match="NoCredentialsError.*; set AWS_ACCESS_KEY_ID") as error:
+            read()
+        assert "\n" not in str(error.value) and "expired" not in str(error.value)
+    assert pauses == []
 
 
 def test_a_downloader_that_passes_over_an_error_is_an_error(monkeypatch, tmp_path):

@@ -17,6 +17,8 @@ from recipes.training.clock import Clock, Length
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
+MUCH = 0.3  # share of the weights of its beginning in the average at the end of a run, above which a run warns
+
 
 class ScheduledEMA(Lever):
     """Averages the weights over the last part of a run.
@@ -97,6 +99,12 @@ class ScheduledEMA(Lever):
                 raise ValueError(f"scheduled_ema: half_life must be a number of batches above 0, got {self.half_life}")
             self.decay = 0.5 ** (self.every / value)
         self.begins = self._beginning(run.clock)
+        left = self._left_of_beginning(run.clock)
+        if left > MUCH:
+            log.warning(
+                f"scheduled_ema: at the end of the run, {left:.0%} of the average will be the weights with which it "
+                "began; lower the decay, or begin earlier"
+            )
 
     def begin(self, run: Run) -> None:
         self.check_run(run)
@@ -171,6 +179,11 @@ class ScheduledEMA(Lever):
                 f"scheduled_ema: {key} leaves {total - value:g} batches, and every: {self.every} none of its updates"
             )
         return value, given
+
+    def _left_of_beginning(self, clock: Clock) -> float:
+        """Share that the weights of its beginning have in the average at the end of the run; 0 if not known here."""
+        (total, unit), (value, given) = clock.position(clock.duration), self.begins
+        return self.decay ** ((total - value) // self.every) if unit == given == "ba" else 0.0
 
     def _begin(self, clock: Clock) -> None:
         self.average = self._new_average()

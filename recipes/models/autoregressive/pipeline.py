@@ -103,7 +103,8 @@ class TokenPipeline:
         if not 0 <= rows <= side:
             raise ValueError(f"--rows: {rows}; the grid of tokens has {side} rows")
         try:
-            found = Filter().decode(Sample(str(picture), picture.read_bytes(), "a picture"))  # as in training
+            data = picture.expanduser().read_bytes()
+            found = Filter().decode(Sample(str(picture), data, "a picture"))  # as in training
         except OSError as error:
             raise ValueError(f"--picture: {picture} is not readable as a picture ({error.strerror})") from None
         if isinstance(found, Rejected):

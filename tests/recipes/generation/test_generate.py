@@ -42,7 +42,7 @@ def make(tmp_path, checkpoint, *more, name="grid.png"):
         return np.asarray(image)
 
 
-def test_a_grid(tmp_path, export, capsys):
+def test_a_grid(tmp_path, export, capsys, monkeypatch):
     grid = make(tmp_path, export, "--columns", "3")
     assert grid.shape == (128 + 19 + 12, 3 * (128 + 6) + 6, 3)
     said = capsys.readouterr()
@@ -50,7 +50,8 @@ def test_a_grid(tmp_path, export, capsys):
     # The run's folder is as good as its export, and captions may come from a file.
     assert (make(tmp_path, export.parent, "--columns", "3") == grid).all()
     (tmp_path / "captions.txt").write_text("\n".join([CAPTIONS[0], "", *CAPTIONS[1:], " "]), encoding="utf-8-sig")
-    arguments = [export, "--prompts-file", tmp_path / "captions.txt", "--out", tmp_path / "file.png"]
+    monkeypatch.setenv("HOME", str(tmp_path))  # shells leave the ~ after a = to the program
+    arguments = [export, "--prompts-file=~/captions.txt", "--out=~/file.png"]
     main([str(a) for a in [*arguments, "--steps", "3", "--columns", "3", "--device", "cpu"]])
     assert (np.asarray(Image.open(tmp_path / "file.png")) == grid).all()
 

@@ -54,7 +54,7 @@ def test_other_runs():
 
 
 def test_an_epoch_without_a_batch_is_refused():
-    with pytest.raises(ValueError, match="training.global_batch: 64 is more than the 15 samples of an epoch"):
+    with pytest.raises(ValueError, match="training.global_batch: 64 is more than the 15 samples of an epoch; give as"):
         lines("openmoji_diffusion.yaml", samples=15)
 
 

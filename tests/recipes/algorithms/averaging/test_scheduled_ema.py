@@ -1,6 +1,7 @@
 """The scheduled average: when it begins, what it is, who uses it, and that resuming changes nothing."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from recipes.algorithms.averaging.average import Average, HostAverage
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
+from recipes.training.clock import Clock
 from tests.recipes.algorithms.averaging.ema_ranks import CHECKS
 from tests.recipes.algorithms.composer_levers import algorithms_of, sharded_options, sharding_of
 from tests.recipes.training.fake_run import FakeRun
@@ -302,6 +304,21 @@ def test_contradictions_are_refused(arguments, message):
 def test_a_start_that_the_run_does_not_have_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         trainer(ScheduledEMA(**arguments)).fit()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"decay": 0.9999, "last": "5000ba"}, "61% of the average will be the weights with which it began"),
+        ({"half_life": "4000ba", "start": "0.8dur", "every": 1000}, "71% of the average"),
+        ({"decay": 0.999, "last": "5000ba"}, ""),
+        ({"decay": 0.9999, "start": "1ep"}, ""),  # nobody knows here how many batches an epoch has
+    ],
+)
+def test_an_average_that_stays_near_its_beginning(arguments, said, capsys):
+    ScheduledEMA(**arguments).check_run(SimpleNamespace(clock=Clock(0, 0, 0, "10000ba")))
+    found = capsys.readouterr().out
+    assert said in found and bool(said) == bool(found)
 
 
 def test_a_model_without_trained_parameters_is_refused():
