@@ -11,7 +11,7 @@ from callbacks.communication import CommunicationProfile
 from callbacks.flops import flops_per_sample
 from callbacks.peak_flops import number_format_of, peak_flops
 from callbacks.step_timer import StepTimer
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.log import log
 from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA

@@ -17,7 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
+from data.aliases import Duration, InputPath
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
 from recipes.config.installed import all_components

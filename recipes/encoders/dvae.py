@@ -8,7 +8,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
-from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from data.aliases import InputPath
 from recipes.encoders.base import TokenEncoder
 from recipes.models.dvae.files import load_dvae
 from recipes.models.dvae.network import DOWNSAMPLE
