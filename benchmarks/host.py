@@ -49,9 +49,9 @@ from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.lightning import trainer as lightning
 from recipes.engines.lightning.run import LightningRun
+from recipes.planning.divided_run import Place
 from recipes.planning.gpus import device_named
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place
 from recipes.training.callback import Callback
 from recipes.training.run import Run
 

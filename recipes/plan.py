@@ -67,9 +67,9 @@ def measure(options: argparse.Namespace) -> None:
 def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     """The text about all numbers of GPUs."""
     from callbacks.peak_flops import peak_flops
+    from recipes.planning.divided_run import Place
     from recipes.planning.gpus import device_named
     from recipes.planning.plan import Planner
-    from recipes.planning.settings import Place
 
     device = device_named(options.gpu, options.devices)
     if options.between is not None:

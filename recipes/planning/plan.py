@@ -13,11 +13,12 @@ from recipes.config.recipe import Recipe
 from recipes.planning.batches import blank_batch, sample_bytes, traced_model
 from recipes.planning.costs import costs_of, parameter_counts, plan_of
 from recipes.planning.devices import Devices
+from recipes.planning.divided_run import USABLE, DividedRun, Place, Setting
 from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
 from recipes.planning.levers import apply_levers
 from recipes.planning.pass_memory import Passes, passes_of
-from recipes.planning.settings import USABLE, Place, Run, Setting, best_of, runs_of, settings_of
+from recipes.planning.settings import best_of, runs_of, settings_of
 from recipes.planning.tensor_parallel import keep_part
 from recipes.planning.trace import NUMBERS, Traces, traces_of
 
@@ -45,7 +46,7 @@ class Planner:
         """All ways to train it there. Raises ValueError where the batch does not divide."""
         return list(settings_of(self.runs(place)))
 
-    def runs(self, place: Place) -> Iterator[Run]:
+    def runs(self, place: Place) -> Iterator[DividedRun]:
         """All ways to divide it there. Raises ValueError where the batch does not divide."""
         return runs_of(self.recipe, self.task, self.divided, self.passes, self.batches[0], place)
 

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.gpu_run.subjects import SUBJECTS, recipe_for
 from benchmarks.host import MARK, SETTINGS
+from recipes.planning.divided_run import Place
 from recipes.planning.gpus import DEVICES
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place
 from tests.stub_gpu import needs_stub_gpu
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,10 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.plan import main
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
+from recipes.planning.divided_run import BLOCKS, WORKSPACE, Place
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
-from recipes.planning.settings import BLOCKS, WORKSPACE, Place, best_of, settings_of
+from recipes.planning.settings import best_of, settings_of
 from recipes.planning.step_time import (
     BY_BLOCK,
     BY_DDP,

@@ -14,9 +14,9 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.engines import parts
 from recipes.models.task import Task
 from recipes.planning import dry_run
+from recipes.planning.divided_run import Place
 from recipes.planning.gpus import DEVICES, SHARES
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place
 from tests.recipes.algorithms.sharding.fsdp_ranks import CONTRASTIVE, GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
 
 
