@@ -99,7 +99,8 @@ def update_all(
     """One step of AdamW on many tensors, in place, in one launch; tensors of odd sizes or addresses take another one.
 
     Args:
-        tensors: values (N,), gradient (N,), codes of the mean (N,) and of the variance (N,), all dense on one device.
+        tensors: values and gradient of N elements, and the codes of mean and variance, also as bytes; all dense on one
+            device, in the same memory order.
         scalars: decay, step size and root correction, as in `adamw_update`.
         formats: formats of the codes of mean and variance.
         betas: decays of mean and variance.
@@ -127,7 +128,7 @@ def _launch(
 
 
 def _is_aligned(parts: tuple[Tensor, ...]) -> bool:
-    return all(t.numel() % ALIGNMENT == 0 and t.data_ptr() % ALIGNMENT == 0 for t in parts)
+    return parts[0].numel() % ALIGNMENT == 0 and all(t.data_ptr() % ALIGNMENT == 0 for t in parts)
 
 
 @functools.lru_cache(maxsize=64)
