@@ -14,9 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,8 +118,7 @@ class StepRun(MetaRun):
         return torch.autocast("cpu", torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The parts of one step.
 
     Attributes:
@@ -134,29 +132,24 @@ class Step:
     rest: Launches
 
     @property
-    def parts(self) -> tuple[Launches, Launches, Launches]:
-        """Forward, backward, rest."""
-        return self.forward, self.backward, self.rest
-
-    @property
     def total(self) -> int:
         """All launches."""
-        return sum(part.total for part in self.parts)
+        return sum(part.total for part in self)
 
     @property
     def copies(self) -> int:
         """See `Launches.copies`."""
-        return sum(part.copies for part in self.parts)
+        return sum(part.copies for part in self)
 
     @property
     def casts(self) -> int:
         """See `Launches.casts`."""
-        return sum(part.casts for part in self.parts)
+        return sum(part.casts for part in self)
 
     @property
     def waits(self) -> dict[str, int]:
         """Operation -> number of times that the host waits."""
-        return dict(sum((part.waits for part in self.parts[1:]), self.forward.waits.copy()))
+        return dict(sum((part.waits for part in self[1:]), self.forward.waits.copy()))
 
 
 def count_step(recipe: Recipe, passes: int) -> Step:
@@ -186,7 +179,7 @@ def count_step(recipe: Recipe, passes: int) -> Step:
         levers.at("begin", run)
         _step(run, levers, batch_of(recipe), Launches(), Launches(), Launches())
         step = Step(Launches(), Launches(), Launches())
-        _step(run, levers, batch_of(recipe), *step.parts)
+        _step(run, levers, batch_of(recipe), *step)
     return step
 
 
