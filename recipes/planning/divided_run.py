@@ -101,12 +101,12 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a recipe is to be trained.
+class Cluster:
+    """Devices of one kind on which a recipe is to be trained.
 
     Attributes:
-        device: its kind.
-        peak: FLOP/s by the data sheet.
+        device: their kind.
+        peak: FLOP/s of each by the data sheet.
         shares: of the data sheet's rates that are reached.
         world: number of devices.
         machine: devices of a machine.
@@ -140,7 +140,7 @@ class DividedRun:
         passes: their memory.
         costs: of its components.
         devices: how they are divided.
-        place: where they are.
+        cluster: to which they belong.
         samples: a batch of any size.
         batch: samples per step on each device, which those that divide matrices share.
     """
@@ -152,7 +152,7 @@ class DividedRun:
     passes: Passes
     costs: Costs
     devices: Devices
-    place: Place
+    cluster: Cluster
     samples: dict[str, Tensor]
     batch: int
 
@@ -216,13 +216,13 @@ class DividedRun:
     def time(self, microbatch: int, recompute: bool) -> StepTime:
         """The time of a step."""
         passes = self.batch / microbatch
-        place, devices, trace = self.place, self.devices, self.traces.at(microbatch)
-        compute, traffic, gaps = pass_times(trace, place.device, place.peak, place.shares, recompute)
+        cluster, devices, trace = self.cluster, self.devices, self.traces.at(microbatch)
+        compute, traffic, gaps = pass_times(trace, cluster.device, cluster.peak, cluster.shares, recompute)
         parameters, trained = parameter_counts(self.task)
         update = UPDATE_BYTES * self.held * (trained / parameters) / devices.shards
-        update /= place.shares.memory * place.device.bandwidth
+        update /= cluster.shares.memory * cluster.device.bandwidth
         within, between = self.sent(math.ceil(passes))
-        messages = message_seconds(within, between, devices, place.machine, place.device, place.shares)
+        messages = message_seconds(within, between, devices, cluster.machine, cluster.device, cluster.shares)
         operations = passes * sum(1 for _ in trace.executed(recompute))
         host = LAUNCH * operations * share_of_launches(self.recipe.algorithms) + self.averaging()
         parts = passes * compute, passes * traffic, update, passes * gaps, messages, host
@@ -239,7 +239,7 @@ class DividedRun:
         """Seconds of the messages for which the devices that divide matrices wait."""
         if self.devices.tensor == 1:
             return 0.0
-        plan, shares = sized_plan(self.recipe, self.task), self.place.shares
+        plan, shares = sized_plan(self.recipe, self.task), self.cluster.shares
         devices, sequence = self.devices.tensor, self.recipe.training.sequence_parallel
         again = {module for block in self.task.recomputed_blocks() for module in block.modules()} if recompute else ()
         sent = sent_bytes(
@@ -253,7 +253,7 @@ class DividedRun:
             passes=math.ceil(passes),
         )
         count = sum(message.count for message in messages(plan, self.batch, devices, sequence, again))
-        return sent / (shares.links * self.place.device.within) + shares.gap * count * passes
+        return sent / (shares.links * self.cluster.device.within) + shares.gap * count * passes
 
     def sent(self, passes: int) -> tuple[float, float]:
         """Bytes that each device sends per step to other shards, and to other replicas."""

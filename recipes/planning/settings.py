@@ -16,7 +16,7 @@ from recipes.config.values import Component
 from recipes.models.task import Task
 from recipes.planning.costs import Costs, costs_of, plan_of
 from recipes.planning.devices import Devices
-from recipes.planning.divided_run import DividedRun, Place, Setting
+from recipes.planning.divided_run import Cluster, DividedRun, Setting
 from recipes.planning.footprint import gathered_format
 from recipes.planning.gpus import Device
 from recipes.planning.pass_memory import Passes
@@ -47,7 +47,7 @@ def runs_of(
     traces: Callable[[int], Traces],
     passes: Callable[[int], Passes],
     samples: dict[str, Tensor],
-    place: Place,
+    cluster: Cluster,
 ) -> Iterator[DividedRun]:
     """All ways to divide a recipe over devices. Those that its algorithms refuse are left out.
 
@@ -57,13 +57,13 @@ def runs_of(
         traces: gives those of the task, with its matrices divided over a number of devices.
         passes: gives their memory, likewise.
         samples: a batch of any size.
-        place: where.
+        cluster: on which it is to be trained.
 
     Raises:
         ValueError: the batch does not divide over the devices, or the rate of their links is not known.
     """
-    machine = min(place.machine, place.world)
-    place.check_links()
+    machine = min(cluster.machine, cluster.world)
+    cluster.check_links()
     tensors = [n for n in range(1, machine + 1) if machine % n == 0] if task.tensor_plan() else [1]
     ways = 0
     for tensor in tensors:
@@ -73,8 +73,8 @@ def runs_of(
             algorithms = recipe.algorithms if whole else _for_parts(recipe.algorithms)
             divided = dataclasses.replace(recipe, training=training, algorithms=algorithms)
             try:
-                batch = training.device_batch(place.world)
-                devices = Devices.of(training, place.world, machine)
+                batch = training.device_batch(cluster.world)
+                devices = Devices.of(training, cluster.world, machine)
                 check_tensor_parallel(divided, devices, task)
                 check_sharding(divided, task)
                 costs = costs_of(divided, plan_of(divided, task, devices))
@@ -86,13 +86,13 @@ def runs_of(
             if fsdp is not None and (devices.shards == 1 or (fsdp.replicas == "machines" and devices.replicas == 1)):
                 continue
             ways += 1
-            label = "no FSDP" if fsdp is None and tensor == place.world > 1 else name
+            label = "no FSDP" if fsdp is None and tensor == cluster.world > 1 else name
             if share_of_launches(algorithms) > share_of_launches(recipe.algorithms):
                 label += ", without CUDA graphs"
             found = traces(tensor), passes(tensor)
-            yield DividedRun(label, divided, task, *found, costs, devices, place, samples, batch)
+            yield DividedRun(label, divided, task, *found, costs, devices, cluster, samples, batch)
     if not ways:
-        _raise_indivisible(recipe, place)
+        _raise_indivisible(recipe, cluster)
 
 
 def _for_parts(algorithms: Mapping[str, Component]) -> dict[str, Component]:
@@ -123,14 +123,14 @@ def _check_averages(recipe: Recipe, devices: Devices) -> None:
         raise ValueError("cuda_graphs: without block_all_reduce")
 
 
-def _raise_indivisible(recipe: Recipe, place: Place) -> None:
+def _raise_indivisible(recipe: Recipe, cluster: Cluster) -> None:
     """For a batch that no number of groups divides: say which numbers of devices do."""
     batch = recipe.training.global_batch
-    near = [n for n in range(1, 2 * place.world + 1) if batch % n == 0]
-    fits = {max(n for n in near if n <= place.world), *[n for n in near if n > place.world][:1]}
+    near = [n for n in range(1, 2 * cluster.world + 1) if batch % n == 0]
+    fits = {max(n for n in near if n <= cluster.world), *[n for n in near if n > cluster.world][:1]}
     instead = " or ".join(str(n) for n in sorted(fits))
     raise ValueError(
-        f"training.global_batch: {batch} does not divide over {place.world} devices; the nearest numbers of devices "
+        f"training.global_batch: {batch} does not divide over {cluster.world} devices; the nearest numbers of devices "
         f"that divide it: {instead}"
     )
 
