@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.counting import Launches, counting
+from benchmarks.gpu_run.numbers import batch_for
 from benchmarks.reporting import write_results
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.powersgd.low_rank import LowRank
@@ -72,32 +73,6 @@ def narrow_recipe(name: str, *overrides: str) -> Recipe:
     recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*changes, *overrides], Recipe, missing=[])
     recipe.algorithms = {label: one for label, one in recipe.algorithms.items() if one.name != "compile"}
     return recipe
-
-
-def batch_of(recipe: Recipe) -> dict[str, Tensor]:
-    """A microbatch of random samples."""
-    arguments = recipe.model.args
-    generator = torch.Generator().manual_seed(0)
-
-    def floats(*shape: int) -> Tensor:
-        return torch.randn(SAMPLES, *shape, generator=generator)
-
-    def integers(end: int, *shape: int) -> Tensor:
-        return torch.randint(end, (SAMPLES, *shape), generator=generator)
-
-    if recipe.model.name == "latent_diffusion":
-        denoiser = arguments["denoiser"].args
-        return {"latents": floats(4, 16, 16), "text": floats(77, denoiser["text_width"])}
-    if recipe.model.name == "autoregressive":
-        text = integers(arguments["text_vocabulary"], arguments["text_positions"])
-        return {"text": text, "image": integers(arguments["codes"], arguments["side"] ** 2)}
-    if recipe.model.name == "language":
-        return {"tokens": integers(arguments["vocabulary"], arguments["positions"] + 1)}
-    if recipe.model.name == "contrastive_text":
-        side = arguments["picture_size"]
-        tokens = integers(256, arguments["context_length"])
-        return {"image": integers(256, 3, side, side).to(torch.uint8), "tokens": tokens}
-    return {"image": integers(256, 3, 32, 32).to(torch.uint8)}
 
 
 class StepRun(MetaRun):
@@ -177,9 +152,10 @@ def count_step(recipe: Recipe, passes: int) -> Step:
         levers.compile(levers_run)
         run = StepRun(wrapped(task), task, precision, passes, optimizer)
         levers.at("begin", run)
-        _step(run, levers, batch_of(recipe), Launches(), Launches(), Launches())
+        batch = batch_for(task, SAMPLES, 32)
+        _step(run, levers, batch, Launches(), Launches(), Launches())
         step = Step(Launches(), Launches(), Launches())
-        _step(run, levers, batch_of(recipe), *step)
+        _step(run, levers, batch, *step)
     return step
 
 
