@@ -110,7 +110,7 @@ class Throughput(Callback):
                     f"on the meta device ({str(error).splitlines()[0]}); define its forward_flops"
                 )
                 return
-        run.log_settings({"forward_gflop_a_sample": self.flops / 1e9})
+        run.log_settings({"forward_gflop_per_sample": self.flops / 1e9})
 
     def after_forward(self, run: Run) -> None:
         self.timer.end("forward")
