@@ -12,13 +12,13 @@ import numpy as np
 
 from data.files import atomic_write, write_json
 from data.log import every_rank
+from data.ranks import Rank
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 from precompute.config import EncodeConfig, changed_option, source_options
 from precompute.job import pick_device
-from precompute.ranks import Rank
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
