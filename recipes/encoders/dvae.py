@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self
 
@@ -48,7 +49,7 @@ def dvae(
 class DVAEEncoder(TokenEncoder):
     """See `dvae`."""
 
-    def __init__(self, load, id: str, precision: Precision) -> None:
+    def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision) -> None:
         super().__init__(load, id, precision)
         self.downsample = DOWNSAMPLE
         self.codes = self.module.codes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +90,7 @@ class Tower(nn.Module):
 class OpenClipText(TextEncoder):
     """See `open_clip_text`."""
 
-    def __init__(self, load, id: str, precision: Precision, layer: str, tokenize: Any) -> None:
+    def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision, layer: str, tokenize: Any) -> None:
         self.layer = layer
         super().__init__(load, f"{id} ({layer} layer)", precision)
         self.length, self.width = self.module.positional_embedding.shape
@@ -193,7 +194,9 @@ def hf_clip_text(
 class HFClipText(TextEncoder):
     """See `hf_clip_text`."""
 
-    def __init__(self, load, id: str, precision: Precision, layer: str, tokenizer: Any) -> None:
+    def __init__(
+        self, load: Callable[[], nn.Module], id: str, precision: Precision, layer: str, tokenizer: Any
+    ) -> None:
         self.layer = layer
         super().__init__(load, f"{id} ({layer} layer)", precision)
         self.length = min(self.module.config.max_position_embeddings, tokenizer.model_max_length)
