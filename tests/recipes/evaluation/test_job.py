@@ -105,13 +105,13 @@ def test_a_wrong_value_of_a_sweep_is_met_before_much_is_drawn(job):
 
 def test_a_wait_for_other_ranks_is_named(job, monkeypatch, capsys):
     ours = job()
-    ours.run(0, 2)
+    ours.run(Rank(0, 2))
     sleeps = []
 
     def sleep(seconds):  # the other rank does its share only after the wait was named
         sleeps.append(seconds)
         if "waiting for" in capsys.readouterr().out:
-            ours.run(1, 2)
+            ours.run(Rank(1, 2))
 
     monkeypatch.setattr("recipes.evaluation.job.time.sleep", sleep)
     assert len(collected(ours)) == 4
