@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -101,16 +100,6 @@ def score_shard(
         embeddings.append(seen.astype(np.float16))
         similarities.append((seen * scorer.embed_captions(list(captions), batch)).sum(1))
     return ShardScores(keys, np.concatenate(embeddings[1:] or embeddings), np.concatenate(similarities))
-
-
-def all_scores(folder: Path, shards: list[str]) -> Iterator[tuple[str, ShardScores]]:
-    """(shard, its scores), in order.
-
-    Raises:
-        FileNotFoundError: a shard has not been scored.
-    """
-    for shard in shards:
-        yield shard, read_scores(folder, shard)
 
 
 def _summarise(folder: Path, shards: list[str], facts: dict[str, Any]) -> bool:

@@ -8,7 +8,6 @@ a table holds the addresses of all tensors, and each program updates a piece of 
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from recipes.algorithms.sixteen_bit.formats import Format, Format16
 from recipes.algorithms.sixteen_bit.formats_kernel import decode_tile, encode_tile
+from recipes.models.kernels.devices import on_device_of
 from recipes.training.transfer import sent
 
 PIECE = 8192  # elements per program
@@ -121,7 +121,7 @@ def _launch(
     device = tensors[0][0].device
     size_table, owners, starts = _pieces(tuple(values.numel() for values, *_ in tensors), device)
     addresses = sent([[t.data_ptr() for t in parts] for parts in tensors], torch.int64, device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device_of(tensors[0][0]):
         _update[(len(owners),)](
             addresses, size_table, owners, starts, *numbers, *constants, ALIGNED=aligned, PIECE=PIECE, TILE=TILE
         )
