@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from composer.algorithms.ema.ema import EMAParameters, compute_ema
 
-from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from data.aliases import InputPath
 from data.latents import latents
 from data.loading import Batch, Loading, Placement
 from recipes.config import components

@@ -1,4 +1,4 @@
-"""How long it takes to compare MDS files with their hashes, beside reading them.
+"""How long it takes to compare MDS files with their hashes, beside reading them; the least of several times.
 
     python benchmarks/hashes.py
     python benchmarks/hashes.py --mb 256 --algorithms xxh64,sha256
@@ -7,8 +7,9 @@
 import argparse
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
+from timeit import repeat
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
@@ -26,22 +27,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "shard.mds")
         file.write_bytes(np.random.default_rng(0).bytes(options.mb << 20))
-        read = best(lambda: file.read_bytes(), options.repeats)
+        read = min(repeat(file.read_bytes, number=1, repeat=options.repeats))
         print(f"reading {options.mb} MB from the page cache: {1e3 * read:.1f} ms")
         data = file.read_bytes()
         for name in options.algorithms.split(","):
-            seconds = best(lambda name=name: get_hash(name, data), options.repeats)
+            seconds = min(repeat(partial(get_hash, name, data), number=1, repeat=options.repeats))
             print(f"{name}: {1e3 * seconds:.1f} ms, {options.mb / seconds / 1024:.1f} GB/s")
-
-
-def best(act, repeats: int) -> float:
-    """The least of several times, in seconds."""
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.lightning import trainer as lightning
 from recipes.engines.lightning.run import LightningRun
+from recipes.planning.divided_run import Cluster
 from recipes.planning.gpus import device_named
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place
 from recipes.training.callback import Callback
 from recipes.training.run import Run
 
@@ -154,10 +154,10 @@ def planned(recipe: Recipe, of_many: bool) -> float:
     device = device_named("h100", ROOT / "runs" / "devices")
     world = 128 if of_many else 1
     recipe = replace(recipe, training=replace(recipe.training, global_batch=world * recipe.training.global_batch))
-    place = Place(device, peak_flops(device.name, "bf16"), device.shares, world, min(world, 8))
+    cluster = Cluster(device, peak_flops(device.name, "bf16"), device.shares, world, min(world, 8))
     recompute = any(lever.name == "activation_checkpointing" for lever in recipe.algorithms.values())
     wanted = "DDP", recipe.training.microbatch, recompute
-    settings = Planner(recipe).settings(place)
+    settings = Planner(recipe).settings(cluster)
     return next(s.memory.total for s in settings if (s.division, s.microbatch, s.recompute) == wanted)
 
 

@@ -111,7 +111,7 @@ def import_slow() -> None:
 
     import data.clip_library
     import precompute.encode
-    import precompute.job  # noqa: F401
+    import precompute.job
 
     assert data.clip_library.open_clip and diffusers.models.AutoencoderKL and precompute.encode.main
 

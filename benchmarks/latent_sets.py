@@ -39,10 +39,10 @@ def write_set(folder: Path, encoders: Encoders, resolutions: list[int], samples:
         samples: number of images.
         gpu: encode on the GPU, in half precision.
     """
+    from data.ranks import Rank
     from precompute.config import EncodeConfig
     from precompute.job import run
     from precompute.output import OutputSet
-    from precompute.ranks import Rank
     from recipes.config.build import build
     from recipes.config.recipe import load_config
 

@@ -14,9 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.counting import Launches, counting
+from benchmarks.gpu_run.numbers import batch_for
 from benchmarks.reporting import write_results
 from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.powersgd.low_rank import LowRank
@@ -75,32 +75,6 @@ def narrow_recipe(name: str, *overrides: str) -> Recipe:
     return recipe
 
 
-def batch_of(recipe: Recipe) -> dict[str, Tensor]:
-    """A microbatch of random samples."""
-    arguments = recipe.model.args
-    generator = torch.Generator().manual_seed(0)
-
-    def floats(*shape: int) -> Tensor:
-        return torch.randn(SAMPLES, *shape, generator=generator)
-
-    def integers(end: int, *shape: int) -> Tensor:
-        return torch.randint(end, (SAMPLES, *shape), generator=generator)
-
-    if recipe.model.name == "latent_diffusion":
-        denoiser = arguments["denoiser"].args
-        return {"latents": floats(4, 16, 16), "text": floats(77, denoiser["text_width"])}
-    if recipe.model.name == "autoregressive":
-        text = integers(arguments["text_vocabulary"], arguments["text_positions"])
-        return {"text": text, "image": integers(arguments["codes"], arguments["side"] ** 2)}
-    if recipe.model.name == "language":
-        return {"tokens": integers(arguments["vocabulary"], arguments["positions"] + 1)}
-    if recipe.model.name == "contrastive_text":
-        side = arguments["picture_size"]
-        tokens = integers(256, arguments["context_length"])
-        return {"image": integers(256, 3, side, side).to(torch.uint8), "tokens": tokens}
-    return {"image": integers(256, 3, 32, 32).to(torch.uint8)}
-
-
 class StepRun(MetaRun):
     """A run of one step on the CPU, as levers see it. Nothing is logged."""
 
@@ -119,8 +93,7 @@ class StepRun(MetaRun):
         return torch.autocast("cpu", torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The parts of one step.
 
     Attributes:
@@ -134,29 +107,24 @@ class Step:
     rest: Launches
 
     @property
-    def parts(self) -> tuple[Launches, Launches, Launches]:
-        """Forward, backward, rest."""
-        return self.forward, self.backward, self.rest
-
-    @property
     def total(self) -> int:
         """All launches."""
-        return sum(part.total for part in self.parts)
+        return sum(part.total for part in self)
 
     @property
     def copies(self) -> int:
         """See `Launches.copies`."""
-        return sum(part.copies for part in self.parts)
+        return sum(part.copies for part in self)
 
     @property
     def casts(self) -> int:
         """See `Launches.casts`."""
-        return sum(part.casts for part in self.parts)
+        return sum(part.casts for part in self)
 
     @property
     def waits(self) -> dict[str, int]:
         """Operation -> number of times that the host waits."""
-        return dict(sum((part.waits for part in self.parts[1:]), self.forward.waits.copy()))
+        return dict(sum((part.waits for part in self[1:]), self.forward.waits.copy()))
 
 
 def count_step(recipe: Recipe, passes: int) -> Step:
@@ -184,9 +152,10 @@ def count_step(recipe: Recipe, passes: int) -> Step:
         levers.compile(levers_run)
         run = StepRun(wrapped(task), task, precision, passes, optimizer)
         levers.at("begin", run)
-        _step(run, levers, batch_of(recipe), Launches(), Launches(), Launches())
+        batch = batch_for(task, SAMPLES, 32)
+        _step(run, levers, batch, Launches(), Launches(), Launches())
         step = Step(Launches(), Launches(), Launches())
-        _step(run, levers, batch_of(recipe), *step.parts)
+        _step(run, levers, batch, *step)
     return step
 
 

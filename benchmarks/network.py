@@ -34,11 +34,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from matplotlib.figure import Figure
+
 from benchmarks.namespaces import Machine, Unavailable, two_machines
 from benchmarks.network_settings import MeasuredRun, Settings, Variant
-from benchmarks.plots import chart
 from benchmarks.reporting import write_results
-from callbacks.charts import write_chart
+from callbacks.charts import DPI, write_chart
 
 PLAIN = "plain averaging"
 LOOPBACK = Machine("", "lo", "127.0.0.1")
@@ -164,7 +165,7 @@ def pays(rate: float | None) -> str:
 
 def draw(runs: list[MeasuredRun], limits: dict[str, float | None], title: str, path: Path) -> None:
     """Draw the time of a step by the rate of the cable, with dotted lines where compression stops paying."""
-    figure = chart()
+    figure = Figure(figsize=(6.4, 4.0), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     rates = sorted({run.rate for run in runs})
     for name in dict.fromkeys(run.variant for run in runs):

@@ -25,9 +25,9 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.costs import cost_of, plan_of
 from recipes.planning.devices import Devices
+from recipes.planning.divided_run import Cluster, Setting
 from recipes.planning.gpus import DEVICES, SHARES, V100_SHARES, Shares
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place, Setting
 from recipes.planning.step_time import pass_times
 
 # Images per second on A100-40GB, latents precomputed, by the README of github.com/mosaicml/diffusion: GPUs -> (at 256,
@@ -62,7 +62,7 @@ def fitted(planners: list[Planner]) -> Shares:
 
 def setting_of(planner: Planner, gpus: int, shares: Shares) -> Setting:
     """The published setting on a number of GPUs."""
-    settings = planner.settings(Place(DEVICE, PEAK, shares, gpus, 8))
+    settings = planner.settings(Cluster(DEVICE, PEAK, shares, gpus, 8))
     wanted = ("SHARD_GRAD_OP", MICROBATCH, False)
     return next(s for s in settings if (s.division, s.microbatch, s.recompute) == wanted)
 

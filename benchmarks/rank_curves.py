@@ -30,12 +30,12 @@ if __name__ == "__main__":
 from composer import Callback as ComposerCallback
 from composer import Logger, State
 from composer.utils import dist
+from matplotlib.figure import Figure
 
 from benchmarks.network_rank import bytes_by_formula
-from benchmarks.plots import chart
 from benchmarks.reporting import write_results
 from benchmarks.steady import free_memory, run_until, shared_folder
-from callbacks.charts import write_chart
+from callbacks.charts import DPI, write_chart
 from data.log import log
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
@@ -180,7 +180,7 @@ def write_report(
 
 def draw(losses: dict[str, list[float]], window: int, path: Path) -> None:
     """Draw one curve per run."""
-    figure = chart()
+    figure = Figure(figsize=(6.4, 4.0), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     for name, values in losses.items():
         style = (

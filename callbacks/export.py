@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from callbacks.averaged import averaged
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.files import atomic_folder, write_json
 from data.loading import Loading

@@ -13,7 +13,7 @@ import torch
 from callbacks.prompt_grid import PromptGrid
 from callbacks.sample_grid import SampleGrid
 from callbacks.token_grid import TokenGrid
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.cost import Cost, Plan
 from data.loading import Loading
 from data.log import log

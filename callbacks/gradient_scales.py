@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from callbacks.charts import DPI, write_chart
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.files import write_json
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.training.callback import PeriodicCallback

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from callbacks.averaged import averaged
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.cost import Cost, Files, Plan
 from data.image_grid import picture_grid, save_png, to_uint8
 from data.ranges import check_least

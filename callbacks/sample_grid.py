@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from callbacks.prompt_grid import PromptGrid
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.loading import Loading
 from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA

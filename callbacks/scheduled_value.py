@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from recipes.models.task import Task
 from recipes.training.callback import Callback
 from recipes.training.clock import Clock

@@ -11,7 +11,7 @@ from callbacks.communication import CommunicationProfile
 from callbacks.flops import flops_per_sample
 from callbacks.peak_flops import number_format_of, peak_flops
 from callbacks.step_timer import StepTimer
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.log import log
 from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
@@ -110,7 +110,7 @@ class Throughput(Callback):
                     f"on the meta device ({str(error).splitlines()[0]}); define its forward_flops"
                 )
                 return
-        run.log_settings({"forward_gflop_a_sample": self.flops / 1e9})
+        run.log_settings({"forward_gflop_per_sample": self.flops / 1e9})
 
     def after_forward(self, run: Run) -> None:
         self.timer.end("forward")

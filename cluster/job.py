@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from precompute.config import EncodeConfig
-from recipes.config.recipe import Recipe, load_config, read_values
+from recipes.config.reading import read_values
+from recipes.config.recipe import Recipe, load_config
 from recipes.planning.devices import Devices
 
 ROOT = "/precompose"  # of the repository in the image

@@ -14,7 +14,7 @@ from data.deaths import DecoderDied, Places
 from data.quarantine import Quarantine
 from data.sources.base import InputShard, Position
 
-DECODING = "data/pictures.py"  # in the stack of a process that died while it read or decoded a sample
+DECODING = "data/image_stream.py"  # in the stack of a process that died while it read or decoded a sample
 
 
 class PictureDeaths:

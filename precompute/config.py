@@ -13,8 +13,8 @@ from data.mds_index import HASHES
 from data.stores import malformed
 from recipes.config.components import COMPONENTS
 from recipes.config.differences import parts_of
-from recipes.config.recipe import plain_values
 from recipes.config.schema import Component, ConfigError, nearest
+from recipes.config.values import plain_values
 
 # Image encoders that make tokens, so that a config is checked without importing them; all others make latents.
 TOKEN_ENCODERS = ("dvae",)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_if_object
+from data.ranks import Rank
 from precompute.columns import REST, LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, VocabularyConfig, source_options
 from precompute.output import OutputSet, output_of
 from precompute.pack_config import PackConfig
-from precompute.ranks import Rank
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.config.schema import Component

@@ -11,12 +11,12 @@ import numpy as np
 from data.files import write_json
 from data.image_grid import picture_grid, save_png
 from data.log import log
-from data.score_files import FOLDER, read_facts
+from data.score_files import FOLDER, read_facts, read_scores
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 from precompute.config import EncodeConfig
-from precompute.score_job import QUANTILES, all_scores
+from precompute.score_job import QUANTILES
 from recipes.config.build import build
 
 BLOCK = 4096  # rows of a matrix product, which takes BLOCK * BLOCK floats
@@ -72,6 +72,7 @@ def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float
         threshold: smallest cosine similarity of two images that count as the same.
 
     Raises:
+        FileNotFoundError: a shard has not been scored.
         ValueError: the sets were scored by different models.
     """
     sources = {name: build(config.sources[name]) for name in dict.fromkeys((label, inside))}
@@ -81,14 +82,16 @@ def write_shared(config: EncodeConfig, label: str, inside: str, threshold: float
         raise ValueError(f"--shared: {label} and {inside} were scored by different models; delete one folder of scores")
     images: list[Image] = []
     embeddings = []
-    for shard, scores in all_scores(folders[label], sources[label].shards()):
+    for shard in sources[label].shards():
+        scores = read_scores(folders[label], shard)
         images += [Image(shard, key) for key in scores.keys]
         embeddings.append(scores.embeddings)
     own = np.concatenate([part for part in embeddings if len(part)])
     places = {image: number for number, image in enumerate(images)}
     closest = np.full(len(own), -np.inf, np.float32)
     found: dict[int, list[tuple[float, Image]]] = {}
-    for shard, scores in all_scores(folders[inside], sources[inside].shards()):
+    for shard in sources[inside].shards():
+        scores = read_scores(folders[inside], shard)
         if not len(scores.keys):
             continue
         others = [Image(shard, key) for key in scores.keys]

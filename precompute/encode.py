@@ -26,8 +26,8 @@ def main(arguments: list[str]) -> None:
     config: EncodeConfig = command.config
     set_default_threads(spare=max(1, config.workers))
     with user_errors():
+        from data.ranks import Rank
         from precompute.output import output_of
-        from precompute.ranks import Rank
         from recipes.config.build import build
 
         build(config.filter)  # for its errors, before anything slow

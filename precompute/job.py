@@ -15,6 +15,7 @@ from data.files import atomic_write, write_text
 from data.log import every_rank, log
 from data.manifest import NULL_TEXT, Manifest
 from data.quarantine import Quarantine
+from data.ranks import Rank
 from data.sources.base import InputShard, Source
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
@@ -23,7 +24,6 @@ from precompute.output import CONFIG, UNREADABLE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
-from precompute.ranks import Rank
 from precompute.totals import counts_text
 from precompute.writer import ShardWriter, Storage
 from recipes.config.build import build

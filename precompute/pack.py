@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> None:
     command = read_command_line(arguments, PackConfig, __doc__)
     config: PackConfig = command.config
     with user_errors():
+        from data.ranks import Rank
         from precompute.output import OutputSet
-        from precompute.ranks import Rank
         from recipes.config.build import build
 
         rank = Rank.from_environment()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from data.aliases import InputPath
 from precompute.config import default_filter, source_errors, storage_errors
-from recipes.config.recipe import plain_values
 from recipes.config.schema import ConfigError
+from recipes.config.values import plain_values
 
 
 @dataclass(kw_only=True)

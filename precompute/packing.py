@@ -17,13 +17,13 @@ import numpy as np
 from data.bpe import Vocabulary
 from data.files import write_text
 from data.log import every_rank, log
+from data.ranks import Rank
 from data.sources.base import Rejected, Source
 from data.text_manifest import VOCABULARY, TextManifest
 from data.vocabulary_files import copy_vocabulary
 from precompute.config import source_options
 from precompute.output import CONFIG, OutputSet
 from precompute.pack_config import PackConfig
-from precompute.ranks import Rank
 from precompute.shard_folder import ShardFolder, Storage
 from precompute.totals import counts_text
 from recipes.config.build import build

@@ -9,7 +9,7 @@ from typing import Any
 from data.manifest import NULL_TEXT
 from precompute.columns import LatentColumns, TokenColumns
 from precompute.config import EncodeConfig
-from recipes.config.recipe import plain_values
+from recipes.config.values import plain_values
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
 NORMALISATION = {

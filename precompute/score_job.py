@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -12,13 +11,13 @@ import numpy as np
 
 from data.files import atomic_write, write_json
 from data.log import every_rank
+from data.ranks import Rank
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 from precompute.config import EncodeConfig, changed_option, source_options
 from precompute.job import pick_device
-from precompute.ranks import Rank
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
@@ -101,16 +100,6 @@ def score_shard(
         embeddings.append(seen.astype(np.float16))
         similarities.append((seen * scorer.embed_captions(list(captions), batch)).sum(1))
     return ShardScores(keys, np.concatenate(embeddings[1:] or embeddings), np.concatenate(similarities))
-
-
-def all_scores(folder: Path, shards: list[str]) -> Iterator[tuple[str, ShardScores]]:
-    """(shard, its scores), in order.
-
-    Raises:
-        FileNotFoundError: a shard has not been scored.
-    """
-    for shard in shards:
-        yield shard, read_scores(folder, shard)
 
 
 def _summarise(folder: Path, shards: list[str], facts: dict[str, Any]) -> bool:

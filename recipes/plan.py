@@ -67,9 +67,9 @@ def measure(options: argparse.Namespace) -> None:
 def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     """The text about all numbers of GPUs."""
     from callbacks.peak_flops import peak_flops
+    from recipes.planning.divided_run import Cluster
     from recipes.planning.gpus import device_named
     from recipes.planning.plan import Planner
-    from recipes.planning.settings import Place
 
     device = device_named(options.gpu, options.devices)
     if options.between is not None:
@@ -78,10 +78,10 @@ def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     formats = ("tf32", "fp32") if recipe.training.precision == "fp32" else ("bf16", "fp16")
     rates = device.peaks or {name: peak_flops(device.name, name) for name in formats}
     peak = next(rates[name] for name in formats if rates.get(name))
-    places = [Place(device, peak, device.shares, world, options.machine) for world in options.gpus]
-    for place in places:
-        place.check_links()
-    return Planner(recipe).report(places, options.price)
+    clusters = [Cluster(device, peak, device.shares, world, options.machine) for world in options.gpus]
+    for cluster in clusters:
+        cluster.check_links()
+    return Planner(recipe).report(clusters, options.price)
 
 
 def main(arguments: list[str]) -> None:

@@ -151,7 +151,7 @@ def preload() -> None:
 def _import_all() -> None:
     import composer.algorithms  # noqa: F401 - which Composer imports in its first run
     import torch._inductor.debug
-    import torch._inductor.pattern_matcher  # noqa: F401 - which any compilation imports
+    import torch._inductor.pattern_matcher  # which any compilation imports
     import torch.utils.tensorboard  # noqa: F401 - which the loggers of both engines import
     from composer.utils.collect_env import get_cpu_model
 

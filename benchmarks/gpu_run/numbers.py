@@ -22,7 +22,6 @@ from recipes.algorithms.modules.fused_group_norm import fuse_group_norms
 from recipes.algorithms.modules.low_precision_norms import lower_norms
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
-from recipes.models.contrastive.task import ContrastiveText
 from recipes.models.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,26 +77,31 @@ class SameDraws(TorchDispatchMode):
         return drawn.to(kwargs.get("device"))
 
 
-def batch_for(task: Task, resolution: int) -> dict[str, Tensor]:
-    """A random batch that a task takes, on the CPU."""
+def batch_for(task: Task, samples: int = SAMPLES, side: int = 64) -> dict[str, Tensor]:
+    """A random batch that a task takes, on the CPU.
+
+    Args:
+        samples: in the batch.
+        side: of images in pixels, where the task takes any.
+    """
     draw, need = torch.Generator().manual_seed(1), task.requirements()
     if "vocabulary" in need:
-        return {"tokens": torch.randint(need["vocabulary"], (SAMPLES, need["positions"] + 1), generator=draw)}
+        return {"tokens": torch.randint(need["vocabulary"], (samples, need["positions"] + 1), generator=draw)}
     if "codes" in need and "text_positions" in need:
         return {
-            "text": torch.randint(need["text_vocabulary"], (SAMPLES, need["text_positions"]), generator=draw),
-            "image": torch.randint(need["codes"], (SAMPLES, need["side"] ** 2), generator=draw),
+            "text": torch.randint(need["text_vocabulary"], (samples, need["text_positions"]), generator=draw),
+            "image": torch.randint(need["codes"], (samples, need["side"] ** 2), generator=draw),
         }
     if "text_width" in need:
         return {
-            "latents": torch.randn(SAMPLES, need["channels"], 16, 16, generator=draw),
-            "text": torch.randn(SAMPLES, 77, need["text_width"], generator=draw),
+            "latents": torch.randn(samples, need["channels"], 16, 16, generator=draw),
+            "text": torch.randn(samples, 77, need["text_width"], generator=draw),
         }
-    pixels = torch.randint(256, (SAMPLES, 3, resolution, resolution), generator=draw, dtype=torch.uint8)
-    if not isinstance(task, ContrastiveText):
-        return {"image": pixels}
-    length = task.network.context_length
-    return {"image": pixels, "tokens": torch.randint(1, 40_000, (SAMPLES, length), generator=draw)}
+    side = need.get("picture_size", side)
+    batch = {"image": torch.randint(256, (samples, 3, side, side), generator=draw, dtype=torch.uint8)}
+    if "context_length" in need:
+        batch["tokens"] = torch.randint(1, 40_000, (samples, need["context_length"]), generator=draw)
+    return batch
 
 
 def gradients(task: Task, batch: dict[str, Tensor], device: torch.device, autocast: bool) -> tuple[float, Tensor]:
@@ -143,7 +147,7 @@ def compare(context: Context, *, family: str) -> None:
     torch.manual_seed(0)
     task = build(recipe.model)
     vary(task)
-    batch = batch_for(task, 64)
+    batch = batch_for(task)
     expected_loss, expected = gradients(copy.deepcopy(task), batch, torch.device("cpu"), autocast=False)
     wrong = []
     for way, (change, autocast) in ways(family).items():

@@ -164,7 +164,7 @@ def _decompressed(info: dict[str, Any], zipped: Path) -> bytes:
         raise ValueError(f"the index says {size:,} bytes, more than this machine's memory")
     if name not in _CODECS:
         raise ValueError(f"compression {name!r} is not read: give {', '.join(_CODECS)}")
-    if name == "snappy":  # not a stream; Arrow needs its size, which it says at its beginning, 7 bits a byte
+    if name == "snappy":  # not a stream; Arrow needs its size, which it says at its beginning, 7 bits per byte
         stored = zipped.read_bytes()
         last = next((i for i, byte in enumerate(stored[:5]) if byte < 128), 0)
         if sum((byte & 127) << 7 * i for i, byte in enumerate(stored[: last + 1])) != size:

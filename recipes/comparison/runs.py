@@ -12,7 +12,8 @@ import numpy as np
 from recipes.comparison.events import Curve, read_curves
 from recipes.comparison.pictures import Picture, read_pictures
 from recipes.config.differences import differences, value_at
-from recipes.config.recipe import Recipe, load_config, read_values
+from recipes.config.reading import read_values
+from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError, yaml_line
 
 CONFIG = "config.yaml"  # the resolved config, which a run writes into its folder

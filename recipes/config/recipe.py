@@ -1,12 +1,10 @@
-"""The sections of a training recipe, and how a YAML and `key=value` overrides become a checked config.
+"""The sections of a training recipe, and the check of a YAML and `key=value` overrides against them.
 
 Nothing slow is imported here: a mistake in a config is reported before torch is imported.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
 import re
 from dataclasses import dataclass, field, fields
@@ -14,22 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from data.aliases import Duration, InputPath  # noqa: F401 - read from the annotations below
+from data.aliases import Duration, InputPath
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
 from recipes.config.installed import all_components
 from recipes.config.keys import unknown_key
-from recipes.config.merging import merge, vain_removals
-from recipes.config.scalars import load
+from recipes.config.reading import read_values
 from recipes.config.schema import Checker
-from recipes.config.sources import ROOT
 from recipes.config.values import Component, ConfigError, Dumper, plain_values
 
 Config = TypeVar("Config")
-MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
 
 
 @dataclass(kw_only=True)
@@ -330,93 +323,6 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
     return config
 
 
-def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
-    """The values of a YAML with its base and overrides, interpolations resolved, before they are checked.
-
-    Raises:
-        ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved.
-    """
-    values = _merged(_read(Path(path)), _parse(overrides))
-    try:
-        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError([_one_line(error, str(path))]) from None
-
-
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a YAML, merged over those of its `base`, a path relative to it. Interpolations stay."""
-    named = f" (the base of {seen[-1].name})" if seen else ""
-    if not path.is_file():
-        raise ConfigError([f"{path}: no such YAML file{named}{_similar_file(path)}"])
-    if path.resolve() in seen:
-        raise ConfigError([f"{path}: is its own base, through {', '.join(file.name for file in seen)}"])
-    try:
-        text = path.read_bytes()
-        _refuse_bombs(text)
-        values = OmegaConf.to_container(OmegaConf.create(load(text) or {}), resolve=False)
-    except Exception as error:  # for values with tags, PyYAML raises nearly anything
-        raise ConfigError([f"{path}: not readable as YAML: {_one_line(error)}"]) from None
-    if not isinstance(values, dict):
-        raise ConfigError([f"{path}: expected keys and values at the top level"])
-    base = values.pop("base", None)
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise ConfigError([f"{path}: base: expected the path of a YAML, from this one's folder, got {base!r}"])
-    return _merged(_read(path.parent / base, (*seen, path.resolve())), values)
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """As `merge`. Raises ConfigError for a label that is misspelled where it is to be removed."""
-    if lines := vain_removals(below, above):
-        raise ConfigError(lines)
-    return merge(below, above)
-
-
-def _refuse_bombs(text: bytes) -> None:
-    """Raises ValueError where aliases (`*name`) stand for more than `MAX_VALUES` values, or for themselves."""
-    sizes: dict[int, float] = {}
-
-    def size(node: yaml.Node) -> float:
-        if id(node) not in sizes:
-            sizes[id(node)] = math.inf  # while its own values are counted
-            parts = node.value if isinstance(node, yaml.CollectionNode) else []
-            inner = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
-            sizes[id(node)] = 1 + sum(map(size, inner))
-        return sizes[id(node)]
-
-    if b"*" in text and b"&" in text and (tree := yaml.compose(text, yaml.SafeLoader)) and size(tree) > MAX_VALUES:
-        raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values")
-
-
-def _similar_file(path: Path) -> str:
-    """A hint for a YAML that does not exist: one with a similar name, in yamls/ or in the same folder."""
-    files = {file.name: file for folder in (ROOT / "yamls", path.parent) for file in folder.glob("*.yaml")}
-    close = difflib.get_close_matches(path.stem, [Path(name).stem for name in files], n=1)
-    return f"; did you mean {files[f'{close[0]}.yaml']}?" if close else ""
-
-
-def _parse(overrides: list[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    errors = []
-    for override in overrides:
-        if "=" not in override or override.startswith(("-", "=")):
-            errors.append(f"{override}: expected key=value on the command line (or --help, --dry-run, --print-config)")
-            continue
-        try:
-            key, text = override.split("=", 1)
-            given = OmegaConf.create()
-            OmegaConf.update(given, key, load(text))
-            values = merge(values, OmegaConf.to_container(given, resolve=False))
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            errors.append(f"{override}: not readable as YAML: {_one_line(error)}")
-        except RecursionError as error:
-            errors.append(_one_line(error, key))
-    if errors:
-        raise ConfigError(errors)
-    return values
-
-
 def to_yaml(config: Any) -> str:
     """The resolved config as YAML that `load_config` reads back. It is saved beside the checkpoints."""
     return yaml.dump(_escaped(plain_values(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
@@ -431,14 +337,3 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str) and "${" in value:
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
     return value
-
-
-def _one_line(error: Exception, where: str = "") -> str:
-    """An error of OmegaConf or PyYAML as one line that begins with the key in question."""
-    if isinstance(error, RecursionError):
-        return f"{where}: nested too deeply".removeprefix(": ")
-    key = getattr(error, "full_key", None) or where
-    text = " ".join(str(error).split("\n    full_key")[0].split())
-    if isinstance(error, GrammarParseError):
-        text += r"; a text that contains ${ is written \${"
-    return f"{key}: {text}" if key else text

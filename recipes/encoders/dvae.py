@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from data.aliases import InputPath  # noqa: F401 - read from the annotations below
+from data.aliases import InputPath
 from recipes.encoders.base import TokenEncoder
 from recipes.models.dvae.files import load_dvae
 from recipes.models.dvae.network import DOWNSAMPLE
@@ -48,7 +49,7 @@ def dvae(
 class DVAEEncoder(TokenEncoder):
     """See `dvae`."""
 
-    def __init__(self, load, id: str, precision: Precision) -> None:
+    def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision) -> None:
         super().__init__(load, id, precision)
         self.downsample = DOWNSAMPLE
         self.codes = self.module.codes

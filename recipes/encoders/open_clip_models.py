@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
-from data.word_cache import bound
+from data.clip_words import bound
 from recipes.encoders.base import cannot_load
 from recipes.models.config_files import build_from, is_number, read_object
 from recipes.models.weights import read_safetensors

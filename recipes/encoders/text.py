@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from data.aliases import InputPath
-from data.word_cache import bound
+from data.clip_words import bound
 from recipes.encoders.base import ModelPath, TextEncoder, cannot_load
 from recipes.encoders.open_clip_models import (
     LOCAL_PREFIX,
@@ -92,7 +93,7 @@ class Tower(nn.Module):
 class OpenClipText(TextEncoder):
     """See `open_clip_text`."""
 
-    def __init__(self, load, id: str, precision: Precision, layer: str, tokenize: Any) -> None:
+    def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision, layer: str, tokenize: Any) -> None:
         self.layer = layer
         super().__init__(load, f"{id} ({layer} layer)", precision)
         self.length, self.width = self.module.positional_embedding.shape
@@ -196,7 +197,9 @@ def hf_clip_text(
 class HFClipText(TextEncoder):
     """See `hf_clip_text`."""
 
-    def __init__(self, load, id: str, precision: Precision, layer: str, tokenizer: Any) -> None:
+    def __init__(
+        self, load: Callable[[], nn.Module], id: str, precision: Precision, layer: str, tokenizer: Any
+    ) -> None:
         self.layer = layer
         super().__init__(load, f"{id} ({layer} layer)", precision)
         self.length = min(self.module.config.max_position_embeddings, tokenizer.model_max_length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +110,7 @@ def fuse(vae: nn.Module, norms: bool) -> None:
 class KLVae(LatentEncoder):
     """See `kl_vae`."""
 
-    def __init__(self, load, id: str, precision: Precision) -> None:
+    def __init__(self, load: Callable[[], nn.Module], id: str, precision: Precision) -> None:
         super().__init__(load, id, precision)
         config = self.module.config
         if config.get("latents_mean") is not None or config.get("latents_std") is not None:

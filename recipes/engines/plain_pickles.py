@@ -100,7 +100,10 @@ def plain_metadata(path: Path) -> metadata_format.Metadata:
     """
     try:
         with open(path, "rb") as file:
-            return MetadataUnpickler(file).load()
+            found = MetadataUnpickler(file).load()
+        if not isinstance(found, metadata_format.Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        return found
     except FileNotFoundError:
         raise
     except Exception as error:  # unpickling damaged bytes raises nearly anything

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from data.errors import first_line
-from recipes.engines.plain_pickles import MetadataUnpickler
+from recipes.engines.plain_pickles import plain_metadata
 
 METADATA = ".metadata"
 
@@ -46,11 +46,7 @@ class Sharded:
         file = folder / METADATA
         if not file.is_file():
             raise ValueError(f"{folder}: not a sharded checkpoint; it has no file {METADATA}")
-        with _damaged(f"{file}: not what PyTorch writes"):
-            metadata = MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
-        if any(not hasattr(metadata, name) for name in ("state_dict_metadata", "planner_data", "storage_data")):
-            raise ValueError(f"{file}: not what PyTorch writes: {type(metadata).__name__}")
-        return cls(folder, metadata)
+        return cls(folder, plain_metadata(file))
 
     def values(self, wanted: Callable[[str], bool] = lambda name: True, allowed: Iterable[Any] = ()) -> dict[str, Any]:
         """Tensors, put together, and other values, by their flat names such as `weights.layer.bias`.

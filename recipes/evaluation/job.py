@@ -7,7 +7,6 @@ another number of ranks. Ranks share nothing but this folder, and need no proces
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import numpy as np
 
 from data.files import atomic_write
 from data.log import log
+from data.ranks import Rank
 from recipes.evaluation.config import Evaluation
 from recipes.scoring.reference import blurred, fingerprint
 from recipes.scoring.reranking import Reranker
@@ -86,15 +86,15 @@ class Job:
     identity: dict[str, Any]
     folder: Path
 
-    def run(self, rank: int, world: int) -> None:
+    def run(self, rank: Rank) -> None:
         """Draw this rank's share of the chunks that are not finished.
 
         The first chunk of each variant comes first, so that a value that cannot be, such as an unknown sampler at the
         end of a sweep, is not met hours later.
         """
-        for number, (variant, start) in enumerate(sorted(self.chunks(), key=lambda chunk: chunk[1] > 0)):
+        for variant, start in rank.share(sorted(self.chunks(), key=lambda chunk: chunk[1] > 0)):
             file = self.file(variant, start)
-            if number % world == rank and not file.is_file():
+            if not file.is_file():
                 with _located(variant):
                     arrays = self.draw(variant, start)
                 with atomic_write(file) as partial, open(partial, "wb") as stream:
@@ -196,8 +196,3 @@ def _located(variant: Variant) -> Iterator[None]:
             option = re.match(r"\w*", str(error))[0] in variant.options
             error.args = (f"{section}{'.' if option else ': '}{error}",)
         raise
-
-
-def ranks() -> tuple[int, int]:
-    """This process's number and the number of processes, as launchers say."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

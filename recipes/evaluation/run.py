@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data.log import log
+from data.ranks import Rank
 from data.sources.base import Sample
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
 from recipes.evaluation.config import Evaluation
-from recipes.evaluation.job import Job, Variant, ranks, variants
+from recipes.evaluation.job import Job, Variant, variants
 from recipes.evaluation.report import write_report
 from recipes.generation.exports import find_export, find_network, load_pipeline, read_record
 from recipes.scoring.extractors import build_extractor
@@ -32,13 +32,13 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         FileNotFoundError: a part of the export, the reference or a network is missing.
         ValueError: fewer pictures than a metric needs.
     """
-    rank, world = ranks()
+    rank = Rank.from_environment()
     folder = find_export(export)
     samples = read_reference(build(config.reference.source), config.reference.images, config.seed)
     captions = captions_of(samples, config.images, config.seed)
     check_counts(settings_of(config), len(captions), len(samples))
     if torch.cuda.is_available() and config.device != "cpu":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(rank.local)
     pipeline = load_pipeline(folder, config.device, config.precision, config.weights)
     extractor = build_extractor(config.extractor.kind, config.extractor.path, pipeline.device)
     network = find_network(folder, config.weights)
@@ -55,11 +55,11 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     }
     job = Job(config, captions, pipeline, extractor, clip, reranker, identity, Path(config.out, "work"))
     resolution = resolution_of(config.sampling, pipeline)
-    references = references_of(job, samples) if rank == 0 else {}
-    if rank == 0:  # before images are drawn, which may take hours: pictures that do not decode are missing
+    references = references_of(job, samples) if rank.rank == 0 else {}
+    if rank.rank == 0:  # before images are drawn, which may take hours: pictures that do not decode are missing
         check_counts(settings_of(config), len(captions), len(references[resolution][0]))
-    job.run(rank, world)
-    if rank != 0:
+    job.run(rank)
+    if rank.rank != 0:
         return None
     result = {
         "export": str(folder),

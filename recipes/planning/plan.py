@@ -13,11 +13,12 @@ from recipes.config.recipe import Recipe
 from recipes.planning.batches import blank_batch, sample_bytes, traced_model
 from recipes.planning.costs import costs_of, parameter_counts, plan_of
 from recipes.planning.devices import Devices
+from recipes.planning.divided_run import USABLE, Cluster, DividedRun, Setting
 from recipes.planning.gpus import DEVICES
 from recipes.planning.length import length_of
 from recipes.planning.levers import apply_levers
 from recipes.planning.pass_memory import Passes, passes_of
-from recipes.planning.settings import USABLE, Place, Run, Setting, best_of, runs_of, settings_of
+from recipes.planning.settings import best_of, runs_of, settings_of
 from recipes.planning.tensor_parallel import keep_part
 from recipes.planning.trace import NUMBERS, Traces, traces_of
 
@@ -41,13 +42,13 @@ class Planner:
         self._divided = {1: self.traces}
         self._passes: dict[int, Passes] = {}
 
-    def settings(self, place: Place) -> list[Setting]:
+    def settings(self, cluster: Cluster) -> list[Setting]:
         """All ways to train it there. Raises ValueError where the batch does not divide."""
-        return list(settings_of(self.runs(place)))
+        return list(settings_of(self.runs(cluster)))
 
-    def runs(self, place: Place) -> Iterator[Run]:
+    def runs(self, cluster: Cluster) -> Iterator[DividedRun]:
         """All ways to divide it there. Raises ValueError where the batch does not divide."""
-        return runs_of(self.recipe, self.task, self.divided, self.passes, self.batches[0], place)
+        return runs_of(self.recipe, self.task, self.divided, self.passes, self.batches[0], cluster)
 
     def divided(self, devices: int) -> Traces:
         """The traces of one of the devices that divide each matrix."""
@@ -67,11 +68,11 @@ class Planner:
             self._passes[devices] = passes_of(part, lambda samples: blank_batch(self.recipe, part, samples))
         return self._passes[devices]
 
-    def report(self, places: Iterable[Place], price: float | None) -> str:
-        """A text about all places.
+    def report(self, clusters: Iterable[Cluster], price: float | None) -> str:
+        """A text about all clusters.
 
         Args:
-            places: where.
+            clusters: on which the recipe may be trained.
             price: of a device for an hour; None: no costs.
 
         Raises:
@@ -83,8 +84,8 @@ class Planner:
         lines = [f"{self.recipe.run_name}: {parameters:,} parameters, {samples:,} samples per step, {length}"]
         stored = self.costs.checkpoint_bytes(parameters), self.sample_bytes
         lines.append("stored: {} per checkpoint, {} per sample".format(*map(size_text, stored)))
-        for place in places:
-            lines += ["", *self._lines(place, price)]
+        for cluster in clusters:
+            lines += ["", *self._lines(cluster, price)]
         return "\n".join(lines)
 
     @property
@@ -92,36 +93,36 @@ class Planner:
         """Steps of the run; None where the size of the data is not known here."""
         return length_of(self.recipe, self.costs.data.epoch or Epoch(None)).steps
 
-    def _lines(self, place: Place, price: float | None) -> list[str]:
-        settings = self.settings(place)
-        best = best_of(settings, place.device)
-        room = size_text(USABLE * place.device.memory)
-        title = f"{count_text(place.world, 'GPU')} ({place.device.name}, {room} usable of each)"
+    def _lines(self, cluster: Cluster, price: float | None) -> list[str]:
+        settings = self.settings(cluster)
+        best = best_of(settings, cluster.device)
+        room = size_text(USABLE * cluster.device.memory)
+        title = f"{count_text(cluster.world, 'GPU')} ({cluster.device.name}, {room} usable of each)"
         if best is None:
             least = min(settings, key=lambda setting: setting.memory.total)
             larger = [name for name, device in DEVICES.items() if least.memory.fits(device)]
             where = f", which fits on {', '.join(larger)}" if larger else "; no device of the table has it"
-            more = self._more(place)
+            more = self._more(cluster)
             where += f"; or on {more} GPUs of this kind" if more else "; nor does it fit on more GPUs of this kind"
             return [f"{title}: nothing fits; the least is {least}: {size_text(least.memory.total)}{where}"]
-        lines = [f"{title}: {best}", *self._details(best, place, price)]
+        lines = [f"{title}: {best}", *self._details(best, cluster, price)]
         for way in dict.fromkeys(setting.way for setting in settings):
-            lines.append("  " + self._other(way, [setting for setting in settings if setting.way == way], place))
+            lines.append("  " + self._other(way, [setting for setting in settings if setting.way == way], cluster))
         return lines
 
-    def _more(self, place: Place) -> int | None:
+    def _more(self, cluster: Cluster) -> int | None:
         """The least number of devices that the model fits on, of some machines; None: it does not, or not as far as
         the batch divides."""
         for doublings in range(1, MOST_DOUBLINGS + 1):
-            larger = dataclasses.replace(place, world=place.world << doublings)
+            larger = dataclasses.replace(cluster, world=cluster.world << doublings)
             try:
-                if any(run.memory(1, True).fits(place.device) for run in self.runs(larger)):
+                if any(run.memory(1, True).fits(cluster.device) for run in self.runs(larger)):
                     return larger.world
             except ValueError:  # the batch does not divide any further
                 return None
         return None
 
-    def _details(self, best: Setting, place: Place, price: float | None) -> Iterable[str]:
+    def _details(self, best: Setting, cluster: Cluster, price: float | None) -> Iterable[str]:
         memory, time = best.memory, best.time
         yield (
             f"  memory  {size_text(memory.total)}: state {size_text(memory.state)}, working weights "
@@ -136,16 +137,16 @@ class Planner:
         )
         yield f"  beside  messages {time.messages:.3f} s, launches {time.host:.3f} s"
         rate = self.recipe.training.global_batch / time.total
-        per_machine = rate * self.sample_bytes / max(1, place.world / place.machine)
+        per_machine = rate * self.sample_bytes / max(1, cluster.world / cluster.machine)
         read = f"{size_text(per_machine)}/s read by each machine"
-        yield f"  rate    {rate:,.0f} samples/s, {rate / place.world:,.1f} per GPU, {read}"
+        yield f"  rate    {rate:,.0f} samples/s, {rate / cluster.world:,.1f} per GPU, {read}"
         if self.steps is not None:
             hours = self.steps * time.total / 3600
-            cost = "" if price is None else f", {price * hours * place.world:,.0f} at {price:g} per GPU-hour"
-            yield f"  run     {hours:,.1f} hours, {hours * place.world:,.0f} GPU-hours{cost}"
+            cost = "" if price is None else f", {price * hours * cluster.world:,.0f} at {price:g} per GPU-hour"
+            yield f"  run     {hours:,.1f} hours, {hours * cluster.world:,.0f} GPU-hours{cost}"
 
-    def _other(self, way: str, own: list[Setting], place: Place) -> str:
-        chosen = best_of(own, place.device)
+    def _other(self, way: str, own: list[Setting], cluster: Cluster) -> str:
+        chosen = best_of(own, cluster.device)
         if chosen is None:
             least = min(own, key=lambda setting: setting.memory.total)
             return f"{way}: does not fit, {size_text(least.memory.total)} at the least"
@@ -154,7 +155,7 @@ class Planner:
         larger = [s for s in alike if s.microbatch > chosen.microbatch]
         if larger:
             following = min(larger, key=lambda s: s.microbatch)
-            if not following.memory.fits(place.device):
+            if not following.memory.fits(cluster.device):
                 return f"{text}; microbatch {following.microbatch} would take {size_text(following.memory.total)}"
             gain = 1 - following.time.total / chosen.time.total
             return f"{text}; microbatch {following.microbatch} would gain {gain:.1%}"

@@ -4,8 +4,11 @@ longer, and a step as long as the GPU's work, its messages or the host's launche
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from recipes.algorithms.modules.compile import GRAPH_MODES
+from recipes.config.values import Component
 from recipes.planning.devices import Devices
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.trace import Trace
@@ -67,6 +70,17 @@ class StepTime:
             "messages of tensor parallelism": self.exposed,
         }  # fmt: skip
         return max(parts, key=parts.__getitem__)
+
+
+def captured(algorithms: Mapping[str, Component]) -> bool:
+    """Whether `cuda_graphs` launches the blocks."""
+    return any(lever.name == "cuda_graphs" for lever in algorithms.values())
+
+
+def share_of_launches(algorithms: Mapping[str, Component]) -> float:
+    """Share of the host's time for launches that CUDA graphs leave."""
+    compiled = any(lever.name == "compile" and lever.args.get("mode") in GRAPH_MODES for lever in algorithms.values())
+    return CAPTURED if captured(algorithms) else COMPILED if compiled else 1
 
 
 def pass_times(

@@ -62,6 +62,11 @@ class Run(ABC):
         return self.device.type == "cuda"
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates: in each batch, looking for them in all modules takes too long."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
     def last_pass(self) -> bool:
         """Whether the current microbatch is the last one of the batch."""
         return self.pass_number + 1 == self.passes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.ranges import check_least
 from recipes.training.clock import Clock, parse_duration
 

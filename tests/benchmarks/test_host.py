@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.gpu_run.subjects import SUBJECTS, recipe_for
 from benchmarks.host import MARK, SETTINGS
+from recipes.planning.divided_run import Cluster
 from recipes.planning.gpus import DEVICES
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place
 from tests.stub_gpu import needs_stub_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def test_the_planner_has_the_time_for_launches_that_was_measured(tmp_path):
         recipe = recipe_for(SUBJECTS[key], changes, False, tmp_path)
         planner = planner or Planner(recipe)
         planner.recipe, planner._passes = recipe, {1: None}  # of the same model; its memory is not asked for
-        run = next(run for run in planner.runs(Place(device, 1e15, device.shares, 1, 1)) if run.division == "DDP")
+        run = next(run for run in planner.runs(Cluster(device, 1e15, device.shares, 1, 1)) if run.division == "DDP")
         seconds[name] = run.time(16, recompute=False).host, 16 / int(rate.replace(",", ""))
     for name, (plan, measured) in seconds.items():
         without = re.sub(r", CUDA graphs( of torch.compile)?", "", name)

@@ -56,7 +56,7 @@ def test_a_step_stays_within_its_limits(step_of, name):
     assert step.forward.total <= forward * PASSES, step.forward.launches.most_common(20)
     assert step.backward.total <= backward * PASSES, step.backward.launches.most_common(20)
     assert step.rest.total <= rest, step.rest.launches
-    assert min(part.total for part in step.parts) > 0
+    assert min(part.total for part in step) > 0
 
 
 def test_what_the_levers_of_the_u_net_save(step_of):

@@ -70,7 +70,7 @@ class PretendedGPU:
     def synchronize(self):
         self.host = max(self.host, self.free)
 
-    def Event(self, enable_timing):  # noqa: N802 - as in torch.cuda
+    def Event(self, enable_timing):
         return PretendedEvent(self)
 
 

@@ -90,7 +90,7 @@ CASES = {
             **dict.fromkeys([*(f"throughput/{rate}" for rate in RATES), *PARTS], [3, 4, 5, 6]),
             "time/share/communication": [3, 4, 5, 6],
         },
-        settings=["forward_gflop_a_sample"],
+        settings=["forward_gflop_per_sample"],
     ),
     "unigram": Case(
         arguments={"column": "tokens"},

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - imported later, inside of the meta device's mode, it fails
+import torch._dynamo  # imported later, inside of the meta device's mode, it fails
 from diffusers.models.attention_processor import Attention
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode

@@ -108,7 +108,7 @@ def test_steps_alone_are_timed_and_parts_have_their_shares(now):
     outside = {"begin": 1000, "eval_start": 1000, "eval_after_forward": 1000, "eval_end": 1000, "epoch_end": 1000}
     fake = run(task, [passing(now, measured | outside), Throughput(task, blank, None, window=4)], microbatch=2)
     seconds = 1 + 2 + 2 * 4 + 2 * 8 + 16 + 32
-    assert fake.settings == {"forward_gflop_a_sample": FLOPS / 1e9}
+    assert fake.settings == {"forward_gflop_per_sample": FLOPS / 1e9}
     assert [batch for batch, _ in fake.logged] == [4, 5, 6, 7, 8]
     assert all(figures == fake.logged[0][1] for _, figures in fake.logged)
     assert fake.logged[0][1] == pytest.approx(

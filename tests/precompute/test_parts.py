@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from data.files import write_json
 from data.log import every_rank, log
 from data.manifest import Manifest
+from data.ranks import Rank
 from data.sources.base import InputShard, Rejected
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import DecodedBatches, assign, batches
 from precompute.output import OutputSet
 from precompute.progress import EncodeProgress, duration
-from precompute.ranks import Rank
 from precompute.upload import Copy
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.config.recipe import load_config

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from data.aliases import Duration  # noqa: F401 - read from the annotations below
+from data.aliases import Duration
 from data.cost import FLOAT, Cost, Plan
 from data.log import log
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average

@@ -41,6 +41,6 @@ class ClipByNorm(Lever):
         self.largest = largest
 
     def clip_gradients(self, run: Run) -> None:
-        norm = clip_by_norm(run.task.parameters(), self.largest)
+        norm = clip_by_norm(run.trained, self.largest)
         if run.clock.batch % LOG_EVERY == 0:
             run.log({"gradient/norm": norm.item()})

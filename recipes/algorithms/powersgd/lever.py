@@ -136,6 +136,7 @@ class PowerSGD(Lever):
         self.blocks = blocks_of(self.task)  # again, because sharding has replaced the parameters
         inside = {id(matrix.parameter) for block in self.blocks for matrix in block}
         self.others = [p for p in self.task.parameters() if p.requires_grad and id(p) not in inside]
+        self.copies = [copies_of(p) for p in self.others]
         self.compressor = LowRank(self.rank // devices, seed=self.seed, **self.formats)
         for number, block in enumerate(self.blocks):
             shapes = [matrix.shape for matrix in block]
@@ -225,7 +226,7 @@ class PowerSGD(Lever):
         repaired = self.compressor.repair(compressed, self.states, self.group)
         others = [gradient_of(p) for p in self.others]
         reduce_others(others, self.machines, self.group)
-        agreed = agree(compressed, others, self.group, self.shards, [copies_of(p) for p in self.others])
+        agreed = agree(compressed, others, self.group, self.shards, self.copies)
         factor = None
         if self.clip is not None:
             factor = (self.clip / agreed.norm).clamp(max=1.0)

@@ -72,8 +72,7 @@ class Guard(Lever):
     @torch.no_grad()
     def clip_gradients(self, run: Run) -> None:
         """Look at the gradients, and agree with the other ranks."""
-        # The optimizer's list: looking for parameters in all modules takes a millisecond for a large model.
-        trained = [p for group in run.optimizer.param_groups for p in group["params"]]
+        trained = run.trained
         gradients = [p.grad for p in trained if p.grad is not None]
         bad = ~largest_magnitude(gradients).isfinite()
         # Filled on the device: the host would wait for the backward pass with a copy of its own memory.

@@ -75,6 +75,7 @@ class Sharding(Lever):
         self.scaling = scaling
         self.tensor = tensor
         self.compiled = compiled
+        self.told: bool | None = None  # what FSDP knows of the last backward pass
 
     def change_modules(self, run: Run) -> None:
         """Change nothing yet: what is gathered inside of compiled modules is known before anything is sharded."""
@@ -82,8 +83,14 @@ class Sharding(Lever):
             self.compiled.check_units(units_of(self.task, **self._options(run)))
 
     def before_forward(self, run: Run) -> None:
-        """Tell FSDP whether the next backward pass reduces gradients over the devices."""
+        """Tell FSDP whether the next backward pass reduces gradients over the devices, where that has changed.
+
+        Each call looks for FSDP's units in all modules, which takes the host a millisecond for a large model.
+        """
         last = run.last_pass
+        if last == self.told:
+            return
+        self.told = last
         self.task.set_requires_all_reduce(last)  # over replicas, once per batch; until then reduced shards are summed
         if self.once:
             self.task.set_is_last_backward(last)

@@ -8,8 +8,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def own(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter, sharing its memory. Must be called under `torch.no_grad`."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    """This rank's shard of a parameter, or the parameter itself if it is not sharded; no view is made, which would take
+    the host microseconds. Must be called under `torch.no_grad`."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def as_shard(parameter: Tensor, local: Tensor) -> Tensor:

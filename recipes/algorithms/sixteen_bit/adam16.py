@@ -22,7 +22,7 @@ MOMENTS = ("mean", "variance")
 # Number of elements that the uncompiled update handles at a time. It runs some forty operations one after the other;
 # their intermediate results then stay in the cache of a CPU and take little memory on a GPU.
 CHUNK = {"cpu": 2**15, "cuda": 2**26}
-Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # values, gradient, codes of the mean and of the variance
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # values, gradient, and both moments as they are stored
 
 
 class Adam16(torch.optim.Optimizer):
@@ -97,9 +97,10 @@ class Adam16(torch.optim.Optimizer):
                 state["step"] += 1
                 if parameter.dtype == torch.float16:
                     self._update_stored(group, parameter, state)
-                elif own(parameter).numel():  # the shard of a small tensor may be empty
-                    key = (state["step"].item(), parameter.device)
-                    together.setdefault(key, []).append(_parts(parameter, state))
+                    continue
+                parts = _parts(parameter, state)
+                if parts[0].numel():  # the shard of a small tensor may be empty
+                    together.setdefault((state["step"].item(), parts[0].device), []).append(parts)
             for (step, device), parts in together.items():
                 self._update(group, step, device, parts)
         return loss
@@ -113,8 +114,8 @@ class Adam16(torch.optim.Optimizer):
         gradient = torch.empty_like(values).copy_(parameter.grad)
         if factor is not None:
             gradient.div_(factor)
-        moments = [_flat(_codes(state[name])) for name in MOMENTS]
-        self._update(group, state["step"].item(), parameter.device, [(_flat(values), _flat(gradient), *moments)])
+        moments = (state[name] for name in MOMENTS)
+        self._update(group, state["step"].item(), parameter.device, [(values, gradient, *moments)])
         parameter.copy_(values)
 
     def _update(self, group: dict[str, Any], step: float, device: torch.device, tensors: list[Parts]) -> None:
@@ -128,11 +129,12 @@ class Adam16(torch.optim.Optimizer):
             return
         # As tensors, so that the compiled update is not compiled again when the values change.
         numbers = sent(scalars, torch.float32, device).unbind()
-        for parts in tensors:
+        for values, gradient, *moments in tensors:
+            flat = [_flat(values), _flat(gradient), *map(_codes, moments)]
             if self.compiled:
-                _compiled_update()(*parts, *numbers, *formats, *betas, eps, clip)
+                _compiled_update()(*flat, *numbers, *formats, *betas, eps, clip)
                 continue
-            for pieces in zip(*(tensor.split(CHUNK[device.type]) for tensor in parts), strict=True):
+            for pieces in zip(*(tensor.split(CHUNK[device.type]) for tensor in flat), strict=True):
                 adamw_update(*pieces, *numbers, *formats, *betas, eps, clip)
 
     @torch.no_grad()
@@ -202,12 +204,11 @@ def _compiled_update() -> Callable[..., None]:
 
 
 def _parts(parameter: Tensor, state: dict[str, Tensor]) -> Parts:
-    """This rank's values, gradient and codes of both moments, each (N,) in the same memory order."""
-    values, gradient = own(parameter), own(parameter.grad)
+    """What this rank has of a parameter, in one memory order."""
+    values, gradient, *moments = map(own, (parameter, parameter.grad, *(state[name] for name in MOMENTS)))
     if gradient.stride() != values.stride() or gradient.dtype != values.dtype:
         gradient = torch.empty_like(values).copy_(gradient)
-    mean, variance = (_codes(own(state[name])) for name in MOMENTS)
-    return _flat(values), _flat(gradient), _flat(mean), _flat(variance)
+    return values, gradient, *moments
 
 
 def _scalars(group: dict[str, Any], step: float) -> tuple[float, float, float]:
@@ -265,8 +266,8 @@ def _zero_bytes(parameter: Tensor) -> Tensor:
 
 
 def _codes(moment: Tensor) -> Tensor:
-    """A view of a state tensor as codes."""
-    return moment.view(torch.int16).squeeze(-1) if moment.dtype == torch.uint8 else moment
+    """A view of a state tensor as codes, (N,) in memory order."""
+    return _flat(moment.view(torch.int16) if moment.dtype == torch.uint8 else moment)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ a table holds the addresses of all tensors, and each program updates a piece of 
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from recipes.algorithms.sixteen_bit.formats import Format, Format16
 from recipes.algorithms.sixteen_bit.formats_kernel import decode_tile, encode_tile
+from recipes.models.kernels.devices import on_device_of
 from recipes.training.transfer import sent
 
 PIECE = 8192  # elements per program
@@ -99,7 +99,8 @@ def update_all(
     """One step of AdamW on many tensors, in place, in one launch; tensors of odd sizes or addresses take another one.
 
     Args:
-        tensors: values (N,), gradient (N,), codes of the mean (N,) and of the variance (N,), all dense on one device.
+        tensors: values and gradient of N elements, and the codes of mean and variance, also as bytes; all dense on one
+            device, in the same memory order.
         scalars: decay, step size and root correction, as in `adamw_update`.
         formats: formats of the codes of mean and variance.
         betas: decays of mean and variance.
@@ -120,14 +121,14 @@ def _launch(
     device = tensors[0][0].device
     size_table, owners, starts = _pieces(tuple(values.numel() for values, *_ in tensors), device)
     addresses = sent([[t.data_ptr() for t in parts] for parts in tensors], torch.int64, device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device_of(tensors[0][0]):
         _update[(len(owners),)](
             addresses, size_table, owners, starts, *numbers, *constants, ALIGNED=aligned, PIECE=PIECE, TILE=TILE
         )
 
 
 def _is_aligned(parts: tuple[Tensor, ...]) -> bool:
-    return all(t.numel() % ALIGNMENT == 0 and t.data_ptr() % ALIGNMENT == 0 for t in parts)
+    return parts[0].numel() % ALIGNMENT == 0 and all(t.data_ptr() % ALIGNMENT == 0 for t in parts)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,12 +6,12 @@ numbers would pass through memory some twenty times.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from recipes.models.kernels.devices import on_device_of
 
 TILE = 1024  # elements per program
 
@@ -127,6 +127,6 @@ def _launch(
     made: Tensor,
 ) -> Tensor:
     if made.numel():  # a shard may be empty
-        with torch.cuda.device(made.device) if made.is_cuda else nullcontext():
+        with on_device_of(made):
             kernel[(triton.cdiv(made.numel(), TILE),)](values, codes, made.numel(), *constants, TILE=TILE)
     return made

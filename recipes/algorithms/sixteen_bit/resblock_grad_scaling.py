@@ -73,6 +73,7 @@ class ResblockGradScaling(Lever):
                 + "; it is for models whose blocks are x + branch(x)"
             )
         self.branches: list[nn.Module] = [block.branch for block in blocks]
+        self.parameters: list[list[nn.Parameter]] = []  # of each branch, once the model is sharded
         self.matrices = block_matrices(task, "resblock_grad_scaling") if weights == "fp16" else None
         self.scales = Scales.new(len(blocks), start)
         self.scales.least, self.scales.most = least, most
@@ -116,6 +117,7 @@ class ResblockGradScaling(Lever):
 
     def begin(self, run: Run) -> None:
         self.check_run(run)
+        self.parameters = [list(branch.parameters()) for branch in self.branches]
         self.on_device.copy_(self.scales.values())
 
     @classmethod
@@ -133,7 +135,7 @@ class ResblockGradScaling(Lever):
         PowerSGD finds out by itself which gradients are not finite. For it, an infinity is written into one of the
         gradients of a block in which values were filtered.
         """
-        gradients = _gradients(self.branches[number])
+        gradients = _gradients(self.parameters[number])
         finite = unscale(gradients, self.on_device[number])
         if self.matrices is not None:
             self.factors[number].copy_(self.on_device[number])
@@ -191,8 +193,8 @@ class ResblockGradScaling(Lever):
         Returns:
             (blocks,) int64 on the CPU, the same on every rank.
         """
-        pairs = zip(self.counted, self.branches, strict=True)
-        counts = [_nonfinite(_gradients(branch), filtered) if n is None else n for n, branch in pairs]
+        pairs = zip(self.counted, self.parameters, strict=True)
+        counts = [_nonfinite(_gradients(own), filtered) if n is None else n for n, own in pairs]
         counts = torch.stack(counts) + filtered
         all_reduce(counts)
         return counts.cpu()
@@ -228,9 +230,9 @@ class ResblockGradScaling(Lever):
         self.skipped = state["skipped"]
 
 
-def _gradients(branch: nn.Module) -> list[Tensor]:
+def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     """This rank's shards of the gradients of a branch."""
-    found = [p.grad for p in branch.parameters() if p.grad is not None]
+    found = [p.grad for p in parameters if p.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in found]
 
 

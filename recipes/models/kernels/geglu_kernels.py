@@ -9,12 +9,12 @@ without approximation), so gelu'(g) = P(g) + g exp(-g^2 / 2) / sqrt(2 pi). GEGLU
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from recipes.models.kernels.devices import on_device_of
 
 BLOCK = 1024  # elements of y per program
 WARPS = 4
@@ -64,5 +64,5 @@ def backward(x: Tensor, dy: Tensor) -> Tensor:
 
 def _launch(kernel, total: int, width: int, *tensors: Tensor) -> None:
     if total:
-        with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else nullcontext():
+        with on_device_of(tensors[0]):
             kernel[(triton.cdiv(total, BLOCK),)](*tensors, total, N=width, BLOCK=BLOCK, num_warps=WARPS)

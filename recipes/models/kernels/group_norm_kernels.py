@@ -18,13 +18,14 @@ SiLU'(z) = s(z) (1 + z (1 - s(z))), s the logistic function.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from recipes.models.kernels.devices import on_device_of, processors_of
 
 TILE = 4096  # elements per tile, which a program holds at once
 WIDTH = 128  # maximum number of channels per program, unless one group has more
@@ -274,15 +275,15 @@ def _launch(kernel, plan: KernelPlan, x: Tensor, groups: int, silu: bool, *argum
     }
     grid = (samples * plan.splits * triton.cdiv(groups, plan.groups),)
     passes = ((True, True),) if plan.splits == 1 else ((True, False), (False, True))
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+    with on_device_of(x):
         for sums, apply in passes:
             kernel[grid](*arguments, SUMS=sums, APPLY=apply, **constants)
 
 
 def plan_for(x: Tensor, groups: int) -> KernelPlan:
     """The plan for x (N, C, H, W) on its device."""
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    return make_plan(x.shape[0], x.shape[2] * x.shape[3], x.shape[1], groups, processors)
+    samples, channels, height, width = x.shape
+    return make_plan(samples, height * width, channels, groups, processors_of(x.device))
 
 
 def forward_with(
@@ -294,7 +295,7 @@ def forward_with(
     stats = x.new_empty((2, samples, groups), dtype=torch.float32)
     shared = plan.splits > 1  # a single program keeps its sums in registers
     parts = x.new_empty((2, samples, plan.splits, channels) if shared else (2, 1), dtype=torch.float32)
-    arguments = (x, weight, bias, y, *stats, *parts, height * width, plan.rows, eps)
+    arguments = (x, weight, bias, y, *stats.unbind(), *parts.unbind(), height * width, plan.rows, eps)
     _launch(_group_norm_forward, plan, x, groups, silu, *arguments)
     return y, stats
 
@@ -306,6 +307,6 @@ def backward_with(
     samples, channels, height, width = x.shape
     dx = torch.empty_like(x, memory_format=torch.channels_last)
     parts = x.new_empty((2, samples, plan.splits, channels), dtype=torch.float32)
-    arguments = (x, dy, weight, bias, *stats, dx, *parts, height * width, plan.rows)
+    arguments = (x, dy, weight, bias, *stats.unbind(), dx, *parts.unbind(), height * width, plan.rows)
     _launch(_group_norm_backward, plan, x, groups, silu, *arguments)
     return dx, parts.sum((1, 2))

@@ -113,8 +113,8 @@ def group_norm_silu(
     wrong = {d for d in (x.dtype, weight.dtype, bias.dtype, dtype) if d not in DTYPES}
     if wrong:
         raise ValueError(f"group_norm_silu: takes float32, bfloat16 and float16, got {wrong}")
-    if x[0].numel() >= 2**31:
-        raise ValueError(f"group_norm_silu: a sample has {x[0].numel()} elements; the kernels index fewer than 2^31")
+    if (size := x.shape[1:].numel()) >= 2**31:
+        raise ValueError(f"group_norm_silu: a sample has {size} elements; the kernels index fewer than 2^31")
     if not (x.is_cuda or INTERPRETED):
         raise ValueError(f"group_norm_silu: the kernels need a GPU, x is on {x.device}")
     # Converted here, so that the tensor saved for the backward pass has the format that it needs.

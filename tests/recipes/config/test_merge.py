@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recipes.config.components import COMPONENTS
-from recipes.config.merging import merge
+from recipes.config.reading import merge
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.schema import Checker
 

@@ -10,7 +10,8 @@ import pytest
 from precompute.config import EncodeConfig, VocabularyConfig
 from precompute.pack_config import PackConfig
 from recipes.config.components import COMPONENTS
-from recipes.config.recipe import Recipe, Training, load_config, read_values, to_yaml
+from recipes.config.reading import read_values
+from recipes.config.recipe import Recipe, Training, load_config, to_yaml
 from recipes.config.schema import Checker, subsections
 from recipes.config.values import Component, ConfigError
 from recipes.evaluation.config import Evaluation

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from data.ranks import Rank
 from recipes.evaluation.config import Evaluation, Reference, Rerank
 from recipes.evaluation.job import NAMED, POLL, Job, variants
 
@@ -57,12 +58,12 @@ def same(one, other):
 
 def test_results_do_not_depend_on_the_ranks_or_the_batch(job):
     alone = job("alone")
-    alone.run(0, 1)
+    alone.run(Rank())
     many = job("many", batch=3)
     for rank in (2, 0, 1):
-        many.run(rank, 3)
+        many.run(Rank(rank, 3))
     other = job("chunks", chunk=11)
-    other.run(0, 1)
+    other.run(Rank())
     found = collected(alone)
     assert list(found) == ["sampling", "guidance=1", "guidance=4", "rerank"]
     assert found["sampling"][0]["features"].shape == (11, 5) and list(found["sampling"]) == [0, 1]
@@ -72,15 +73,15 @@ def test_results_do_not_depend_on_the_ranks_or_the_batch(job):
 
 def test_finished_work_is_not_done_again(job):
     first = job()
-    first.run(0, 1)
+    first.run(Rank())
     number = len(first.captions)
     assert first.pipeline.drawn == number * (1 + 2 + 4)
     again = job()
-    again.run(0, 1)
+    again.run(Rank())
     assert again.pipeline.drawn == 0
     variant = variants(first.config)[0]
     first.file(variant, 8).unlink()
-    again.run(0, 1)
+    again.run(Rank())
     assert again.pipeline.drawn == 3  # the last chunk of the plain sampling
     # Other weights, seeds or options are other work.
     for changed in (job(seed=6), job(sampling={"guidance": 2.0})):
@@ -98,19 +99,19 @@ def test_null_is_the_default_of_an_option(job):
 def test_a_wrong_value_of_a_sweep_is_met_before_much_is_drawn(job):
     wrong = job(sweeps={"guidance": [1, 4, "wrong"]})
     with pytest.raises(ValueError, match="wrong"):
-        wrong.run(0, 1)
+        wrong.run(Rank())
     assert wrong.pipeline.drawn == 4 * 4  # a chunk of each variant, the wrong one's last
 
 
 def test_a_wait_for_other_ranks_is_named(job, monkeypatch, capsys):
     ours = job()
-    ours.run(0, 2)
+    ours.run(Rank(0, 2))
     sleeps = []
 
     def sleep(seconds):  # the other rank does its share only after the wait was named
         sleeps.append(seconds)
         if "waiting for" in capsys.readouterr().out:
-            ours.run(1, 2)
+            ours.run(Rank(1, 2))
 
     monkeypatch.setattr("recipes.evaluation.job.time.sleep", sleep)
     assert len(collected(ours)) == 4
@@ -119,7 +120,7 @@ def test_a_wait_for_other_ranks_is_named(job, monkeypatch, capsys):
 
 def test_the_best_of_a_pool(job):
     done = job()
-    done.run(0, 1)
+    done.run(Rank())
     pools = done.collect(variants(done.config)[-1])
     assert list(pools) == [1, 2, 4]
     candidates = np.stack(

@@ -211,7 +211,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints" / "ep1-ba1" / ".metadata").write_bytes(pickle.dumps(Evil()))
     torch.save({"state": Evil()}, tmp_path / "checkpoints" / "ep1-ba1.ckpt")
     for name in ("ep1-ba1", "ep1-ba1.ckpt"):
-        with pytest.raises(ValueError, match="not what PyTorch writes|not a checkpoint (of a run|that)"):
+        with pytest.raises(ValueError, match="not (of )?a checkpoint (of a run|that)"):
             read_checkpoint(tmp_path / "checkpoints" / name)
     values = {"state.model.x": Evil(), "state.algorithms": Evil()}
     dcp.save(values, checkpoint_id=tmp_path / "values")

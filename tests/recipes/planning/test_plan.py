@@ -16,9 +16,10 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.plan import main
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
+from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.plan import Planner
-from recipes.planning.settings import BLOCKS, WORKSPACE, Place, best_of, settings_of
+from recipes.planning.settings import best_of, settings_of
 from recipes.planning.step_time import (
     BY_BLOCK,
     BY_DDP,
@@ -154,9 +155,9 @@ def test_messages_take_what_the_narrowest_link_allows(within, between, devices, 
 
 
 def test_memory_is_divided_as_the_setting_says(planner):
-    place = Place(DEVICE, 1e14, SHARES, 16, 8)
+    cluster = Cluster(DEVICE, 1e14, SHARES, 16, 8)
     count = sum(p.numel() for p in planner.task.parameters())
-    found = {(s.division, s.microbatch, s.recompute): s for s in planner.settings(place)}
+    found = {(s.division, s.microbatch, s.recompute): s for s in planner.settings(cluster)}
     assert found["DDP", 128, False].memory.state == 16 * count
     assert found["FULL_SHARD", 128, False].memory.state == 16 * count / 16
     assert found["FULL_SHARD within machines", 128, False].memory.state == 16 * count / 8
@@ -170,15 +171,15 @@ def test_memory_is_divided_as_the_setting_says(planner):
 
 
 def test_full_sharding_gathers_twice_in_each_pass(planner):
-    place = Place(DEVICE, 1e14, SHARES, 8, 8)
-    seconds = {(s.division, s.microbatch): s.time.messages for s in planner.settings(place) if not s.recompute}
+    cluster = Cluster(DEVICE, 1e14, SHARES, 8, 8)
+    seconds = {(s.division, s.microbatch): s.time.messages for s in planner.settings(cluster) if not s.recompute}
     assert seconds["FULL_SHARD", 128] == pytest.approx(2 * seconds["FULL_SHARD", 256])
     assert seconds["SHARD_GRAD_OP", 128] == seconds["SHARD_GRAD_OP", 256]
 
 
 def test_the_best_setting_is_the_fastest_that_fits(planner):
-    place = Place(DEVICE, 1e14, SHARES, 8, 8)
-    settings = planner.settings(place)
+    cluster = Cluster(DEVICE, 1e14, SHARES, 8, 8)
+    settings = planner.settings(cluster)
     best = best_of(settings, DEVICE)
     assert all(s.time.total >= best.time.total / 1.01 for s in settings if s.memory.fits(DEVICE))
     small = dataclasses.replace(DEVICE, memory=0.5 * best.memory.total)
@@ -188,8 +189,8 @@ def test_the_best_setting_is_the_fastest_that_fits(planner):
 
 
 def test_of_settings_that_are_as_fast_the_best_sends_the_least(planner):
-    place = Place(DEVICE, 1e14, SHARES, 8, 8)
-    found = {(s.division, s.microbatch): s for s in planner.settings(place) if not s.recompute}
+    cluster = Cluster(DEVICE, 1e14, SHARES, 8, 8)
+    found = {(s.division, s.microbatch): s for s in planner.settings(cluster) if not s.recompute}
     gathered, sharded = found["SHARD_GRAD_OP", 128], found["FULL_SHARD", 128]
     assert gathered.time.messages < sharded.time.messages and sharded.memory.total < gathered.memory.total
 
@@ -250,9 +251,9 @@ def test_the_report(capsys, monkeypatch):
 
 def test_one_pass_makes_gradients_while_activations_are_freed(planner):
     """Several passes, and DDP, have the gradients of all parameters at their peak."""
-    one = {s.microbatch: s.memory for s in planner.settings(Place(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
-    place = Place(DEVICE, 1e14, SHARES, 2, 8)
-    two = {s.microbatch: s.memory for s in planner.settings(place) if s.division == "DDP" and not s.recompute}
+    one = {s.microbatch: s.memory for s in planner.settings(Cluster(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
+    cluster = Cluster(DEVICE, 1e14, SHARES, 2, 8)
+    two = {s.microbatch: s.memory for s in planner.settings(cluster) if s.division == "DDP" and not s.recompute}
     gradients = 4 * sum(p.numel() for p in planner.task.parameters())
     kept = planner.passes(1).kept
     assert two[1024].activations == kept.peak(1024) and one[1024].activations == kept.peak(1024)
@@ -284,7 +285,7 @@ def test_copies_of_weights_in_blocks_that_are_computed_again(algorithms, forward
 def test_memory_beside_the_model(planner):
     """The step's batch as it is stored, a microbatch twice in 32 bits, cuBLAS's workspace, and unfilled blocks."""
     values = 4 * 8 * 8 + 77 * 1024
-    found = {s.microbatch: s.memory for s in planner.settings(Place(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
+    found = {s.microbatch: s.memory for s in planner.settings(Cluster(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
     batch = 2048 * sample_bytes(planner.batches[0]) + 2 * 4 * values * 64
     memory = found[64]
     rest = memory.state + memory.working + memory.buckets + memory.algorithms + memory.activations
@@ -353,7 +354,7 @@ def test_ways_in_which_a_block_would_not_be_one_graph_are_left_out(planner):
 
 def test_where_nothing_fits_the_report_says_what_does(planner):
     tiny = dataclasses.replace(DEVICE, memory=1e6)
-    text = planner.report([Place(tiny, 1e14, SHARES, 8, 8)], None)
+    text = planner.report([Cluster(tiny, 1e14, SHARES, 8, 8)], None)
     assert "nothing fits; the least is FULL_SHARD, microbatch 1, recomputing: " in text
     assert ", which fits on v100-16, " in text
 
@@ -408,7 +409,7 @@ def test_each_device_computes_and_holds_its_part_of_divided_matrices(tokens):
 
 
 def place_of(world, machine=8, shares=SHARES):
-    return Place(DEVICE, 1e14, shares, world, machine)
+    return Cluster(DEVICE, 1e14, shares, world, machine)
 
 
 def test_devices_that_divide_matrices_wait_for_their_messages(tokens):

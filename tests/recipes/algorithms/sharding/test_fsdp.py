@@ -14,9 +14,9 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.engines import parts
 from recipes.models.task import Task
 from recipes.planning import dry_run
+from recipes.planning.divided_run import Cluster
 from recipes.planning.gpus import DEVICES, SHARES
 from recipes.planning.plan import Planner
-from recipes.planning.settings import Place
 from tests.recipes.algorithms.sharding.fsdp_ranks import CONTRASTIVE, GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
 
 
@@ -60,8 +60,8 @@ def test_weights_gradients_moments_and_average_take_what_the_planner_says(two_ra
     """On each rank, between steps, all tensors that are alive. The rest, such as a batch and tables, is below 5%."""
     written = two_ranks(RUNS)
     recipe = quick_recipe(tmp_path, *RUN, WIDER)
-    place = Place(DEVICES["h100"], 1e12, SHARES, 2, 2)
-    planned = {run.division: run.memory(run.batch, False) for run in Planner(recipe).runs(place)}
+    cluster = Cluster(DEVICES["h100"], 1e12, SHARES, 2, 2)
+    planned = {run.division: run.memory(run.batch, False) for run in Planner(recipe).runs(cluster)}
     for run, division in (("ddp", "DDP"), ("sharded", "SHARD_GRAD_OP"), ("full", "FULL_SHARD")):
         expected = planned[division].state + planned[division].algorithms
         for rank in range(2):

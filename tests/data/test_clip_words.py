@@ -1,4 +1,4 @@
-"""data/word_cache.py: bounded caches and the merges of data/clip_merges.py give the same tokens."""
+"""Bounded caches and merges of CLIP's tokenizers give the same tokens."""
 
 import copy
 import pickle
@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import word_cache
+from data import clip_words
 from data.clip_library import open_clip
-from data.clip_merges import WordPieces
-from data.word_cache import bound
+from data.clip_words import WordPieces, bound
 from tests.fuzzing import few
 
 
 @pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_full_cache_is_emptied_and_tokens_stay(copied, monkeypatch):
-    monkeypatch.setattr(word_cache, "CACHED_WORDS", 20)
+    monkeypatch.setattr(clip_words, "CACHED_WORDS", 20)
     plain = open_clip.SimpleTokenizer(context_length=12)
     tokenizer = copied(bound(open_clip.SimpleTokenizer(context_length=12)))
     captions = [f"{'ab' * (n % 7 + 1)}{'xyz'[n % 3] * (n % 11 + 1)} a dog" for n in range(90)] + ["<end_of_text> it"]

@@ -1,4 +1,4 @@
-"""Which process of a job encodes which input shards."""
+"""Which process of a job this is, and its share of the work. The processes share nothing but a folder."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Rank:
     def share(self, items: list[Item]) -> list[Item]:
         """This rank's items: item k goes to rank k mod world.
 
-        Pass all shards, done or not. Ranks that list the remaining shards at different moments would not agree on how
-        to divide them. Ranks advance at about the same speed, so the work that is left after an interruption is also
+        Pass all items, done or not. Ranks that list the remaining ones at different moments would not agree on how to
+        divide them. Ranks advance at about the same speed, so the work that is left after an interruption is also
         divided evenly.
         """
         return items[self.rank :: self.world]

@@ -1,0 +1,151 @@
+"""The values of a YAML with those of its base and of `key=value` overrides, before they are checked."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+from recipes.config.scalars import load
+from recipes.config.sources import ROOT
+from recipes.config.values import ConfigError
+
+MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
+
+
+def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
+    """The values of a YAML with its base and overrides, interpolations resolved, before they are checked.
+
+    Raises:
+        ConfigError: a file that is not a YAML of keys and values, or an interpolation that cannot be resolved.
+    """
+    values = _merged(_read(Path(path)), _parse(overrides))
+    try:
+        return OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError([_one_line(error, str(path))]) from None
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a YAML, merged over those of its `base`, a path relative to it. Interpolations stay."""
+    named = f" (the base of {seen[-1].name})" if seen else ""
+    if not path.is_file():
+        raise ConfigError([f"{path}: no such YAML file{named}{_similar_file(path)}"])
+    if path.resolve() in seen:
+        raise ConfigError([f"{path}: is its own base, through {', '.join(file.name for file in seen)}"])
+    try:
+        text = path.read_bytes()
+        _check_aliases(text)
+        values = OmegaConf.to_container(OmegaConf.create(load(text) or {}), resolve=False)
+    except Exception as error:  # for values with tags, PyYAML raises nearly anything
+        raise ConfigError([f"{path}: not readable as YAML: {_one_line(error)}"]) from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: expected keys and values at the top level"])
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError([f"{path}: base: expected the path of a YAML, from this one's folder, got {base!r}"])
+    return _merged(_read(path.parent / base, (*seen, path.resolve())), values)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """As `merge`. Raises ConfigError for a label that is misspelled where it is to be removed."""
+    if lines := _misspelled_removals(below, above):
+        raise ConfigError(lines)
+    return merge(below, above)
+
+
+def _check_aliases(text: bytes) -> None:
+    """Raises ValueError where aliases (`*name`) stand for more than `MAX_VALUES` values, or for themselves."""
+    sizes: dict[int, float] = {}
+
+    def size(node: yaml.Node) -> float:
+        if id(node) not in sizes:
+            sizes[id(node)] = math.inf  # while its own values are counted
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            inner = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
+            sizes[id(node)] = 1 + sum(map(size, inner))
+        return sizes[id(node)]
+
+    if b"*" in text and b"&" in text and (tree := yaml.compose(text, yaml.SafeLoader)) and size(tree) > MAX_VALUES:
+        raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values")
+
+
+def _similar_file(path: Path) -> str:
+    """A hint for a YAML that does not exist: one with a similar name, in yamls/ or in the same folder."""
+    files = {file.name: file for folder in (ROOT / "yamls", path.parent) for file in folder.glob("*.yaml")}
+    close = difflib.get_close_matches(path.stem, [Path(name).stem for name in files], n=1)
+    return f"; did you mean {files[f'{close[0]}.yaml']}?" if close else ""
+
+
+def _parse(overrides: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    errors = []
+    for override in overrides:
+        if "=" not in override or override.startswith(("-", "=")):
+            errors.append(f"{override}: expected key=value on the command line (or --help, --dry-run, --print-config)")
+            continue
+        try:
+            key, text = override.split("=", 1)
+            given = OmegaConf.create()
+            OmegaConf.update(given, key, load(text))
+            values = merge(values, OmegaConf.to_container(given, resolve=False))
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            errors.append(f"{override}: not readable as YAML: {_one_line(error)}")
+        except RecursionError as error:
+            errors.append(_one_line(error, key))
+    if errors:
+        raise ConfigError(errors)
+    return values
+
+
+def _one_line(error: Exception, where: str = "") -> str:
+    """An error of OmegaConf or PyYAML as one line that begins with the key in question."""
+    if isinstance(error, RecursionError):
+        return f"{where}: nested too deeply".removeprefix(": ")
+    key = getattr(error, "full_key", None) or where
+    text = " ".join(str(error).split("\n    full_key")[0].split())
+    if isinstance(error, GrammarParseError):
+        text += r"; a text that contains ${ is written \${"
+    return f"{key}: {text}" if key else text
+
+
+def merge(below: Any, above: Any) -> Any:
+    """Merge `above` into `below`, key by key. Lists, and components with another name, are replaced as a whole.
+
+    Example::
+
+        merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})  # {"a": 1, "b": {"c": 2, "d": 3}}
+    """
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    if "name" in above and "name" in below and above["name"] != below["name"]:
+        return dict(above)
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = merge(below[key], value) if key in below else value
+    return merged
+
+
+def _misspelled_removals(below: Mapping[str, Any], above: Mapping[str, Any], path: str = "") -> list[str]:
+    """A line for each label of a component that `above` sets to null and `below` has not, if it has a similar one.
+
+    Labels are free, so that nothing else finds a misspelled one. One that nothing is similar to may be meant: the same
+    null may be given to several recipes.
+    """
+    lines = []
+    labels = [key for key, value in below.items() if isinstance(value, Mapping) and "name" in value]
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping):
+            lines += _misspelled_removals(below[key], value, f"{path}{key}.")
+        elif value is None and key not in below and len(labels) == len(below):
+            close = difflib.get_close_matches(str(key), labels, n=1, cutoff=0.8)
+            lines += [f"{path}{key}: null removes nothing; did you mean `{label}`?" for label in close]
+    return lines
