@@ -228,9 +228,9 @@ def check_callbacks(recipe: Recipe) -> None:
 
 
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
-    """The recipe's levers in its order, then those of its `training` section; each has the others it works with.
+    """The recipe's levers in its order, but fused_group_norm last, then those of its `training` section.
 
-    `batch` is the number of samples in the batch of a rank.
+    Each has the others it works with. `batch` is the number of samples in the batch of a rank.
     """
     components = recipe.algorithms
     clips = recipe.training.grad_clip is not None
@@ -240,7 +240,9 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     for label in sorted(components, key=lambda label: components[label].name != "resblock_grad_scaling"):
         built[label] = build(components[label], **context)
         context["scaling"] = the_one(built.values(), ResblockGradScaling)  # others ask for it
-    levers = [built[label] for label in components]
+    # It fuses norms as other levers have left them, which then do not find them any more.
+    order = sorted(components, key=lambda label: components[label].name == "fused_group_norm")
+    levers = [built[label] for label in order]
     averaging = the_one(levers, PowerSGD)
     if averaging is not None:
         devices = place.devices(recipe.training)
