@@ -167,6 +167,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         return optimizer
 
     check_callbacks(recipe)
+    check_microbatch(recipe, task, batch)
     context = context_of(recipe, task, data)
     levers = build_levers(recipe, place, context, batch)
     search = the_one(levers, MicrobatchSearch)
@@ -225,6 +226,24 @@ def check_callbacks(recipe: Recipe) -> None:
                 f"callbacks: {first} and {label} are both {component.name}, and what one writes would replace what the "
                 "other does; remove one of them"
             )
+
+
+def check_microbatch(recipe: Recipe, task: Task, batch: int) -> None:
+    """
+    Args:
+        recipe: of the run.
+        task: its model, on any device.
+        batch: number of samples in the batch of a rank.
+
+    Raises:
+        ValueError: each sample would be compared with itself alone, so that the loss is always 0.
+    """
+    key = "global_batch" if batch == 1 else "microbatch"
+    if task.compares_samples and 1 in (batch, recipe.training.microbatch):
+        raise ValueError(
+            f"training.{key}: {getattr(recipe.training, key)} leaves the model one sample at a time, and its loss "
+            "compares the samples of a microbatch with each other; give more"
+        )
 
 
 def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
