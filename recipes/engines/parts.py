@@ -167,6 +167,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         return optimizer
 
     check_callbacks(recipe)
+    check_microbatch(recipe, task, batch)
     context = context_of(recipe, task, data)
     levers = build_levers(recipe, place, context, batch)
     search = the_one(levers, MicrobatchSearch)
@@ -227,10 +228,28 @@ def check_callbacks(recipe: Recipe) -> None:
             )
 
 
-def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
-    """The recipe's levers in its order, then those of its `training` section; each has the others it works with.
+def check_microbatch(recipe: Recipe, task: Task, batch: int) -> None:
+    """
+    Args:
+        recipe: of the run.
+        task: its model, on any device.
+        batch: number of samples in the batch of a rank.
 
-    `batch` is the number of samples in the batch of a rank.
+    Raises:
+        ValueError: each sample would be compared with itself alone, so that the loss is always 0.
+    """
+    key = "global_batch" if batch == 1 else "microbatch"
+    if task.compares_samples and 1 in (batch, recipe.training.microbatch):
+        raise ValueError(
+            f"training.{key}: {getattr(recipe.training, key)} leaves the model one sample at a time, and its loss "
+            "compares the samples of a microbatch with each other; give more"
+        )
+
+
+def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch: int) -> list[Lever]:
+    """The recipe's levers in its order, but fused_group_norm last, then those of its `training` section.
+
+    Each has the others it works with. `batch` is the number of samples in the batch of a rank.
     """
     components = recipe.algorithms
     clips = recipe.training.grad_clip is not None
@@ -240,7 +259,9 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     for label in sorted(components, key=lambda label: components[label].name != "resblock_grad_scaling"):
         built[label] = build(components[label], **context)
         context["scaling"] = the_one(built.values(), ResblockGradScaling)  # others ask for it
-    levers = [built[label] for label in components]
+    # It fuses norms as other levers have left them, which then do not find them any more.
+    order = sorted(components, key=lambda label: components[label].name == "fused_group_norm")
+    levers = [built[label] for label in order]
     averaging = the_one(levers, PowerSGD)
     if averaging is not None:
         devices = place.devices(recipe.training)

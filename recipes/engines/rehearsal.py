@@ -24,7 +24,7 @@ from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component, plain_values
 from recipes.engines.first_weights import load_first_weights
-from recipes.engines.parts import Place, build_levers, check_callbacks, context_of, the_one
+from recipes.engines.parts import Place, build_levers, check_callbacks, check_microbatch, context_of, the_one
 from recipes.engines.precision import resolve
 from recipes.engines.resuming import check_folder, check_start
 from recipes.models.task import Task
@@ -70,13 +70,15 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     optimizer = build(recipe.optimizer, parameters=[nn.Parameter(torch.zeros(1))], task=task)
     check_start(recipe, task, type(optimizer).__name__)
     run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, training.duration, epoch_batches))
-    levers = build_levers(recipe, place, context, training.device_batch(devices.world))
+    batch = training.device_batch(devices.world)
+    levers = build_levers(recipe, place, context, batch)
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):
         if not any(isinstance(value, Component) for value in component.args.values()):  # which has data of its own
             build(component, **context)
     check_callbacks(recipe)
+    check_microbatch(recipe, task, batch)
     for lever in levers:
         lever.change_modules(run)
     for lever in levers:

@@ -14,7 +14,7 @@ from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules import fused_group_norm, low_precision_norms
 from recipes.algorithms.modules.fused_group_norm import FusedGroupNorms
-from recipes.algorithms.modules.low_precision_norms import LowPrecisionNorms
+from recipes.algorithms.modules.low_precision_norms import LowPrecisionGroupNorm, LowPrecisionNorms
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.config.build import build, import_builder
 from recipes.config.components import COMPONENTS
@@ -83,8 +83,8 @@ LEVERS = [
     "model.denoiser.channels=[32,64]",
     "model.denoiser.attention=[true,false]",
     "model.denoiser.heads=[1,2]",
-    "algorithms.low_precision_norms={name: low_precision_norms, modules: denoiser}",
     "algorithms.fused_group_norm={name: fused_group_norm, when: always}",
+    "algorithms.norms={name: low_precision_norms, modules: denoiser}",  # acts before it all the same
     "algorithms.compile={name: compile, backend: eager}",
     "algorithms.recompute={name: activation_checkpointing, every: 2}",
     "algorithms.ema={name: scheduled_ema, decay: 0.9, start: 3ba}",
@@ -130,7 +130,8 @@ def check_all_levers(small_recipe, folder: Path, *changes: str) -> None:
         trainer = build_trainer(small_recipe(folder / name, *LEVERS, save, *load, *changes))
         model = trainer.state.model.task
         assert len(list(trainer.state.algorithms[0].levers)) == 12
-        assert sum(isinstance(m, FusedGroupNorm) for m in model.modules()) > 8
+        fused = [m for m in model.modules() if isinstance(m, FusedGroupNorm)]
+        assert len(fused) > 8 and all(isinstance(m, LowPrecisionGroupNorm) for m in fused)
         assert not any(type(m) in (nn.GroupNorm, nn.LayerNorm) for m in model.modules())
         kernels = [p for p in model.parameters() if p.dim() == 4 and p.shape[2:].numel() > 1]
         assert kernels and all(p.is_contiguous(memory_format=torch.channels_last) for p in kernels)

@@ -82,6 +82,8 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
             "training.fsdp gathers .*Block2D inside of a compiled module",
         ),
         ("openmoji_dalle", ["algorithms.x={name: cudnn_benchmark}"], "the model has no convolution"),
+        ("openmoji_text", ["training.microbatch=1"], "training.microbatch: 1 leaves the model one sample at a time"),
+        ("openmoji_text", ["training.global_batch=1"], "training.global_batch: 1 leaves the model one sample"),
         ("openmoji_text", ["algorithms.x={name: fp8}"], "fp8: nothing to change"),
         ("openmoji_dalle", ["algorithms.x={name: fused_geglu}"], "no GEGLU of diffusers to fuse"),
         ("openmoji_dalle", ["algorithms.x={name: fused_group_norm}"], "no GroupNorm of a diffusers block to fuse"),

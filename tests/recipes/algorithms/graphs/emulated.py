@@ -63,6 +63,7 @@ class EmulatedGraph:
                 tensor.copy_(before)
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # which has cast before operators were recorded
     def replay(self):
         for func, args, kwargs, result in self.operators:
             tensors = tuple(t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor))
