@@ -29,7 +29,7 @@ UNET = [
     "schedule.warmup=0ba",
 ]
 SMALL_DIT = "model.denoiser={width: 32, layers: 2, heads: 2, text_width: 16}"
-SMALL_UNET = "model.denoiser={channels: [16,32,32], heads: [1,2,2], blocks: 1, text_width: 16}"
+SMALL_UNET = "model.denoiser={channels: [16,32], attention: [false,true], heads: [1,2], blocks: 1, text_width: 16}"
 SEQUENCE = "text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3"
 TOKENS = [
     f"model={{layers: 2, width: 32, heads: 2, {SEQUENCE}}}",
