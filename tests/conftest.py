@@ -12,6 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import yaml
@@ -27,6 +28,9 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_N
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # To see whether vector instructions work, each would compile with them and start processes that import torch: 20 s.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# By default an example that takes more than 0.2 s fails, as any does on a machine that is busy.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 # Searches for cycles took a tenth of the time of tests, most of it in modules, which stay.
 gc.set_threshold(*RARELY)
 # 40 pictures to train on in four tars, 6 to validate on in one.

@@ -87,6 +87,12 @@ SMALLER = {
 }
 # What differs in numbers only from a recipe above, or is one with the numbers of another.
 ELSEWHERE = ("dalle_5b", "gpt2_4b", "gpt2_8b", "openmoji_judge")
+# Of each network, and of each way to average gradients, one recipe is trained with FSDP2, and with DDP. The others are
+# trained as they are shipped, with DDP: to FSDP2 they are another one of these with other numbers.
+BOTH = (
+    "sd2_base_512", "dalle_12b", "dalle_2b", "gpt2_2b", "dvae", "openmoji_diffusion", "openmoji_vae", "openmoji_text",
+)  # fmt: skip
+RUNS = [(name, kind) for name in SMALLER for kind in ("ddp", "fsdp") if kind == "ddp" or name in BOTH]
 # Data set -> its paths in a recipe; recipes with others have their own.
 PATHS = {
     "latent_sets": ["data.streams.train.path={}/train", "evals.val.streams.val.path={}/val"],
@@ -127,7 +133,7 @@ def small(name, sets, output, *, sharded):
     kind, smaller = SMALLER[name]
     paths = [path.format(sets[kind]) for path in PATHS.get(name, PATHS[kind])]
     if name == "sd2_base_512":  # it begins where the small sd2_base ends
-        start = output.parent / "sd2_base" / "export"
+        start = output.parents[1] / "ddp" / "sd2_base" / "export"
         start.mkdir(parents=True, exist_ok=True)  # which is looked for before anything runs
         paths.append(f"checkpoints.load_weights={start}")
     recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*RUN, *smaller, *paths, f"output={output}"], Recipe)
