@@ -208,6 +208,8 @@ def _answer(connection: socket.socket) -> None:
             if rank is not None:
                 break
             status = _wait(children, request["timeout"], connection)
+            if _has_gone(connection):
+                os._exit(0)
             print(json.dumps([status, request["folder"]]), file=lines, flush=True)
         else:
             os._exit(0)
