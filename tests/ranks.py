@@ -279,6 +279,7 @@ def _become(rank: int, request: dict, port: int) -> None:
     size = request["ranks"]
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # that of the environment
     if size > 1:
         os.environ.update(variables_of(rank, size, port))
     os.chdir(request["cwd"])
