@@ -228,7 +228,7 @@ def check_replicas():
         weight, wanted = torch.randn(6, 20), torch.randn(6, 20)
         compressor, state = new(rank, [weight.shape])
         start = (weight - wanted).norm()
-        for seed in range(60):
+        for seed in range(100):
             noise = gradients(seed, shapes=[weight.shape])[0]
             gradient = (weight - wanted) + noise
             step(compressor, state, [gradient])
