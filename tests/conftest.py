@@ -10,8 +10,10 @@ import re
 import resource
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import yaml
@@ -27,6 +29,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_N
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # To see whether vector instructions work, each would compile with them and start processes that import torch: 20 s.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# By default an example that takes more than 0.2 s fails, as any does on a machine that is busy.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
+# What was compiled in an earlier session is not compiled again; by default it is where temporary files are.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
 # Searches for cycles took a tenth of the time of tests, most of it in modules, which stay.
 gc.set_threshold(*RARELY)
 # 40 pictures to train on in four tars, 6 to validate on in one.
@@ -108,6 +115,17 @@ def pytest_collection_finish(session):
     """What has been imported stays. Each full search for cycles would go through it, half a second every time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory):
+    """What packages, and processes that are killed, leave where temporary files are goes with the tests' own folders:
+    hundreds of files and folders a session."""
+    folder = str(tmp_path_factory.mktemp("tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

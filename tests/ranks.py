@@ -207,7 +207,9 @@ def _answer(connection: socket.socket) -> None:
             rank, children = _fork(request["ranks"])
             if rank is not None:
                 break
-            status = _wait(children, request["timeout"])
+            status = _wait(children, request["timeout"], connection)
+            if _has_gone(connection):
+                os._exit(0)
             print(json.dumps([status, request["folder"]]), file=lines, flush=True)
         else:
             os._exit(0)
@@ -244,8 +246,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _wait(children: list[int], timeout: float) -> int:
-    """Waits for all; after a failure or the timeout, ends those that are left. Gives the first failure's status."""
+def _wait(children: list[int], timeout: float, client: socket.socket) -> int:
+    """Waits for all; after a failure or the timeout, ends those that are left, and so when the client has gone, whose
+    tests were ended. Gives the first failure's status."""
     end, status = time.monotonic() + timeout, 0
     while children:
         for child in list(children):
@@ -253,13 +256,19 @@ def _wait(children: list[int], timeout: float) -> int:
             if ended:
                 children.remove(child)
                 status = status or os.waitstatus_to_exitcode(code)
-        if not status and time.monotonic() > end:
+        if not status and (time.monotonic() > end or _has_gone(client)):
             status = 124
         if status:
             for child in children:  # they may wait for the failed one
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.05)
     return status
+
+
+def _has_gone(client: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return False
 
 
 def _become(rank: int, request: dict, port: int) -> None:
@@ -270,6 +279,7 @@ def _become(rank: int, request: dict, port: int) -> None:
     size = request["ranks"]
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # that of the environment
     if size > 1:
         os.environ.update(variables_of(rank, size, port))
     os.chdir(request["cwd"])

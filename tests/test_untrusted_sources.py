@@ -78,10 +78,12 @@ def test_pages_of_parquet_that_claim_too_much_are_refused_before_they_are_read(t
     # bytes here) and its number of entries.
     page, dictionary = chunks[0].data_page_offset, chunks[1].dictionary_page_offset
     entries = whole.index(b"\x4c\x15", dictionary) + 2
+    no_number = b"\x15\x00\x1c\x00\x15\x02\x00"  # a structure as the second field, the size
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read"))
     for name, data, text in (
         ("page", with_number(whole, page + 3, 1_000_000), "column image.bytes: a page .* 1,000,000 uncompressed"),
         ("dictionary", with_number(whole, entries, 8000), "column text: a dictionary at byte .* claims 8,000 entries"),
+        ("no number", whole[:page] + no_number + whole[page + len(no_number) :], "claims 1 bytes, -1 uncompressed"),
         ("nothing", whole[:page] + b"\xff" * 20 + whole[page + 20 :], "column image.bytes: a value of type 15"),
     ):
         file.write_bytes(data)

@@ -59,7 +59,8 @@ GRAPHS = ("algorithms.graphs={name: cuda_graphs}",)
 LIGHTNING = ("training.engine=lightning",)
 RECOMPUTED = {"recomputed": ("algorithms.activation_checkpointing={name: activation_checkpointing}",)}
 SMALL_UNET = (
-    "model.denoiser={channels: [32, 64, 64, 64], heads: [1, 2, 2, 2], blocks: 1, text_width: 16, norm_groups: 8}",
+    "model.denoiser={channels: [32, 64], attention: [true, false], heads: [1, 2], blocks: 1}",
+    "model.denoiser={text_width: 16, norm_groups: 8}",
     "data={name: random_latents, resolution: 64}",
     "training.global_batch=4",
 )

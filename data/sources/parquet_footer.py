@@ -76,4 +76,5 @@ def _row_group(fields: dict[int, Any]) -> RowGroup:
 
 def _chunk(fields: dict[int, Any]) -> Chunk:
     path = ".".join(name.decode("utf-8") for name in fields[PATH])
-    return Chunk(path, *(int(fields[number]) for number in (UNCOMPRESSED, COMPRESSED, DATA)), fields.get(DICTIONARY, 0))
+    numbers = [int(fields[number]) for number in (UNCOMPRESSED, COMPRESSED, DATA)]
+    return Chunk(path, *numbers, int(fields.get(DICTIONARY, 0)))

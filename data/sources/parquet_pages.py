@@ -47,17 +47,24 @@ def _check_chunk(stream: BinaryIO, chunk: Chunk, size: int) -> None:
         raise ValueError(f"its pages are bytes {begin:,} to {end:,} of a file of {size:,}")
     while begin < end:
         header, length = _header(stream, begin)
-        compressed, held = header.get(COMPRESSED, -1), header.get(UNCOMPRESSED, -1)
+        compressed, held = _number(header, COMPRESSED), _number(header, UNCOMPRESSED)
         # Some writers leave a header out of the compressed size of the chunk, so the file is the limit.
         if not 0 <= compressed <= size - begin - length or not 0 <= held <= chunk.total_uncompressed_size:
             raise ValueError(
                 f"a page at byte {begin:,} claims {compressed:,} bytes, {held:,} uncompressed, of the "
                 f"{chunk.total_uncompressed_size:,} that its column has uncompressed"
             )
-        entries = header[DICTIONARY].get(VALUES, -1) if isinstance(header.get(DICTIONARY), dict) else 0
+        dictionary = header.get(DICTIONARY)
+        entries = _number(dictionary, VALUES) if isinstance(dictionary, dict) else 0
         if not 0 <= entries <= held:
             raise ValueError(f"a dictionary at byte {begin:,} claims {entries:,} entries in {held:,} bytes")
         begin += length + compressed
+
+
+def _number(header: dict[int, Any], field: int) -> int:
+    """-1 where the field is missing, or where its value is something else."""
+    value = header.get(field)
+    return value if isinstance(value, int) else -1
 
 
 def _header(stream: BinaryIO, begin: int) -> tuple[dict[int, Any], int]:

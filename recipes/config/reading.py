@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,19 +41,27 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError([f"{path}: is its own base, through {', '.join(file.name for file in seen)}"])
     try:
-        text = path.read_bytes()
-        _check_aliases(text)
-        values = OmegaConf.to_container(OmegaConf.create(load(text) or {}), resolve=False)
+        values = _values(path.read_bytes())
     except Exception as error:  # for values with tags, PyYAML raises nearly anything
         raise ConfigError([f"{path}: not readable as YAML: {_one_line(error)}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path}: expected keys and values at the top level"])
-    base = values.pop("base", None)
+    if "base" not in values:
+        return values
+    values = dict(values)
+    base = values.pop("base")
     if base is None:
         return values
     if not isinstance(base, str):
         raise ConfigError([f"{path}: base: expected the path of a YAML, from this one's folder, got {base!r}"])
     return _merged(_read(path.parent / base, (*seen, path.resolve())), values)
+
+
+@functools.lru_cache  # a plan, and a table of settings, read a few files dozens of times, 10 ms each
+def _values(text: bytes) -> Any:
+    """What a YAML says, interpolations as they are. The result is shared: it must not be changed."""
+    _check_aliases(text)
+    return OmegaConf.to_container(OmegaConf.create(load(text) or {}), resolve=False)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from benchmarks import adam16, gpu
 from benchmarks.gpu_run import device, numbers, operators, suite, trained
 from benchmarks.gpu_run.context import Context, benchmark
-from benchmarks.gpu_run.items import FAMILIES, Item, items
+from benchmarks.gpu_run.items import FAMILIES, Item
 from benchmarks.gpu_run.numbers import SameDraws
 from benchmarks.gpu_run.page import page
 from benchmarks.gpu_run.records import LOG, MARKDOWN, RECORDS, Records
@@ -32,12 +32,6 @@ from recipes.config.recipe import load_config
 from recipes.models.autoregressive.flex import SHORTEST
 
 pytest_plugins = ["pytester"]
-
-
-@pytest.fixture
-def unprepared(monkeypatch):
-    """Variables of this process stay as they are."""
-    monkeypatch.setattr(gpu, "prepare", lambda options: None)
 
 
 def test_steps_in_this_process(tmp_path, unprepared, capsys):
@@ -62,7 +56,7 @@ def test_steps_in_this_process(tmp_path, unprepared, capsys):
     assert "Everything is in" in capsys.readouterr().out
 
 
-def test_every_step_has_its_function_and_a_limit():
+def test_every_step_has_its_function_and_a_limit(items):
     steps = {small: items(small) for small in (False, True)}
     for found in steps.values():
         assert len({item.name for item in found}) == len(found) > 20

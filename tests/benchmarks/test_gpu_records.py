@@ -101,8 +101,7 @@ def test_what_was_ended_early_does_not_replace_what_was_whole(records):
     assert rates(records) == {START: (90, "")}  # of another commit, it is all there is
 
 
-def test_steps_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "prepare", lambda options: None)
+def test_steps_that_are_done_are_not_run_again(unprepared, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PRECOMPOSE_COMMIT", "abc")
     ran = []
     monkeypatch.setattr(gpu, "perform", lambda item, folder, small: ran.append(item.name))
@@ -112,8 +111,7 @@ def test_steps_that_are_done_are_not_run_again(tmp_path, monkeypatch, capsys):
     assert ran == ["numbers dvae", "geglu"] and "1 steps are done, 1 are left" in capsys.readouterr().out
 
 
-def test_steps_that_failed_come_after_those_that_no_run_has_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "prepare", lambda options: None)
+def test_steps_that_failed_come_after_those_that_no_run_has_tried(unprepared, tmp_path, monkeypatch):
     monkeypatch.setenv("PRECOMPOSE_COMMIT", "abc")  # a checkout with changes has no name
     ran = []
 
@@ -172,8 +170,7 @@ def test_all_that_pay_needs_a_starting_point_of_the_same_commit(records):
         setting(Context(records.path.parent, True), subject="unet_256", name=BEST)
 
 
-def test_a_run_in_the_folder_of_another_keeps_its_results(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "prepare", lambda options: None)
+def test_a_run_in_the_folder_of_another_keeps_its_results(unprepared, tmp_path, capsys):
     arguments = ["--small", "--device", "cpu", "--here", "--out", str(tmp_path), "--only"]
     gpu.main([*arguments, "geglu"])
     records = gpu.main([*arguments, "powersgd"])

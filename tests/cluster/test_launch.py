@@ -59,7 +59,7 @@ ENDS = {
 def test_the_status_of_a_machine(end, tmp_path):
     behaviour, status = ENDS[end]
     done = launch(tmp_path, behaviour, "--processes", "2", "--patience", "0.4")
-    text, _ = done.communicate(timeout=30)
+    text, _ = done.communicate(timeout=300)
     assert done.returncode == status, text
 
 
@@ -73,7 +73,7 @@ def test_a_signal_reaches_all_processes_which_have_time_to_save(tmp_path):
         assert started.poll() is None
         time.sleep(0.05)
     started.send_signal(signal.SIGUSR1)
-    text, _ = started.communicate(timeout=30)
+    text, _ = started.communicate(timeout=300)
     # Slurm would end the other machines at the first task that fails, so the file says it instead.
     assert started.returncode == 0 and (tmp_path / "s" / "1").read_text() == "85\n", text
     assert [log.read_text().splitlines() for log in logs] == [
@@ -82,7 +82,7 @@ def test_a_signal_reaches_all_processes_which_have_time_to_save(tmp_path):
 
 
 def test_the_first_rank_prints_here_as_well(tmp_path):
-    text, _ = launch(tmp_path, {}, "--processes", "2").communicate(timeout=30)
+    text, _ = launch(tmp_path, {}, "--processes", "2").communicate(timeout=300)
     assert "rank 0 of 2" in text and "rank 1 of 2" not in text
     assert "rank 0 of 2" in (tmp_path / "logs" / "rank-00000.log").read_text()
 
@@ -94,7 +94,7 @@ def test_a_signal_to_all_processes_at_once_loses_no_line(tmp_path):
         assert started.poll() is None
         time.sleep(0.05)
     os.killpg(started.pid, signal.SIGTERM)  # as Slurm does
-    text, _ = started.communicate(timeout=30)
+    text, _ = started.communicate(timeout=300)
     assert started.returncode == 85, text
     assert "saved SIGTERM" in text and all("saved SIGTERM" in log.read_text() for log in logs)
 

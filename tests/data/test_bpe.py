@@ -55,7 +55,7 @@ pieces = st.sampled_from([" ", "cat", "catfish", "house", "boat", "red", "CAFÉ"
 texts = st.lists(pieces | st.text(max_size=6), max_size=12).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts)
 def test_without_dropout_the_numbers_are_the_librarys(tokenizer, vocabulary, text):
     expected = tokenizer.encode(text).ids
@@ -63,7 +63,7 @@ def test_without_dropout_the_numbers_are_the_librarys(tokenizer, vocabulary, tex
     assert vocabulary.encode(text) == expected  # words that are remembered by now
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts, st.floats(0, 1), st.integers(0, 2**64 - 1))
 @example("a red cat", 5e-324, 0)
 def test_dropout_spells_the_same_caption(vocabulary, text, dropout, seed):

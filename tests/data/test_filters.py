@@ -166,7 +166,7 @@ def test_not_a_picture(data):
     assert decode(data).reason == "broken_image"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_damaged_bytes_never_raise(data):
     good = encode(two_tone(), data.draw(st.sampled_from(["JPEG", "PNG", "GIF", "WEBP", "TIFF"])))

@@ -192,7 +192,7 @@ def test_as_a_script(tmp_path):
 
     def run(*arguments: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess:
         command = [sys.executable, "-X", "importtime", str(SCRIPT), *arguments]
-        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
     def said(done: subprocess.CompletedProcess) -> list[str]:
         return [line for line in done.stderr.splitlines() if not line.startswith("import time:")]

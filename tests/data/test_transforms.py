@@ -50,7 +50,7 @@ def test_random_reaches_both_ends_and_follows_its_seed():
     assert boxes[0] == boxes[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     width=st.integers(1, 300),
     height=st.integers(1, 300),

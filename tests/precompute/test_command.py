@@ -31,7 +31,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", PROBE, str(ROOT / "precompute" / "encode.py"), *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "light", done.stderr
     assert "Traceback" not in done.stderr
     return done

@@ -42,6 +42,13 @@ def two_ranks(tmp_path_factory, small_recipe, quick_recipe):
     return TwoRanks(folder, reports, done.stdout[-3000:] + done.stderr[-6000:])
 
 
+@pytest.fixture
+def no_charts(monkeypatch):
+    """Files of charts are empty: a chart takes most of a second, and tests/callbacks look at what is in them."""
+    for name in ("exponents", "gradient_scales"):
+        monkeypatch.setattr(f"callbacks.{name}.write_chart", lambda chart, path: path.touch())
+
+
 @pytest.fixture(scope="module")
 def built_once():
     """What looks at a model before a run, and changes none, gets the same one again: at real sizes, building takes

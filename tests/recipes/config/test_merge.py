@@ -12,7 +12,7 @@ from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.schema import Checker
 
 # Two cores with other work on them: a slow example is no finding.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient")
 settings.load_profile("patient")
 
 RECIPE = """

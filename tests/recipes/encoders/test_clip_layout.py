@@ -63,7 +63,7 @@ def test_a_tower_is_the_same_after_the_conversion(variant, tmp_path, layer, text
     assert torch.equal(model(tokens).last_hidden_state, found)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="&<"), max_size=40))
 def test_tokens_are_those_of_open_clip(caption):
     """Without HTML entities, which OpenCLIP replaces, and without marks such as <start_of_text>."""

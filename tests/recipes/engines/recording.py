@@ -16,8 +16,8 @@ from recipes.training.callback import Callback
 class Recorder(Callback):
     """Keeps losses, learning rates, digests of the weights, figures of validation and the ends of epochs."""
 
-    def __init__(self, with_digests=True):
-        self.with_digests = with_digests  # shards are gathered for each
+    def __init__(self, with_digests=True, with_moments=True):
+        self.with_digests, self.with_moments = with_digests, with_moments  # shards are gathered for each
         self.losses, self.rates, self.digests = [], [], []  # one per batch
         self.evals = []  # (batch, label, figures)
         self.epochs = []  # (epochs, batches) done
@@ -51,7 +51,7 @@ class Recorder(Callback):
         reshard(run.task)
         for name, parameter in run.task.named_parameters():
             self.weights[name] = whole(parameter).clone()
-            for key, value in run.optimizer.state[parameter].items():
+            for key, value in run.optimizer.state[parameter].items() if self.with_moments else ():
                 if isinstance(value, torch.Tensor):
                     self.moments[f"{name}: {key}"] = whole(value).clone()
         for lever in self.levers:

@@ -29,7 +29,7 @@ UNET = [
     "schedule.warmup=0ba",
 ]
 SMALL_DIT = "model.denoiser={width: 32, layers: 2, heads: 2, text_width: 16}"
-SMALL_UNET = "model.denoiser={channels: [16,32,32], heads: [1,2,2], blocks: 1, text_width: 16}"
+SMALL_UNET = "model.denoiser={channels: [16,32], attention: [false,true], heads: [1,2], blocks: 1, text_width: 16}"
 SEQUENCE = "text_positions: 16, text_vocabulary: 280, side: 4, codes: 32, kernel: 3"
 TOKENS = [
     f"model={{layers: 2, width: 32, heads: 2, {SEQUENCE}}}",
@@ -87,6 +87,7 @@ SMALLER = {
 }
 # What differs in numbers only from a recipe above, or is one with the numbers of another.
 ELSEWHERE = ("dalle_5b", "gpt2_4b", "gpt2_8b", "openmoji_judge")
+RUNS = [(name, kind) for name in SMALLER for kind in ("ddp", "fsdp")]
 # Data set -> its paths in a recipe; recipes with others have their own.
 PATHS = {
     "latent_sets": ["data.streams.train.path={}/train", "evals.val.streams.val.path={}/val"],
@@ -127,7 +128,7 @@ def small(name, sets, output, *, sharded):
     kind, smaller = SMALLER[name]
     paths = [path.format(sets[kind]) for path in PATHS.get(name, PATHS[kind])]
     if name == "sd2_base_512":  # it begins where the small sd2_base ends
-        start = output.parent / "sd2_base" / "export"
+        start = output.parents[1] / "ddp" / "sd2_base" / "export"
         start.mkdir(parents=True, exist_ok=True)  # which is looked for before anything runs
         paths.append(f"checkpoints.load_weights={start}")
     recipe = load_config(ROOT / "yamls" / f"{name}.yaml", [*RUN, *smaller, *paths, f"output={output}"], Recipe)

@@ -201,6 +201,7 @@ def saved_states(recorder):
     return {name: callback.state_dict() for name, callback in recorder.callbacks.items() if name != "recorder"}
 
 
+@pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize("checkpoints", ["full", "sharded"])
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
 def test_callbacks_go_on_with_what_they_have_counted(recipes, tmp_path, engine, checkpoints):
@@ -223,6 +224,7 @@ def test_callbacks_go_on_with_what_they_have_counted(recipes, tmp_path, engine, 
     assert any(row["nonfinite"] for row in states["gradient_scales"]["rows"])
 
 
+@pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
 def test_two_callbacks_of_a_kind_have_a_state_each(recipes, tmp_path, engine):
     overrides = ["training={duration: 4ba, eval_every: null}", "checkpoints.every=2ba", "algorithms.scheduled_ema=null"]

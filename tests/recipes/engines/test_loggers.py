@@ -57,6 +57,7 @@ def output(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "getmodule", quick_module_of)
+        patch.setattr(sys, "exit", sys.exit)  # which wandb replaces; streaming, in another test, then cannot pickle it
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         loggers = [
             component("tensorboard", flush_every=1),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from tests.recipes.engines.shipped import BATCHES, SMALLER, small
+from tests.recipes.engines.shipped import BATCHES, RUNS, SMALLER, small
 from tests.stub_gpu import needs_stub_gpu
 
 pytestmark = [pytest.mark.timeout(1600), needs_stub_gpu]
@@ -18,27 +18,27 @@ AVERAGED = ("dalle_12b", "dalle_2b")  # in host memory; FSDP2 under one engine e
 
 @pytest.fixture(scope="module")
 def seen(request, stub_gpu, tmp_path_factory):
-    """Two runs of each recipe in one process, with and without FSDP2: (recipe, kind) -> what was seen of it.
+    """Runs of the recipes in one process, with and without FSDP2: (recipe, kind) -> what was seen of it.
 
     Some go on with FSDP2 from the checkpoint that they wrote at their end.
     """
     folder = tmp_path_factory.mktemp("recipes")
     sets = {name: request.getfixturevalue(name) for name in ("latent_sets", "token_sets", "text_sets", "drawings")}
     plan = {}
-    for number, name in enumerate(SMALLER):
-        for turn, kind in enumerate(("whole", "fsdp")):
-            recipe = small(name, sets, folder / kind / name, sharded=kind == "fsdp")
-            # Two microbatches a step, as on each of two ranks.
-            changes = ["training={device: gpu, tensor_parallel: 1, microbatch: 4}"]
-            if "powersgd" in recipe.algorithms:  # which needs several machines, as tensor parallelism several GPUs
-                changes += ["algorithms.powersgd=null"] + ["training.fsdp.replicas=1"] * (kind == "fsdp")
-            path = folder / f"{name}_{kind}.yaml"
-            path.write_text(to_yaml(recipe))
-            path.write_text(to_yaml(load_config(path, changes, Recipe)))
-            plan[f"{name} {kind}"] = (ENGINES[(number + turn) % 2], str(path))
+    for name, kind in RUNS:
+        sharded = kind == "fsdp"
+        recipe = small(name, sets, folder / kind / name, sharded=sharded)
+        # Two microbatches a step, as on each of two ranks.
+        changes = ["training={device: gpu, tensor_parallel: 1, microbatch: 4}"]
+        if "powersgd" in recipe.algorithms:  # which needs several machines, as tensor parallelism several GPUs
+            changes += ["algorithms.powersgd=null"] + ["training.fsdp.replicas=1"] * sharded
+        path = folder / f"{name}_{kind}.yaml"
+        path.write_text(to_yaml(recipe))
+        path.write_text(to_yaml(load_config(path, changes, Recipe)))
+        plan[f"{name} {kind}"] = (ENGINES[(list(SMALLER).index(name) + sharded + 1) % 2], str(path))
     for name, captured in GRAPHED.items():
-        engine, _ = plan[f"{name} fsdp"]  # the other one trains it without graphs
-        whole = Path(plan[f"{name} whole"][1])
+        engine, path = plan[f"{name} ddp"]
+        engine, whole = next(other for other in ENGINES if other != engine), Path(path)
         changes = [f"output={folder}/graphs/{name}"]
         changes.append(f"algorithms.graphs={{name: cuda_graphs, whole: {str(captured == 'whole').lower()}}}")
         if "activation_checkpointing" in load_config(whole, [], Recipe).algorithms:  # which reads random states
@@ -66,8 +66,7 @@ def seen(request, stub_gpu, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "fsdp"])
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize(("name", "kind"), RUNS)
 def test_it_runs_to_its_end(seen, name, kind):
     report = seen[name, kind]
     if "error" in report:

@@ -80,6 +80,7 @@ def written(output):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_charts")
 def test_both_engines_do_the_same(recipe_of, tmp_path):
     found, before = {}, set(active_children())
     for engine in ("composer", "lightning"):

@@ -8,9 +8,9 @@ import pytest
 
 from recipes.config.recipe import to_yaml
 from tests.ranks import launch
-from tests.recipes.engines.shipped import BATCHES, ELSEWHERE, SMALLER, small, training_recipes
+from tests.recipes.engines.shipped import BATCHES, ELSEWHERE, RUNS, SMALLER, small, training_recipes
 
-pytestmark = pytest.mark.timeout(1600)  # more than thirty small runs in one launch, on a machine that may be busy
+pytestmark = pytest.mark.timeout(1600)  # thirty small runs in one launch, on a machine that may be busy
 FORMATS = {"amp_bf16": "torch.bfloat16", "amp_fp16": "torch.float16", "fp32": "torch.float16"}  # fp32: scaled blocks
 
 
@@ -20,20 +20,20 @@ def test_none_is_left_out():
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
-    """Two runs of each recipe on two ranks, in one launch: (recipe, kind) -> what each rank saw.
+    """Runs of the recipes on two ranks, in one launch: (recipe, kind) -> what each rank saw.
 
-    One run is of one engine and the other of the other, so that both train each precision with DDP and with FSDP2.
+    Of two runs of a recipe one is of one engine and the other of the other. test_on_stub_gpu.py has them the other way
+    round.
     """
     folder = tmp_path_factory.mktemp("shipped")
     sets = {name: request.getfixturevalue(name) for name in ("latent_sets", "token_sets", "text_sets", "drawings")}
     engines, plan, recipes = ("composer", "lightning"), {}, {}
-    for number, name in enumerate(SMALLER):
-        for turn, kind in enumerate(("ddp", "fsdp")):
-            output = folder / kind / name
-            recipes[name, kind] = small(name, sets, output, sharded=kind == "fsdp")
-            path = folder / f"{name}_{kind}.yaml"
-            path.write_text(to_yaml(recipes[name, kind]))
-            plan[f"{name} {kind}"] = (engines[(number + turn) % 2], str(path))
+    for name, kind in RUNS:
+        sharded = kind == "fsdp"
+        recipes[name, kind] = small(name, sets, folder / kind / name, sharded=sharded)
+        path = folder / f"{name}_{kind}.yaml"
+        path.write_text(to_yaml(recipes[name, kind]))
+        plan[f"{name} {kind}"] = (engines[(list(SMALLER).index(name) + sharded) % 2], str(path))
     (folder / "recipes.json").write_text(json.dumps(plan))
     done = launch(2, Path(__file__).with_name("shipped_ranks.py"), folder, timeout=1500)
     files = [folder / f"seen.{rank}.json" for rank in range(2)]
@@ -44,8 +44,7 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize(("name", "kind"), RUNS)
 def test_it_trains_in_its_precision(runs, name, kind):
     recipes, seen = runs
     for rank, report in enumerate(seen[name, kind]):

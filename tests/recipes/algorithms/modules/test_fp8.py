@@ -35,7 +35,7 @@ def linear(rows=24, inside=48, outside=32):
 
 @pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
 @given(seed=st.integers(0, 10**6), exponent=st.integers(-90, 90), spread=st.floats(0.0, 8.0))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_numbers_are_rounded_once_relative_to_the_largest(dtype, seed, exponent, spread):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(50, generator=generator) * torch.exp(spread * torch.randn(50, generator=generator))

@@ -30,7 +30,7 @@ def run_rule(outcomes, start=13.0):
 
 
 @given(outcomes=OUTCOMES, start=st.floats(7, 24))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_rule_moves_as_it_should(outcomes, start):
     states = run_rule(outcomes, start)
     last_cut = [None] * 3
@@ -48,7 +48,7 @@ def test_the_rule_moves_as_it_should(outcomes, start):
 
 
 @given(outcomes=OUTCOMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_blocks_do_not_touch_each_other(outcomes):
     other = [[finite[0], not finite[1], True] for finite in outcomes]
     assert torch.equal(run_rule(outcomes)[-1].exponents[0], run_rule(other)[-1].exponents[0])

@@ -36,7 +36,7 @@ def check_runs(recipes: dict[str, str], folder: Path) -> None:
     def run(name: str, engine: str, devices: int, *changes: str) -> Recorder:
         own = [f"output={folder / name}", f"training.engine={engine}", f"training.tensor_parallel={devices}"]
         recipe = load_config(recipes["autoregressive"], [*own, *changes], Recipe)
-        return record(engine, recipe, Recorder(with_digests=False))
+        return record(engine, recipe, Recorder(False, False))
 
     def middle(name: str) -> str:
         found = (path for path in (folder / name / "checkpoints").iterdir() if "-ba2" in path.name)
@@ -95,7 +95,7 @@ def check_resumed_dropout(recipes: dict[str, str], folder: Path) -> None:
         def run(name: str, *more: str, engine=engine, model=model, changes=changes) -> Recorder:
             own = [f"output={folder / name}", f"training.engine={engine}"]
             recipe = load_config(recipes[model], [*own, *changes, *more], Recipe)
-            return record(engine, recipe, Recorder(with_digests=False))
+            return record(engine, recipe, Recorder(False, False))
 
         first = run(f"dropout_{engine}")
         checkpoints = (folder / f"dropout_{engine}" / "checkpoints").iterdir()
@@ -112,7 +112,7 @@ def check_resumed_dit(recipes: dict[str, str], folder: Path) -> None:
 
     def run(name: str, devices: int, *changes: str) -> Recorder:
         own = [f"output={folder / name}", f"training.tensor_parallel={devices}"]
-        return record("composer", load_config(recipes["dit"], [*own, *changes], Recipe), Recorder(with_digests=False))
+        return record("composer", load_config(recipes["dit"], [*own, *changes], Recipe), Recorder(False, False))
 
     first = run("dit", 2)
     middle = next(path for path in (folder / "dit" / "checkpoints").iterdir() if "-ba2" in path.name)

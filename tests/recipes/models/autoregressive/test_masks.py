@@ -43,13 +43,13 @@ def enumerated(kind, layout):
 
 
 @given(st.sampled_from(KINDS), layouts)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_pair_of_every_mask(kind, layout):
     assert (dense_mask(visible(kind, layout), layout.length) == enumerated(kind, layout)).all()
 
 
 @given(st.sampled_from(KINDS), layouts)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_query_sees_itself_nothing_later_and_no_further_than_the_reach(kind, layout):
     mask = dense_mask(visible(kind, layout), layout.length)
     assert mask.diagonal().all() and not mask.triu(1).any()
@@ -59,7 +59,7 @@ def test_a_query_sees_itself_nothing_later_and_no_further_than_the_reach(kind, l
 
 
 @given(layouts)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_column_mask_by_columns_is_the_same_relation(layout):
     order = torch.arange(layout.text, layout.length)[None]
     order = torch.cat([torch.arange(layout.text), transpose_grid(order, layout.side)[0]])

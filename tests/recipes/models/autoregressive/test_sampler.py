@@ -153,7 +153,7 @@ def test_compiled_blocks_are_compiled_for_training_only():
     st.one_of(st.none(), st.floats(0.05, 1)),
     st.floats(0.2, 3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_chosen_token_is_one_that_may_be(values, uniform, top_k, top_p, temperature):
     logits = torch.tensor([values])
     choice = Choice(temperature=temperature, top_k=top_k, top_p=top_p)

@@ -88,7 +88,7 @@ def test_it_is_what_the_papers_describe():
 
 
 @given(height=st.integers(1, 9), width=st.integers(1, 9))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_every_place_of_a_grid_has_its_own_embedding(height, width):
     found = grid_positions(height, width, 16)
     assert found.shape == (height * width, 16)
