@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import boto3
 import pytest
 from streaming.base.storage import CloudDownloader
 
@@ -130,6 +131,7 @@ def test_without_credentials_a_store_is_asked_once_and_the_line_says_what_to_set
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # it keeps the credentials that an earlier test gave
     pauses = []
     monkeypatch.setattr(downloads.time, "sleep", pauses.append)
     (tmp_path / "index.json").write_text("{}")
