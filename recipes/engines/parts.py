@@ -229,7 +229,8 @@ def check_callbacks(recipe: Recipe) -> None:
 
 
 def check_microbatch(recipe: Recipe, task: Task, batch: int) -> None:
-    """
+    """Find microbatches of one sample, of which a model that compares samples learns nothing.
+
     Args:
         recipe: of the run.
         task: its model, on any device.
