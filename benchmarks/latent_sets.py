@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from benchmarks.random_encoders import write_encoders
-from data.reading import key_seed
+from data.encoded_dataset import key_seed
 from data.sources.base import DecodedSample
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop

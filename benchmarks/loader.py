@@ -40,8 +40,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.reporting import write_results
+from data.encoded_dataset import PREFETCH, key_seed, shared_blocks
 from data.latents import LatentDataset
-from data.reading import PREFETCH, key_seed, shared_blocks
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage
 

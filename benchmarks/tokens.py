@@ -40,7 +40,7 @@ from benchmarks.loader import cpu_clock
 from benchmarks.reporting import write_results
 from data.bpe import Vocabulary
 from data.bpe_training import train
-from data.reading import PREFETCH, shared_blocks
+from data.encoded_dataset import PREFETCH, shared_blocks
 from data.tokens import NO_TOKEN, TokenDataset
 from precompute.columns import TokenColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
-from data.draws import draws_of
+from data.encoded_dataset import EncodedDataset, copy_rows, dataset_arguments, key_seed, open_loader
 from data.encoded_sets import first_manifest
-from data.epoch import encoded_samples, epoch_of
+from data.epoch_size import encoded_samples, epoch_of
 from data.loading import Batch, Loading, Placement
+from data.random_numbers import draws_of
 from data.ranges import check_reading, check_shares
-from data.reading import EncodedDataset, copy_rows, dataset_arguments, key_seed, open_loader
 from data.shared_batches import Specs
 
 
@@ -144,9 +144,9 @@ class LatentDataset(EncodedDataset):
 class LatentTransform:
     """Makes latents and text of a batch as it was stored; runs on the device.
 
-    It draws from the device's global generator, unless the batch has numbers for its samples (see `data.draws`).
-    Checkpoints hold the generators of each rank, so the random numbers continue exactly after a resume. They differ
-    between ranks because the seeds do.
+    It draws from the device's global generator, unless the batch has numbers for its samples
+    (`data.random_numbers`). Checkpoints hold the generators of each rank, so the random numbers continue exactly after
+    a resume. They differ between ranks because the seeds do.
 
     Args:
         null_text: (L, D), the embedding of the empty caption.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from data.manifest import Manifest
-from data.stacks import give_stacks
+from data.worker_stacks import give_stacks
 
 Batch = dict[str, Tensor]
 WEIGHT = "weight"  # entry of validation batches, (B,) float32: how much each sample counts in means over the set

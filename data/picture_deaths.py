@@ -9,10 +9,10 @@ from pathlib import Path
 from torch import distributed
 from torch.utils.data import get_worker_info
 
-from data.crashes import Crashes
-from data.deaths import DecoderDied, Places
+from data.crash_log import CrashLog
 from data.quarantine import Quarantine
 from data.sources.base import InputShard, Position
+from data.worker_deaths import DecoderDied, Places
 
 DECODING = "data/image_stream.py"  # in the stack of a process that died while it read or decoded a sample
 
@@ -37,7 +37,7 @@ class PictureDeaths:
         rank = distributed.get_rank() if group else 0
         self.places = Places([InputShard(label, shard) for shard in shards])
         self._label = label
-        self._crashes = None if folder is None else Crashes(folder, f"{label}-{rank}", DECODING)
+        self._crashes = None if folder is None else CrashLog(folder, f"{label}-{rank}", DECODING)
         self._quarantine = Quarantine("pictures")
         if self._crashes is not None:
             self._crashes.find()

@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from data.cost import Cost, Epoch, Plan, with_cost
-from data.deaths import DecoderDied, keep_alarms, worker_deaths
-from data.held import Held
 from data.image_stream import ImageStream
 from data.loading import REMEMBERED_POSITIONS, Batch, Loading, Placement, kill_workers, leave_signals, position
-from data.needs import check_pictures
+from data.model_requirements import check_pictures
+from data.padded_dataset import PaddedDataset
 from data.ranges import check_least, check_shares
 from data.sources.filters import Filter
+from data.worker_deaths import DecoderDied, keep_alarms, worker_deaths
 
 
 def pictures_cost(args: dict[str, Any], plan: Plan) -> Cost:
@@ -123,7 +123,7 @@ def pictures(
         blank = {"image": torch.zeros(3, resolution, resolution, dtype=torch.uint8)}
         if tokens is not None:
             blank["tokens"] = torch.zeros(tokens, dtype=torch.int64)
-        held = Held(list(itertools.islice(stream, limit)), blank)
+        held = PaddedDataset(list(itertools.islice(stream, limit)), blank)
         own = torch.Generator()  # reading a validation set must not touch the one that noise is drawn from
         return Loading(DataLoader(held, batch_size=placement.batch, pin_memory=placement.pin, generator=own))
     loader = ImageLoader(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from data.deaths import DecoderDied, died
 from data.log import every_rank
 from data.sources.base import InputShard, Position
+from data.worker_deaths import DecoderDied, died
 
 LIMIT = 16  # deaths in a row without an image that came through; then the cause is another
 

@@ -10,12 +10,12 @@ import torch
 
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
+from data.encoded_dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.encoded_sets import check_sets
-from data.epoch import epoch_of
+from data.epoch_size import epoch_of
 from data.loading import Batch, Loading, Placement
-from data.needs import check_kind
+from data.model_requirements import check_kind
 from data.ranges import check_reading
-from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
 from data.text_manifest import NAME, VOCABULARY, TextManifest
 from data.tokens import widen

@@ -15,12 +15,12 @@ from data.aliases import InputPath
 from data.bpe import Vocabulary
 from data.column_reader import StoredSample
 from data.cost import Cost, Plan, with_cost
+from data.encoded_dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.encoded_sets import first_manifest
-from data.epoch import encoded_samples, epoch_of
+from data.epoch_size import encoded_samples, epoch_of
 from data.loading import Batch, Loading, Placement
 from data.log import log
 from data.ranges import check_least, check_reading, check_shares
-from data.reading import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.shared_batches import Specs
 
 NO_TOKEN = -1  # after the last token of a caption

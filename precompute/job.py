@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.crashes import Crashes
-from data.deaths import DecoderDied, worker_deaths
+from data.crash_log import CrashLog
 from data.files import atomic_write, write_text
 from data.log import every_rank, log
 from data.manifest import NULL_TEXT, Manifest
 from data.quarantine import Quarantine
 from data.ranks import Rank
 from data.sources.base import InputShard, Source
+from data.worker_deaths import DecoderDied, worker_deaths
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
@@ -137,7 +137,7 @@ def _encode(
     Without decoding processes this one dies, and the next start of the job goes on like that.
     """
     progress = pipeline.progress
-    crashes = Crashes(Path(config.out), str(rank.rank), DECODING)
+    crashes = CrashLog(Path(config.out), str(rank.rank), DECODING)
     quarantine = Quarantine("encode")
     crashes.find()
     for number, death in enumerate(crashes.deaths()):

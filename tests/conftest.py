@@ -19,7 +19,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from data.cycles import RARELY
+from data.garbage_collection import RARELY
 from tests.ranks import start_server
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -141,7 +141,7 @@ def without_cuda() -> Iterator[None]:
 
 def preload() -> None:
     """Imports what workers and ranks would."""
-    from data.cycles import RARELY
+    from data.garbage_collection import RARELY
 
     gc.set_threshold(*RARELY)
     with without_cuda():

@@ -41,7 +41,7 @@ COMPONENTS: dict[str, dict[str, str]] = {
     },
     "filter": {
         "pictures": "data.sources.filters:Filter",
-        "dalle": "data.sources.published:dalle",
+        "dalle": "data.sources.dalle_filter:dalle",
     },
     "image_encoder": {
         "kl_vae": "recipes.encoders.vae:kl_vae",

@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from data.cycles import rare_searches
+from data.garbage_collection import rare_searches
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from recipes.config.build import encoders_of, imported

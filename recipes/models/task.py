@@ -48,7 +48,7 @@ class Task(nn.Module):
         codes: size of the codebook if `evaluate` also returns `codes`, the codes of each sample; otherwise None.
         exports_average_beside: whether an export holds the averaged weights in a folder beside the raw ones
             (`export_average` writes them). If False, averaged weights take the place of the raw ones.
-        takes_draws: whether training draws random numbers by `data.draws`, so that they may belong to samples.
+        takes_draws: whether training draws random numbers by `data.random_numbers`, so that they may belong to samples.
     """
 
     eval_names: tuple[str, ...] | list[str] = ()
@@ -117,8 +117,8 @@ class Task(nn.Module):
     def requirements(self) -> dict[str, Any]:
         """What the training data must have, such as the number of latent channels.
 
-        These are fields of the manifest of an encoded set, or what `data.needs.check_pictures` compares for models that
-        train on images. By default nothing is required.
+        These are fields of the manifest of an encoded set, or what `data.model_requirements.check_pictures` compares
+        for models that train on images. By default nothing is required.
         """
         return {}
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from data.files import write_text
-from data.stacks import keep_stacks, stacks_of_workers
+from data.worker_stacks import keep_stacks, stacks_of_workers
 from recipes.training.heartbeat import HeartbeatFile
 
 if TYPE_CHECKING:

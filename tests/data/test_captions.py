@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from data.sources import captions
 from data.sources.base import REASONS, Rejected, Sample
 from data.sources.captions import ascii_letters
+from data.sources.dalle_filter import dalle
 from data.sources.filters import Filter
-from data.sources.published import dalle
 from precompute.config import EncodeConfig, VocabularyConfig
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config

@@ -9,11 +9,11 @@ import pytest
 import torch
 from streaming import StreamingDataset
 
-from data.draws import seeds_of
+from data.encoded_dataset import key_seed
 from data.encoded_sets import EncodedSet, local_set, remote_set
 from data.latents import LatentTransform, latents
 from data.loading import Placement
-from data.reading import key_seed
+from data.random_numbers import seeds_of
 
 NEEDS = {"channels": 4, "text_width": 16}
 

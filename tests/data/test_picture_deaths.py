@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.killing import fork
-from data.crashes import CRASHES
+from data.crash_log import CRASHES
 from data.loading import Placement
 from data.pictures import pictures
 from data.sources.filters import Filter

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.deaths import DecoderDied, Places, worker_deaths
 from data.quarantine import LIMIT, Quarantine
 from data.sources.base import InputShard, Position
+from data.worker_deaths import DecoderDied, Places, worker_deaths
 
 SHARDS = [InputShard("train", "a"), InputShard("train", "b")]
 
@@ -45,11 +45,11 @@ def test_a_death_that_is_of_no_sample_ends_the_job():
 def test_places_are_those_of_processes(monkeypatch):
     places = Places(SHARDS)
     for worker, (process, shard, number) in enumerate([(70, SHARDS[0], 5), (71, SHARDS[1], 2), (72, SHARDS[1], 9)]):
-        monkeypatch.setattr("data.deaths.get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
+        monkeypatch.setattr("data.worker_deaths.get_worker_info", lambda worker=worker: SimpleNamespace(id=worker))
         monkeypatch.setattr("os.getpid", lambda process=process: process)
         places.mark(shard, number)
     assert places.of({72, 70, 5}) == [Position(SHARDS[0], 5), Position(SHARDS[1], 9)]
-    monkeypatch.setattr("data.deaths.get_worker_info", lambda: None)
+    monkeypatch.setattr("data.worker_deaths.get_worker_info", lambda: None)
     places.mark(SHARDS[1], 1)  # in the process of the encoders
     assert len(places.of({70, 71, 72})) == 3
 
@@ -58,7 +58,7 @@ def test_places_are_those_of_processes(monkeypatch):
 def test_a_worker_that_dies_while_it_hands_over_a_batch(monkeypatch, finished):
     """The pipe breaks before PyTorch has noticed; a worker that has read everything blames no sample."""
     places = Places(SHARDS)
-    monkeypatch.setattr("data.deaths.get_worker_info", lambda: SimpleNamespace(id=2))
+    monkeypatch.setattr("data.worker_deaths.get_worker_info", lambda: SimpleNamespace(id=2))
 
     def work():
         places.mark(SHARDS[1], 4)
@@ -92,7 +92,7 @@ def test_a_death_is_freed_when_it_has_been_handled(monkeypatch):
 
 def test_a_pipe_that_breaks_before_pytorch_raises(monkeypatch):
     places = Places(SHARDS)
-    monkeypatch.setattr("data.deaths.get_worker_info", lambda: SimpleNamespace(id=2))
+    monkeypatch.setattr("data.worker_deaths.get_worker_info", lambda: SimpleNamespace(id=2))
     monkeypatch.setattr("os.getpid", lambda: 72)
     places.mark(SHARDS[1], 4, "key")
     monkeypatch.setattr(Places, "ended", lambda self: set())
@@ -107,6 +107,6 @@ def test_a_pipe_that_breaks_before_pytorch_raises(monkeypatch):
 
 
 def test_a_pipe_that_breaks_without_a_death_is_no_death(monkeypatch):
-    monkeypatch.setattr("data.deaths.NOTICED", 0.1)
+    monkeypatch.setattr("data.worker_deaths.NOTICED", 0.1)
     with pytest.raises(ConnectionResetError), worker_deaths(Places(SHARDS), workers=1):
         raise ConnectionResetError

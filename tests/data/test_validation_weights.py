@@ -6,10 +6,10 @@ from streaming import Stream
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
+from data.encoded_dataset import open_loader
 from data.latents import LatentDataset
 from data.loading import WEIGHT, Placement
-from data.reading import open_loader
-from tests.data.test_reading import write
+from tests.data.test_encoded_dataset import write
 
 WORLDS = [(1, 1, 1), (1, 2, 1), (1, 4, 2), (1, 5, 3), (2, 4, 1), (4, 8, 2)]  # nodes, ranks per node, workers per rank
 

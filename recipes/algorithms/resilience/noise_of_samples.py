@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from data.draws import ENTRY, seeds_of
 from data.log import log
+from data.random_numbers import ENTRY, seeds_of
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.run import Run
@@ -30,7 +30,7 @@ class NoiseOfSamples(Lever):
     def change_modules(self, run: Run) -> None:
         """
         Raises:
-            ValueError: the task draws nothing, or not by `data.draws`.
+            ValueError: the task draws nothing, or not by `data.random_numbers`.
         """
         if not self.task.takes_draws:
             raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 
-from data.draws import Draws
+from data.random_numbers import Draws
 from recipes.models.config_files import LARGEST, build_from
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 from recipes.models.latent_diffusion.samplers import integrate, make_scheduler, set_steps

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from data.draws import Draws
+from data.random_numbers import Draws
 from recipes.models.family import NotInDiffusersError
 
 # Letters: B batch, C latent channels, H W latent grid, L text positions, D text width.

@@ -10,7 +10,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
-from data.draws import Draws
+from data.random_numbers import Draws
 from recipes.models.config_files import is_number, read_object
 from recipes.models.latent_diffusion.objective import GLOBAL, Objective, Predict
 

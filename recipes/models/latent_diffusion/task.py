@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from data.draws import draws_of
 from data.log import log
+from data.random_numbers import draws_of
 from recipes.models.config_files import read_object
 from recipes.models.latent_diffusion.denoiser import Denoiser
 from recipes.models.latent_diffusion.objective import Objective, seeded_noise
@@ -70,7 +70,7 @@ class LatentDiffusion(Task):
         }
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The training loss, at times and with noise drawn from the device's global generator, or as `data.draws` says.
+        """The training loss, at times and with noise drawn as `data.random_numbers` says.
 
         Args:
             batch: `latents` (B, C, H, W) float32, normalised; `text` (B, L, D); perhaps `draws` (B,) int64.

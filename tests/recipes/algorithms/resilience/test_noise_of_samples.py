@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.draws import seeds_of
+from data.random_numbers import seeds_of
 from recipes.algorithms.resilience.noise_of_samples import NoiseOfSamples
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from tests.recipes.training.fake_run import FakeRun

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 
-from data.draws import SampleDraws
+from data.random_numbers import SampleDraws
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError

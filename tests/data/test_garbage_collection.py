@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from data.cycles import RARELY, rare_searches
+from data.garbage_collection import RARELY, rare_searches
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from data.draws import STEP, Draws, SampleDraws, draws_of, mix, seeds_of
+from data.random_numbers import STEP, Draws, SampleDraws, draws_of, mix, seeds_of
 
 
 def test_the_words_are_those_of_splitmix64():

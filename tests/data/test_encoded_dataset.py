@@ -15,10 +15,10 @@ import torch
 from streaming import Stream, StreamingDataset
 from torch.utils.data import DataLoader
 
+from data.encoded_dataset import EncodedDataset, key_seed, keys_of, open_loader, streams_of
 from data.encoded_sets import local_set
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
-from data.reading import EncodedDataset, key_seed, keys_of, open_loader, streams_of
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.training.stop import SIGNALS

@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data.deaths import DecoderDied
 from data.disk_errors import about
 from data.log import every_rank
 from data.sources.base import InputShard, Position
+from data.worker_deaths import DecoderDied
 
 CRASHES = "crashes.jsonl"  # one line per death of a process that decoded
 PLACE_BYTES = 1 << 16  # more than the longest names of shards and keys take
 LONGEST_KEY = 1000  # characters
 
 
-class Crashes:
+class CrashLog:
     """The deaths of processes that decode, over all starts of a job or run.
 
     Args:

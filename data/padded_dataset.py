@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from data.loading import WEIGHT
 
 
-class Held(IterableDataset):
+class PaddedDataset(IterableDataset):
     """Samples in memory, those of this rank alone, and blank ones up to the number of the rank with the most.
 
     A sample also has its `weight`, a float32 scalar: 1, and 0 if it is blank. Sharded models exchange their weights in
