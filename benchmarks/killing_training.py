@@ -143,7 +143,7 @@ def lost_batches(out: Path, before: int) -> int:
         out: folder of the run.
         before: number of losses that starts before it have written down.
     """
-    from recipes.training.kinds import batch_of, newest_of_all
+    from recipes.training.checkpoint_names import batch_of, newest_of_all
 
     trained = losses_of(out)[before:]
     newest = newest_of_all(out / "checkpoints")
@@ -254,7 +254,7 @@ def digests(out: Path) -> dict[str, str]:
     from recipes.comparison.events import read_curves
     from recipes.engines.conversion import from_composer, read_composer
     from recipes.engines.lightning.checkpoint_format import read_file
-    from recipes.training.kinds import newest_of_all
+    from recipes.training.checkpoint_names import newest_of_all
 
     newest = newest_of_all(out / "checkpoints")
     state = read_file(newest) if newest.suffix == ".ckpt" else from_composer(read_composer(newest))

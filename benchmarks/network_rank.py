@@ -33,9 +33,9 @@ from benchmarks.network_settings import MeasuredRun, Settings, Variant
 from benchmarks.steady import free_memory, run_until
 from data.files import write_json
 from data.log import log
+from recipes.algorithms.powersgd.all_reduce import bytes_sent
 from recipes.algorithms.powersgd.block_gradients import first_device_shapes
 from recipes.algorithms.powersgd.low_rank import LowRank
-from recipes.algorithms.powersgd.wire import bytes_sent
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config

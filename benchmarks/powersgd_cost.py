@@ -26,9 +26,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from benchmarks.reporting import write_results
 from benchmarks.timing import times, training_device
 from data.log import log
+from recipes.algorithms.powersgd.all_reduce import all_reduce_sum
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.powersgd.orthogonal import cholesky_qr, householder
-from recipes.algorithms.powersgd.wire import all_reduce_sum
 from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sparse_attention import make_attend
 from recipes.models.autoregressive.transformer import MLP, CausalAttention, Residual

@@ -24,7 +24,7 @@ from recipes.config.recipe import Recipe
 from recipes.planning.finding import raise_errors
 from recipes.planning.machine_checks import cheap_checks
 from recipes.planning.recipe_checks import cheap_recipe_checks
-from recipes.training.only_run import only_run
+from recipes.training.run_lock import only_run
 from recipes.training.stop import stop_signals
 from recipes.training.watchdog import watched
 

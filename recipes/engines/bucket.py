@@ -22,7 +22,7 @@ from data.files import atomic_folder, atomic_write, point_to, write_text
 from data.log import log
 from data.stores import open_store
 from recipes.engines.record import RECORD, keep_texts
-from recipes.training.kinds import batch_of, newest_of_all
+from recipes.training.checkpoint_names import batch_of, newest_of_all
 from recipes.training.ranks import by_first_rank
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept

@@ -20,8 +20,8 @@ from data.log import log
 from recipes.engines.bucket import Bucket
 from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
+from recipes.training.checkpoint_names import Kind, batch_of
 from recipes.training.finite import is_worth_keeping
-from recipes.training.kinds import Kind, batch_of
 from recipes.training.ranks import by_first_rank, wait
 from recipes.training.run import Run
 

@@ -22,7 +22,7 @@ from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import Sharded
-from recipes.training.kinds import KINDS, REST, resolved
+from recipes.training.checkpoint_names import KINDS, REST, resolved
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")

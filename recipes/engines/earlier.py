@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from recipes.models.earlier import part_of, separate_names
-from recipes.training.kinds import REST
+from recipes.training.checkpoint_names import REST
 
 
 def upgraded(value: Any) -> Any:

@@ -19,9 +19,9 @@ from data.manifest import Manifest
 from recipes.config.differences import Difference, differences
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from recipes.config.values import ConfigError, quoted
-from recipes.planning.opening import CONFIG
+from recipes.planning.run_summary import CONFIG
+from recipes.training.checkpoint_names import NAME, has_checkpoints, newest_of_all
 from recipes.training.clock import parse_duration
-from recipes.training.kinds import NAME, has_checkpoints, newest_of_all
 
 ENCODED = "encoded.json"
 TRACKED = "tracked.txt"  # what loggers know the run by, see `recipes.engines.tracking`

@@ -17,7 +17,7 @@ from recipes.engines.checkpoint_files import OLD, PARTIAL, remove
 from recipes.engines.plain_pickles import DamagedCheckpoint
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
 from recipes.engines.same_model import Saved, saved_at
-from recipes.training.kinds import KINDS, Kind, check_engine, newest_of_all
+from recipes.training.checkpoint_names import KINDS, Kind, check_engine, newest_of_all
 from recipes.training.ranks import by_first_rank
 
 # What `data.files` writes before it renames: the name, often the machine, and the process.

@@ -19,7 +19,7 @@ from recipes.engines.earlier import check_names, upgraded
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.plain_pickles import load_plain, plain_metadata
 from recipes.engines.sharded_files import METADATA
-from recipes.training.kinds import REST
+from recipes.training.checkpoint_names import REST
 
 # Where they are in a checkpoint: weights by engine, and Composer's optimizers, by their classes.
 WEIGHTS = {"composer": ("state", "model"), "lightning": ("weights",)}

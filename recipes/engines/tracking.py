@@ -15,7 +15,7 @@ from data.files import write_text
 from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.engines.record import TRACKED, record_of
-from recipes.training.kinds import has_checkpoints
+from recipes.training.checkpoint_names import has_checkpoints
 from recipes.training.ranks import by_first_rank
 
 if TYPE_CHECKING:  # the import takes seconds, and few runs need it

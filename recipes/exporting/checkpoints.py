@@ -14,7 +14,7 @@ from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import METADATA, Sharded
-from recipes.training.kinds import REST, last_written, resolved
+from recipes.training.checkpoint_names import REST, last_written, resolved
 
 AVERAGE = "ScheduledEMA"
 

@@ -19,7 +19,7 @@ from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
 from recipes.generation.exports import Weights, find_network, read_record
 from recipes.models.task import Task
 from recipes.models.weights import load_tensors
-from recipes.planning.opening import CONFIG
+from recipes.planning.run_summary import CONFIG
 
 # What an encoded set must have in common with the model.
 CHECKED = ("channels", "text_width", "codes", "side")

@@ -26,7 +26,7 @@ from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
 from recipes.engines.resuming import prepare_folder
 from recipes.training.callback import Callback
-from recipes.training.kinds import newest_of_all
+from recipes.training.checkpoint_names import newest_of_all
 from tests.data.bucket import serve
 from tests.recipes.engines.recording import assert_bit_equal, record
 

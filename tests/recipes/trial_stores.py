@@ -25,7 +25,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
-from recipes.training.kinds import newest_of_all
+from recipes.training.checkpoint_names import newest_of_all
 from tests.ranks import ROOT, launch
 from tests.recipes import stores_here
 from tests.recipes.engines.lightning.test_checkpoints import same

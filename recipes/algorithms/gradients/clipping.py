@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from recipes.algorithms.sixteen_bit.stored import clip, factor_of
+from recipes.algorithms.sixteen_bit.fp16_weights import clip, factor_of
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from data.cost import FLOAT, Cost, Plan, all_reduce_bytes, size_text
 from recipes.algorithms.gradients.blocks import block_matrices
+from recipes.algorithms.powersgd.all_reduce import FORMATS
 from recipes.algorithms.powersgd.block_gradients import first_device_shapes
 from recipes.algorithms.powersgd.low_rank import LowRank
-from recipes.algorithms.powersgd.wire import FORMATS
 
 
 def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:

@@ -14,11 +14,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from data.log import log
+from recipes.algorithms.powersgd.all_reduce import FORMATS, bytes_sent
 from recipes.algorithms.powersgd.block_gradients import Matrix, blocks_of, copies_of, gradient_of, placements
 from recipes.algorithms.powersgd.cost import powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
-from recipes.algorithms.powersgd.wire import FORMATS, bytes_sent
 from recipes.algorithms.sharding.shard import is_sharded
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from recipes.algorithms.powersgd.all_reduce import all_reduce_sum, bytes_sent, magnitude
 from recipes.algorithms.powersgd.orthogonal import cholesky_qr, householder
-from recipes.algorithms.powersgd.wire import all_reduce_sum, bytes_sent, magnitude
 from recipes.algorithms.sixteen_bit.formats import MEAN_1_6_9, Format
 
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from data.files import write_text
 from data.log import log
+from recipes.algorithms.sixteen_bit.fp16_weights import factor_of
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
-from recipes.algorithms.sixteen_bit.stored import factor_of
 from recipes.training import stop
+from recipes.training.checkpoint_names import last_written
 from recipes.training.finite import largest_magnitude
-from recipes.training.kinds import last_written
 from recipes.training.lever import Lever
 from recipes.training.ranks import all_reduce, is_first_rank, wait
 from recipes.training.run import Run

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sharding.shards import own
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9, VARIANCE_0_6_10, Format, Format16
-from recipes.algorithms.sixteen_bit.stored import factor_of
+from recipes.algorithms.sixteen_bit.fp16_weights import factor_of
 from recipes.training.transfer import sent
 
 # `moment_bits` of a parameter group -> formats of the running mean and of the running variance.

@@ -13,7 +13,7 @@ from data.cost import Cost, Plan
 from recipes.algorithms.gradients.blocks import block_matrices
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
 from recipes.algorithms.sixteen_bit.block_scaling import Scales, scale_branch, unscale
-from recipes.algorithms.sixteen_bit.stored import store
+from recipes.algorithms.sixteen_bit.fp16_weights import store
 from recipes.training.lever import Lever
 from recipes.training.ranks import all_reduce
 from recipes.training.run import Run

@@ -18,8 +18,8 @@ from data.log import log
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.lever_states import LEVERS, gathered, separated
+from recipes.training.checkpoint_names import KINDS
 from recipes.training.finite import is_worth_keeping
-from recipes.training.kinds import KINDS
 from recipes.training.ranks import is_first_rank
 
 

@@ -42,9 +42,9 @@ from recipes.engines.plain_pickles import load_plain, plain_pickles
 from recipes.engines.record import keep_record
 from recipes.engines.resuming import check_form, saved_for, says_what_to_remove, start_of
 from recipes.engines.same_model import saved_in
-from recipes.planning.opening import opening
+from recipes.planning.run_summary import opening
 from recipes.training.callback import by_names_of_states, is_complete
-from recipes.training.kinds import KINDS, has_checkpoints
+from recipes.training.checkpoint_names import KINDS, has_checkpoints
 from recipes.training.microbatches import samples_of, split
 from recipes.training.ranks import by_first_rank, from_first_rank
 

@@ -38,9 +38,9 @@ from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
 from recipes.training.callback import by_names_of_states
+from recipes.training.checkpoint_names import KINDS, REST
 from recipes.training.clock import CheckpointInterval
 from recipes.training.finite import is_worth_keeping
-from recipes.training.kinds import KINDS, REST
 from recipes.training.ranks import by_first_rank, from_first_rank
 
 

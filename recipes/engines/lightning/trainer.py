@@ -28,7 +28,7 @@ from recipes.engines.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.precision import allow_tf32
 from recipes.engines.record import keep_record
-from recipes.planning.opening import opening
+from recipes.planning.run_summary import opening
 from recipes.training import stop
 from recipes.training.callback import is_complete
 from recipes.training.ranks import is_first_rank, rank, world_size

@@ -8,7 +8,7 @@ from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.checkpoints import WholeCheckpoints
 from recipes.engines.composer.load_planner import LoadPlanner, Sharded
 from recipes.engines.composer.run import ComposerRun
-from recipes.training.kinds import KINDS
+from recipes.training.checkpoint_names import KINDS
 from recipes.training.levers import Levers
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from recipes.config.recipe import FSDP, Recipe, load_config
 from recipes.engines.conversion import convert
-from recipes.training.kinds import KINDS
+from recipes.training.checkpoint_names import KINDS
 from recipes.training.ranks import from_first_rank, is_first_rank
 from tests.recipes.engines.recording import Recorder, differences, record
 

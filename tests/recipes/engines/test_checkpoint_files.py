@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from recipes.config.recipe import FSDP
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
+from recipes.training.checkpoint_names import KINDS
 from recipes.training.clock import Clock
-from recipes.training.kinds import KINDS
 from recipes.training.stop import StartAgain
 from tests.disks import fill, read_only, small_disk, small_files
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at

@@ -11,7 +11,7 @@ import pytest
 from recipes.config.recipe import to_yaml
 from recipes.engines.conversion import convert
 from recipes.training.callback import Callback
-from recipes.training.kinds import KINDS
+from recipes.training.checkpoint_names import KINDS
 from tests.ranks import launch
 from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
 

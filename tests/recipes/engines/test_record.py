@@ -13,7 +13,7 @@ from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.record import ENCODED, check_copy, check_record, keep_record, keep_with
 from recipes.engines.rehearsal import rehearse
 from recipes.engines.resuming import prepare_folder
-from recipes.training.kinds import KINDS
+from recipes.training.checkpoint_names import KINDS
 
 BEGUN = ("checkpoints.autoresume=true", "training.duration=7ba")
 

@@ -8,7 +8,7 @@ import pytest
 from recipes.config.recipe import FSDP
 from recipes.engines.rehearsal import rehearse
 from recipes.engines.resuming import prepare_folder, remove_halves
-from recipes.training.kinds import KINDS, check_engine, last_written, newest_of_all
+from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 
 LINKS = {"composer": "latest-rank0.pt", "lightning": "latest"}

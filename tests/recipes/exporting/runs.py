@@ -9,7 +9,7 @@ from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.engines.conversion import to_composer
 from recipes.engines.lightning.checkpoint_format import FORMAT
-from recipes.training.kinds import KINDS, REST
+from recipes.training.checkpoint_names import KINDS, REST
 
 
 def a_run(recipe, engine="lightning", sharded=False, average=True, earlier=None):

@@ -25,7 +25,7 @@ from recipes.engines.resuming import prepare_folder
 from recipes.models.task import Task
 from recipes.scoring.extractors import Features
 from recipes.training import ranks
-from recipes.training.kinds import KINDS
+from recipes.training.checkpoint_names import KINDS
 from recipes.training.levers import Levers
 from recipes.training.watchdog import watched
 from tests.recipes.training.fake_run import FakeRun

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from recipes.algorithms.powersgd import low_rank
+from recipes.algorithms.powersgd.all_reduce import all_reduce_sum
 from recipes.algorithms.powersgd.low_rank import LowRank, agree, reduce_others
-from recipes.algorithms.powersgd.wire import all_reduce_sum
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
 
 # Wide, tall, square, a convolution's, and one that has a single row.

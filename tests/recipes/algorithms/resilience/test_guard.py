@@ -12,7 +12,7 @@ from torch import nn
 
 from recipes.algorithms.gradients.clipping import ClipByNorm
 from recipes.algorithms.resilience.guard import REPORT, Guard, block_norms
-from recipes.algorithms.sixteen_bit.stored import store
+from recipes.algorithms.sixteen_bit.fp16_weights import store
 from recipes.training import stop
 from recipes.training.finite import has_finite_weights, is_worth_keeping, largest_magnitude
 from recipes.training.lever import Lever

@@ -10,7 +10,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.engines.conversion import convert, from_composer, read_composer
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.latent_diffusion.dit import DiT
-from recipes.training.kinds import REST
+from recipes.training.checkpoint_names import REST
 from tests.recipes.engines.recording import Recorder, record
 from tests.recipes.engines.stacked import stacked
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.sixteen_bit.adam16 import Adam16
-from recipes.algorithms.sixteen_bit.stored import factor_of, store
+from recipes.algorithms.sixteen_bit.fp16_weights import factor_of, store
 
 SCALE = 2.0**13
 

@@ -9,7 +9,7 @@ import pytest
 from recipes import train
 from recipes.config.recipe import to_yaml
 from recipes.training import only_run as module
-from recipes.training.only_run import LOCK, only_run
+from recipes.training.run_lock import LOCK, only_run
 
 
 @pytest.fixture

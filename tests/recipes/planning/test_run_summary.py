@@ -8,7 +8,7 @@ import pytest
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.planning.dry_run import describe_run
-from recipes.planning.opening import opening
+from recipes.planning.run_summary import opening
 
 ROOT = Path(__file__).resolve().parents[3]
 
