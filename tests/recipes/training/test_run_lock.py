@@ -8,7 +8,7 @@ import pytest
 
 from recipes import train
 from recipes.config.recipe import to_yaml
-from recipes.training import only_run as module
+from recipes.training import run_lock as module
 from recipes.training.run_lock import LOCK, only_run
 
 
