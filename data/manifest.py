@@ -28,6 +28,8 @@ _IMAGES = {
     "tokens": {"codes": int, "downsample": int},
 }
 _NORMALISATION = ("scaling_factor", "shift_factor")
+# What sets that are trained on together have in common.
+_ENCODERS = ("kind", "image_weights", *_NORMALISATION, "text_weights", "text_layer", "tokenizer")
 _TEXTS = {"length": int, "width": int, "tokenizer": str}
 
 # What to do when a recipe expects something else, by field of `Manifest.check`.
@@ -188,13 +190,8 @@ class Manifest:
 
     def encoders(self) -> dict[str, Any]:
         """What sets that are trained on together have in common, as arguments of `check`."""
-        found = {"kind": self.kind, "image_weights": self.image_encoder["weights_hash"]}
-        found |= {name: self.image_encoder[name] for name in _NORMALISATION if name in self.image_encoder}
-        if self.text_encoder is not None:
-            texts = self.text_encoder
-            found |= {"text_weights": texts["weights_hash"], "text_layer": texts.get("layer")}
-            found["tokenizer"] = texts["tokenizer"]
-        return found
+        found = self._found(None)
+        return {name: found[name] for name in _ENCODERS if name in found}
 
     def check(self, **expected: Any) -> None:
         """Compares the set with what a recipe expects.
@@ -237,15 +234,13 @@ class Manifest:
 
 
 def _fits(name: str, value: Any, found: Any) -> bool:
-    if name in ("resolution", "grid_multiple"):
-        return value in found if name == "resolution" else found % value == 0
-    return _same(value, found)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) or isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-6)
-    return one == other
+    if name == "resolution":
+        return value in found
+    if not (isinstance(value, _NUMBER) and isinstance(found, _NUMBER)):
+        return value == found
+    if name == "grid_multiple":
+        return value != 0 and found % value == 0
+    return math.isclose(value, found, rel_tol=1e-6)
 
 
 def _check_encoder(where: str, name: str, values: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -81,6 +81,7 @@ def test_what_fits_passes():
         ({"text_width": 768}, "text_width is 1024, the recipe expects 768; set the denoiser's cross-attention width"),
         ({"text_length": 24}, "text_length is 77, the recipe expects 24"),
         ({"scaling_factor": 0.13025}, "scaling_factor is 0.18215, the recipe expects 0.13025"),
+        ({"scaling_factor": "high"}, "scaling_factor is 0.18215, the recipe expects high"),
         ({"image_weights": "c"}, "these latents come from other VAE weights"),
         ({"crop": "random"}, "crop is center, the recipe expects random; change the recipe's crop"),
         ({"resolutions": 256}, "knows no field resolutions: did you mean resolution"),
