@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from data.log import log
@@ -50,12 +48,7 @@ def memory(stats: dict[str, int]) -> dict[str, float]:
         stats: as `torch.cuda.memory_stats` returns them; what it lacks is left out.
     """
     return {
-        name: _gigabytes(stats[key]) if "bytes" in key else stats[key]
+        name: float(f"{stats[key] / 1e9:.5g}") if "bytes" in key else stats[key]
         for key, name in STATISTICS.items()
         if key in stats
     }
-
-
-def _gigabytes(size: int) -> float:
-    value = size / 1e9
-    return round(value, 4 - math.floor(math.log10(abs(value)))) if value else value

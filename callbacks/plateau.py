@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data.aliases import Duration
@@ -109,15 +109,7 @@ class Plateau(Callback):
         run.log({"schedule/plateaus": self.rule.plateaus})
 
     def state_dict(self) -> dict[str, Any]:
-        rule = self.rule
-        return {
-            "seen": rule.seen,
-            "total": rule.total,
-            "best": rule.best,
-            "waited": rule.waited,
-            "plateaus": rule.plateaus,
-        }
+        return {name: getattr(self.rule, name) for name in ("seen", "total", "best", "waited", "plateaus")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self.state_dict():
-            setattr(self.rule, name, state[name])
+        self.rule = replace(self.rule, **state)

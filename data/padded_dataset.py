@@ -30,25 +30,18 @@ class PaddedDataset(IterableDataset):
         Raises:
             ValueError: no rank has a sample.
         """
-        most = max(_of_ranks(len(samples)))
-        if most == 0:
+        counts = [len(samples)]  # of all ranks
+        if torch.distributed.is_initialized():
+            counts *= torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(counts, len(samples))
+        if max(counts) == 0:
             raise ValueError("pictures: the validation set has no usable image; check its source and its filter")
         one, none = torch.tensor(1.0), torch.tensor(0.0)
         self.samples = [{**sample, WEIGHT: one} for sample in samples]
-        self.samples += [{**blank, WEIGHT: none}] * (most - len(samples))
+        self.samples += [{**blank, WEIGHT: none}] * (max(counts) - len(samples))
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return iter(self.samples)
-
-
-def _of_ranks(number: int) -> list[int]:
-    initialized = torch.distributed.is_initialized()
-    world = torch.distributed.get_world_size() if initialized else 1
-    if world == 1:
-        return [number]
-    numbers = [0] * world
-    torch.distributed.all_gather_object(numbers, number)
-    return numbers

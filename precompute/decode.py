@@ -208,12 +208,9 @@ def batches(decoded: DecodedBatches, workers: int, prefetch: int, pin: bool) -> 
         in_order=len(decoded.shards) < workers,
         multiprocessing_context="fork" if workers else None,  # the tokenizer and the sources need not be picklable
     )
-    yield from _started(loader)
-
-
-def _started(loader: DataLoader) -> Iterator[DecodedBatch]:
     with interrupts_after_forks():
-        return iter(loader)
+        batches = iter(loader)
+    yield from batches
 
 
 def _same(batch: DecodedBatch) -> DecodedBatch:

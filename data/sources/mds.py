@@ -40,8 +40,9 @@ class MDSSource:
         self.root = Path(path)
         index = self.root / "index.json"
         infos = read_index(self.root)
-        named = [(_stem(info), (_basename(info), info["samples"], info["raw_data"]["bytes"])) for info in infos]
-        self.infos = dict(zip(shard_ids(named), infos, strict=True))
+        files = [info["raw_data"] for info in infos]
+        facts = [(file["basename"], info["samples"], file["bytes"]) for file, info in zip(files, infos, strict=True)]
+        self.infos = dict(zip(shard_ids(list(zip(map(_stem, infos), facts, strict=True))), infos, strict=True))
         self.image, self.caption, self.key = image, caption, key
         for info in infos:
             self._check(index, info)
@@ -124,23 +125,19 @@ class MDSSource:
         return assemble(key, image, row[self.caption])
 
 
-def _basename(info: dict[str, Any], kind: str = "raw_data") -> str:
-    return info[kind]["basename"]
-
-
 def _stem(info: dict[str, Any]) -> str:
-    return PurePosixPath(_basename(info)).name.removesuffix(".mds")
+    return PurePosixPath(info["raw_data"]["basename"]).name.removesuffix(".mds")
 
 
 def locate(root: Path, info: dict[str, Any], scratch: BinaryIO) -> Path:
     """The path of a shard's file. A compressed one is decompressed into `scratch`, which needs no name of its own: a
     killed process leaves nothing behind."""
-    file = root / _basename(info)
+    file = root / info["raw_data"]["basename"]
     if file.is_file():
         return file
     if not info.get("zip_data"):
         raise FileNotFoundError(f"no file {file}: a shard of the source is gone")
-    zipped = root / _basename(info, "zip_data")
+    zipped = root / info["zip_data"]["basename"]
     if not zipped.is_file():
         raise FileNotFoundError(f"no file {zipped}: a shard of the source is gone")
     data = _decompressed(info, zipped)
