@@ -46,9 +46,6 @@ def main() -> None:
             return
         for warning in raise_errors((*cheap_checks(), *cheap_recipe_checks(recipe))):
             log.warning(str(warning))
-        engine = ROOT / "recipes" / "engines" / recipe.training.engine / "trainer.py"
-        if not engine.is_file():
-            raise ValueError(f"training.engine: {recipe.training.engine} is not part of this version; use composer")
         with rare_searches():
             if any(logger.name == "wandb" for logger in recipe.loggers.values()):
                 # First, because pydantic looks for the sources of wandb's models in all modules that are loaded: 3 s of

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from data.files import atomic_write, point_to
@@ -20,6 +19,7 @@ from recipes.engines.counts import Counts
 from recipes.engines.earlier import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
+from recipes.engines.lightning.generators import with_arrays, with_tensors
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import Sharded
 from recipes.training.checkpoint_names import KINDS, REST, resolved
@@ -113,7 +113,7 @@ def from_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
         "data": state["dataset_state"]["train"],
         LEVERS: joined(levers, checkpoint.get(LEVERS, {})),
         "callbacks": callbacks,
-        "generators": [_numpy_to_tensor(part) for part in generators],
+        "generators": [with_tensors(part) for part in generators],
     }
 
 
@@ -124,7 +124,7 @@ def to_composer(checkpoint: dict[str, Any]) -> dict[str, Any]:
         # The epoch has been counted. Composer would count what is left of it, no batch, as one more.
         data = {**data, "epoch": data["epoch"] + 1, "sample_in_epoch": 0}
     groups = checkpoint["optimizer"]["param_groups"]
-    generators = [_tensor_to_numpy(part) for part in checkpoint["generators"]]
+    generators = [with_arrays(part) for part in checkpoint["generators"]]
     callbacks = dict.fromkeys(OF_COMPOSER, {})  # Composer warns of each that is missing
     callbacks |= {name: packed(part) for name, part in checkpoint["callbacks"].items()}
     timestamp = {
@@ -174,13 +174,3 @@ def _without(name: str) -> str:
 
 def _without_repr(part: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in part.items() if key != "repr"}
-
-
-def _numpy_to_tensor(generators: dict[str, Any]) -> dict[str, Any]:
-    algorithm, keys, *rest = generators["numpy"]
-    return {**generators, "numpy": (algorithm, torch.from_numpy(keys.astype(np.int64)), *rest)}
-
-
-def _tensor_to_numpy(generators: dict[str, Any]) -> dict[str, Any]:
-    algorithm, keys, *rest = generators["numpy"]
-    return {**generators, "numpy": (algorithm, keys.numpy().astype(np.uint32), *rest)}

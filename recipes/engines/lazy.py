@@ -22,8 +22,5 @@ def copied(value: Any) -> Any:
 def copy_moments(optimizer: Optimizer) -> None:
     """Copy the state of an optimizer that was loaded: PyTorch takes over tensors that are on the right device."""
     for values in optimizer.state.values():
-        values |= {name: copied(value) for name, value in values.items() if _on_host(value)}
-
-
-def _on_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        values |= {name: tensor.clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}

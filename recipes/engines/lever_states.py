@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
@@ -86,9 +86,6 @@ def forms(metadata: Metadata, task: nn.Module) -> State:
         at = found
         for key in path[1:-1]:
             at = at.setdefault(key, {})
-        at[path[-1]] = _empty_shard(parameter, saved.properties.dtype)
+        local = torch.empty_like(own(parameter), dtype=saved.properties.dtype, device="cpu")
+        at[path[-1]] = as_shard(parameter, local)
     return found
-
-
-def _empty_shard(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return as_shard(parameter, torch.empty_like(own(parameter), dtype=dtype, device="cpu"))

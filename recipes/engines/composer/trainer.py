@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import DataSpec, Evaluator, Event, Trainer
+from composer import Callback, DataSpec, Evaluator, Event, State, Trainer
+from composer.loggers import Logger
 from composer.trainer import trainer as composer_trainer
 from composer.utils import FSDP2Config, dist, reproducibility
 from composer.utils import checkpoint as composer_checkpoint
@@ -31,7 +32,6 @@ from recipes.engines.composer.load_planner import LoadPlanner, Sharded
 from recipes.engines.composer.loggers import Destination
 from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
-from recipes.engines.composer.workers import EndWorkers
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
 from recipes.engines.earlier import upgraded
@@ -180,6 +180,16 @@ class UnreadLossTrainer(Trainer):
 
     def _train_microbatches(self, *args: Any, **kwargs: Any) -> UnreadLoss:
         return UnreadLoss(super()._train_microbatches(*args, **kwargs))
+
+
+class EndWorkers(Callback):
+    """Ends all data workers when the Trainer is closed, which itself leaves those of validation sets."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._parts.end_workers()
 
 
 @own_signal_files()

@@ -25,12 +25,9 @@ def generator_states() -> list[dict[str, Any]]:
 
     They hold tensors and plain values only, so that a checkpoint needs no unpickling of other types.
     """
-    algorithm, keys, position, has_gauss, cached_gaussian = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": (algorithm, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached_gaussian),
-        "torch": torch.get_rng_state(),
-    }
+    state = with_tensors(
+        {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    )
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if world_size() == 1:
@@ -49,10 +46,21 @@ def restore_generators(states: list[dict[str, Any]]) -> None:
         log.warning(f"generators: the checkpoint has those of {len(states)} ranks, this run has {world_size()} ranks")
     if rank() >= len(states):
         return
-    state = states[rank()]
-    algorithm, keys, position, has_gauss, cached_gaussian = state["numpy"]
+    state = with_arrays(states[rank()])
     random.setstate(state["python"])
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached_gaussian))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def with_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """The states of a rank's generators with a tensor in the place of NumPy's array."""
+    algorithm, keys, *rest = state["numpy"]
+    return {**state, "numpy": (algorithm, torch.from_numpy(keys.astype(np.int64)), *rest)}
+
+
+def with_arrays(state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `with_tensors`."""
+    algorithm, keys, *rest = state["numpy"]
+    return {**state, "numpy": (algorithm, keys.numpy().astype(np.uint32), *rest)}

@@ -125,16 +125,7 @@ class BetweenBatches(pl.Callback):
         self._save()
 
     def _log_time(self) -> None:
-        counts = self._run.counts
-        self._run.log(
-            {
-                "time/epoch": counts.epoch,
-                "time/batch": counts.batch,
-                "time/sample": counts.sample,
-                "time/batch_in_epoch": counts.batch_in_epoch,
-                "time/sample_in_epoch": counts.sample_in_epoch,
-            }
-        )
+        self._run.log({f"time/{name}": count for name, count in vars(self._run.counts).items()})
 
     # --- validation ----------------------------------------------------------------------------
 
