@@ -118,7 +118,7 @@ class TensorPlan:
             if size % devices:
                 largest = math.gcd(*self.sizes.values())
                 fits = [number for number in range(2, min(largest, 64) + 1) if largest % number == 0]
-                instead = f"give {_either(fits)}, or 1" if fits else "give 1"
+                instead = f"give {', '.join(map(str, fits))}, or 1" if fits else "give 1"
                 raise ValueError(
                     f"training.tensor_parallel: {devices} does not divide the model's {name}, {size}; {instead}"
                 )
@@ -128,7 +128,3 @@ class TensorPlan:
                     f"training.tensor_parallel: {devices} devices times {shards} shards do not divide a matrix of "
                     f"{size} rows; set training.fsdp.replicas so that there are fewer shards"
                 )
-
-
-def _either(numbers: list[int]) -> str:
-    return ", ".join(str(number) for number in numbers)

@@ -44,7 +44,10 @@ def machine_checks(clear: bool = False) -> Iterator[Finding]:
     yield python()
     yield packages()
     yield gpu()
-    yield attention_here()
+
+    from recipes.planning.attention_checks import attention  # imports torch, and xformers where there is a GPU
+
+    yield attention()
     yield from cheap_checks()
     yield stale_memory(clear)
     yield load()
@@ -161,13 +164,6 @@ def _why_not(driver: str, cuda: str | None) -> str:
 def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     match = re.fullmatch(r"sm_(\d+)(\d)a?", architecture)
     return match is not None and int(match[1]) == capability[0] and int(match[2]) <= capability[1]
-
-
-def attention_here() -> Finding:
-    """The attention that `implementation: auto` takes here. Imports torch, and xformers where there is a GPU."""
-    from recipes.planning.attention_checks import attention
-
-    return attention()
 
 
 def open_files(limit: int | None = None) -> Finding:

@@ -129,7 +129,7 @@ def follow(task: Task, batch: dict[str, Tensor], recomputed: bool = False) -> li
         with _recomputing(task, recomputed), recorder, _as_on_a_gpu():
             loss = task(batch)["total"]
             del batch
-            recorder.end_forward()
+            recorder.end_interval()
             if trained:
                 # `loss.backward()` would turn the modes off for what is recomputed.
                 ones = torch.ones_like(loss)
@@ -193,19 +193,16 @@ class _Recorder(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         self.bytes -= self.alive.pop(key)
 
-    def end_forward(self) -> None:
-        """Must be called when the backward pass begins."""
-        self._end_interval()
-
     def complete(self, parameter: nn.Parameter) -> None:
         """The gradient of a parameter is complete. Autocast gives it in 16 bits, of which a 32-bit one is made."""
         self.highest = max(self.highest, self.bytes + FLOAT * parameter.numel())
-        self._end_interval()
+        self.end_interval()
         self.values += parameter.numel()
         parameter.grad = None
         self.highest = self.bytes
 
-    def _end_interval(self) -> None:
+    def end_interval(self) -> None:
+        """Must be called when the backward pass begins, and when a gradient is complete."""
         self.intervals.append(Interval(self.highest, self.values))
         self.highest = self.bytes
 

@@ -100,7 +100,8 @@ def shard(
     units = units_of(
         task, by_block=by_block, parameters=parameters, of_blocks_only=of_blocks_only, recomputed=recomputed
     )
-    _make_contiguous(task)
+    for parameter in task.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP2 shards no other memory format
     if mesh.device_type == "cpu":
         divide_by_ranks_on_cpu()
     shards = mesh.size(mesh.ndim - 1)
@@ -165,12 +166,6 @@ def _evenly(parameter: nn.Parameter, shards: int) -> Shard | None:
     (by_group,) = parameter.placements
     uneven = by_group.is_shard(0) and parameter.shape[0] % (shards * parameter.device_mesh.size())
     return Shard(1) if uneven else None
-
-
-def _make_contiguous(task: nn.Module) -> None:
-    """Make parameters contiguous, as FSDP2 shards no other memory format."""
-    for parameter in task.parameters():
-        parameter.data = parameter.data.contiguous()
 
 
 def divide_by_ranks_on_cpu() -> None:

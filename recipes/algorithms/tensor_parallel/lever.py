@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -48,7 +47,9 @@ class TensorParallel(Lever):
         with run.new_parameters():
             divide(self.task, self.task.tensor_plan(), self.mesh["tensor"], run.device, self.sequence)
             if not self.sharded:
-                _mark_as_sharded(self.task, self.mesh)
+                # A unit of FSDP2 without parameters, so that nothing is gathered or averaged. Engines, exports and
+                # sample grids then treat the task as what it is: each rank has a part.
+                fully_shard(self.task, mesh=self.mesh["shard"], ignored_params=set(self.task.parameters()))
         positions = ", and positions of the residual stream" if self.sequence else ""
         log.info(f"tensor_parallel: matrices{positions} divided over {self.devices} of {world_size()} devices")
         run.log_settings({"tensor_parallel": self.devices, "sequence_parallel": self.sequence})
@@ -61,11 +62,3 @@ class TensorParallel(Lever):
         if not self.alike:
             share_generators(self.mesh.get_group("tensor"), run.device)
             self.alike = True
-
-
-def _mark_as_sharded(task: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the task a unit of FSDP2 that holds no parameters, so that nothing is gathered and nothing is averaged.
-
-    Engines, exports and sample grids then treat it as what it is, a model of which each rank has a part.
-    """
-    fully_shard(task, mesh=mesh["shard"], ignored_params=set(task.parameters()))

@@ -63,29 +63,18 @@ def set_steps(scheduler: DDIMScheduler | DPMSolverMultistepScheduler, steps: int
     """Lets a scheduler take this many steps.
 
     Raises:
-        ValueError: as many steps as the forward process has timesteps, or more; or a number of steps with which ddim
-            would begin far from the noise.
+        ValueError: as many steps as the forward process has timesteps, or more; or ddim would begin far from the noise,
+            without more than a tenth of the timesteps, and two steps.
     """
     # Two steps would share a timestep, which dpm++ divides by, and ddim would look beyond the last one.
     timesteps = scheduler.config.num_train_timesteps
     if steps >= timesteps:
         raise ValueError(f"steps must be below the {timesteps} timesteps of the forward process, got {steps}")
     scheduler.set_timesteps(steps)  # on the host, which would wait for the device in each step to look at them
-    if isinstance(scheduler, DDIMScheduler):
-        _check_start(int(scheduler.timesteps[0]), steps, timesteps)
-
-
-def _check_start(first: int, steps: int, timesteps: int) -> None:
-    """Whether ddim begins at the noise.
-
-    Its steps are whole numbers of timesteps, so those of a number of steps that does not divide the timesteps end short
-    of the last one: 600 of 1,000 begin at timestep 600, where 40% of the latents should be the image.
-
-    Raises:
-        ValueError: more than a tenth of the timesteps, and two steps, are left out.
-    """
-    stride = timesteps // steps
-    if timesteps - first > max(timesteps // 10, 2 * stride):
+    # Steps of ddim are whole numbers of timesteps, so those of a number of steps that does not divide the timesteps end
+    # short of the last one: 600 of 1,000 begin at timestep 600, where 40% of the latents should be the image.
+    first, stride = int(scheduler.timesteps[0]), timesteps // steps
+    if isinstance(scheduler, DDIMScheduler) and timesteps - first > max(timesteps // 10, 2 * stride):
         raise ValueError(
             f"steps: {steps} steps of ddim begin at timestep {first} of {timesteps}, short of the noise; "
             f"give {timesteps // (stride + 1)}, or take the sampler dpm++"
