@@ -28,9 +28,13 @@ class PromptGrid(PeriodicCallback, ABC):
 
     The weights are the averaged ones if the run has an average. The ranks share the images: each draws as many as the
     others, since a sharded model needs all ranks for each pass, and the first one decodes all.
+
+    Attributes:
+        component: its name in a recipe, for messages.
     """
 
     alone = True
+    component: str
 
     def __init__(
         self,
@@ -61,10 +65,10 @@ class PromptGrid(PeriodicCallback, ABC):
         """
         super().__init__(every)
         if not prompts:
-            raise ValueError("sample_grid: prompts is empty")
-        check_least("sample_grid", 1, batch=batch, columns=columns)
+            raise ValueError(f"{self.component}: prompts is empty")
+        check_least(self.component, 1, batch=batch, columns=columns)
         if abs(seed) >= 2**62:  # generators take 64 bits, and the number of an image is added
-            raise ValueError(f"sample_grid: seed: {seed}; give a number below 2^62")
+            raise ValueError(f"{self.component}: seed: {seed}; give a number below 2^62")
         self.task = task
         self.folder = Path(output, "samples")
         self.average = average

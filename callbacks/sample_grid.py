@@ -22,6 +22,8 @@ class SampleGrid(PromptGrid):
     The weights are the averaged ones if the run has an average.
     """
 
+    component = "sample_grid"
+
     def __init__(
         self,
         task: LatentDiffusion,

@@ -22,6 +22,8 @@ class TokenGrid(PromptGrid):
     The weights are the averaged ones if the run has an average.
     """
 
+    component = "token_grid"
+
     def __init__(
         self,
         task: Autoregressive,
