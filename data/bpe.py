@@ -100,7 +100,9 @@ class Vocabulary:
         for word in self._words(caption):
             cached = self._cached.get(word)
             if cached is None:
-                cached = self._cache(word)
+                if len(self._cached) >= CACHED_WORDS:
+                    self._cached.clear()
+                cached = self._cached[word] = self._merge(word, MergeDropout(0.0, None))
             plain, merges = cached
             if drops.passes(merges):
                 ids += plain
@@ -121,12 +123,6 @@ class Vocabulary:
         normalizer = self._tokenizer.normalizer
         text = caption if normalizer is None else normalizer.normalize_str(caption)
         return [word for word, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-
-    def _cache(self, word: str) -> tuple[list[int], int]:
-        if len(self._cached) >= CACHED_WORDS:
-            self._cached.clear()
-        found = self._cached[word] = self._merge(word, MergeDropout(0.0, None))
-        return found
 
     def _merge(self, word: str, drops: MergeDropout) -> tuple[list[int], int]:
         """The token ids of a word, and the number of merges that were applied.

@@ -328,12 +328,12 @@ def key_seed(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def keys_of(dataset: EncodedDataset, seeds: Collection[int], seconds: float = 20.0) -> dict[int, str]:
-    """Which samples seeds belong to: seed -> key, as far as their shards are on this disk and the time allows.
+def keys_of(dataset: EncodedDataset, seeds: Collection[int]) -> dict[int, str]:
+    """Which samples seeds belong to: seed -> key, as far as their shards are on this disk, and found in 20 s.
 
     The shards that were read last are searched first.
     """
-    wanted, found, limit = set(seeds), {}, time.monotonic() + seconds
+    wanted, found, limit = set(seeds), {}, time.monotonic() + 20.0
     for number in dataset._shard_access_times.numpy().argsort()[::-1]:
         shard = dataset.shards[number]
         for sample in range(shard.samples if os.path.isfile(shard.path) else 0):

@@ -27,11 +27,8 @@ def give_stacks() -> None:
         faulthandler.register(SIGNAL, file=_memory)
 
 
-def stacks_of_workers(seconds: float = 1.0) -> dict[int, str]:
-    """Asks all workers of this process for their stacks.
-
-    Args:
-        seconds: that each is given to write.
+def stacks_of_workers() -> dict[int, str]:
+    """Asks all workers of this process for their stacks, and gives each a second to write.
 
     Returns:
         Process -> what faulthandler wrote: a line per call, the innermost first.
@@ -42,7 +39,7 @@ def stacks_of_workers(seconds: float = 1.0) -> dict[int, str]:
             continue
         begin = os.fstat(_memory).st_size
         os.kill(worker.pid, SIGNAL)
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + 1.0
         while time.monotonic() < limit and os.fstat(_memory).st_size == begin:
             time.sleep(0.02)
         time.sleep(0.1)  # until the last line is written

@@ -85,14 +85,9 @@ class FolderSource:
         self.entries: dict[str, list[tuple[str, str]]] = {}
         for number, start in enumerate(range(0, len(entries), shard_size)):
             part = entries[start : start + shard_size]
-            self.entries[shard_id(f"{number:05d}", *self._identity([name for _, name in part]))] = part
-
-    def _identity(self, names: list[str]) -> list[str]:
-        """What the id of a shard with these names depends on."""
-        if self.table is None:
-            return names
-        captions = [self.table.get(name) for name in names]
-        return [*names, json.dumps(captions)]
+            names = [name for _, name in part]
+            captions = [] if self.table is None else [json.dumps([self.table.get(name) for name in names])]
+            self.entries[shard_id(f"{number:05d}", *names, *captions)] = part
 
     def shards(self) -> list[str]:
         """One id for each `shard_size` images; it changes when the names in the shard or their captions in a table do.

@@ -88,12 +88,11 @@ def line_chart(title: str, lines: Sequence[Line], x_title: str) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """About `wanted` multiples of 1, 2 or 5 times a power of ten, from the last one below `low` to the last below
-    `high`."""
+def ticks(low: float, high: float) -> list[float]:
+    """About five multiples of 1, 2 or 5 times a power of ten, from the last below `low` to the last below `high`."""
     if not high > low:
         low, high = (low - abs(low) / 2, low + abs(low) / 2) if low else (0.0, 1.0)
-    rough = (high - low) / wanted
+    rough = (high - low) / 5
     power = 10 ** math.floor(math.log10(rough))
     step = min(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.floor(high / step + 1e-9)

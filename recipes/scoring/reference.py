@@ -16,6 +16,7 @@ from data.sources.base import DecodedSample, Sample
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 
+BATCH = 256  # pictures in memory at once
 RESIZE = "shorter side to the resolution, centre crop, Lanczos (box filter where much smaller)"
 
 
@@ -91,7 +92,7 @@ def content(samples: list[Sample]) -> str:
 
 
 def reference_features(
-    samples: list[Sample], resolution: int, radii: list[int], extractor: Any, folder: Path, batch: int = 256
+    samples: list[Sample], resolution: int, radii: list[int], extractor: Any, folder: Path
 ) -> dict[int, np.ndarray]:
     """Features (N, D) of the reference by radius of blur, from the cache in `folder` where they are there.
 
@@ -101,15 +102,14 @@ def reference_features(
         radii: of the blur, in pixels.
         extractor: a `Features`.
         folder: of the cache.
-        batch: pictures in memory at once.
     """
     facts = {"content": content(samples), "resolution": resolution, "resize": RESIZE, "extractor": extractor.hash}
     files = {radius: folder / f"{fingerprint({**facts, 'blur': radius})}.npy" for radius in radii}
     missing = [radius for radius, file in files.items() if not file.is_file()]
     if missing:
         found: dict[int, list[np.ndarray]] = {radius: [] for radius in missing}
-        for start in range(0, len(samples), batch):
-            pictures = decoded(samples[start : start + batch], resolution)
+        for start in range(0, len(samples), BATCH):
+            pictures = decoded(samples[start : start + BATCH], resolution)
             for radius in missing if len(pictures) else []:
                 found[radius].append(extractor(blurred(pictures, radius))["features"])
         for radius, parts in found.items():

@@ -166,9 +166,9 @@ def position(last: Progress) -> str:
     return f"{last.moment} after batch {last.run.clock.batch}"
 
 
-def calls(stack: traceback.StackSummary, own: int = 2) -> str:
-    """The innermost call of a stack, and the innermost `own` calls of this repository that led to it."""
-    shown = [frame for frame in stack if _is_ours(frame.filename)][-own:]
+def calls(stack: traceback.StackSummary) -> str:
+    """The innermost call of a stack, and the innermost two calls of this repository that led to it."""
+    shown = [frame for frame in stack if _is_ours(frame.filename)][-2:]
     if stack[-1] not in shown:
         shown.append(stack[-1])
     return " > ".join(_call(frame.filename, frame.lineno, frame.name) for frame in shown)

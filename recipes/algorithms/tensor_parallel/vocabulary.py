@@ -20,9 +20,7 @@ from recipes.models.autocast import for_products
 from recipes.models.autoregressive.loss import CHUNK, chunks, narrow_product, wide, wide_factor, wide_product
 
 
-def divided_token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, first: int, group: ProcessGroup, chunk: int = CHUNK
-) -> Tensor:
+def divided_token_losses(hidden: Tensor, weight: Tensor, targets: Tensor, first: int, group: ProcessGroup) -> Tensor:
     """`token_losses` over the whole vocabulary, of which this device has a part.
 
     Args:
@@ -31,25 +29,24 @@ def divided_token_losses(
         targets: (M,) int64 numbers of the whole vocabulary, or -1 for rows whose loss and gradient are 0.
         first: number of the first token of `weight` in the whole vocabulary.
         group: the devices that hold the vocabulary together.
-        chunk: rows per chunk.
 
     Returns:
         (M,), float32, or float64 if the factors are; the same bits on all devices. The gradient of `hidden` is this
         device's part, which the caller's `enter` or `gather_positions` adds to the others'.
     """
-    return _DividedTokenLosses.apply(for_products(hidden), for_products(weight), targets, first, group, chunk)
+    return _DividedTokenLosses.apply(for_products(hidden), for_products(weight), targets, first, group)
 
 
 class _DividedTokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, group: ProcessGroup, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, group: ProcessGroup
     ) -> Tensor:
         own = hidden.new_zeros(2, len(hidden), dtype=wide(hidden.dtype))  # logarithm of the sum, logit of the target
         place, mine = _places(targets, first, len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
             columns = wide_factor(weight).T
-            for rows in chunks(len(hidden), chunk):
+            for rows in chunks(len(hidden), CHUNK):
                 logits = wide_product(hidden[rows], columns)  # (m, c)
                 own[0, rows] = logits.logsumexp(1)
                 if len(weight):
@@ -57,7 +54,7 @@ class _DividedTokenLosses(torch.autograd.Function):
         found = gathered(own, group)  # (devices, 2, M)
         total = found[:, 0].logsumexp(0)  # (M,), over the whole vocabulary
         ctx.save_for_backward(hidden, weight, targets, total)
-        ctx.first, ctx.chunk = first, chunk
+        ctx.first = first
         return (total - found[:, 1].sum(0)).masked_fill(targets < 0, 0.0)
 
     @staticmethod
@@ -70,14 +67,14 @@ class _DividedTokenLosses(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype))
         with torch.autocast(hidden.device.type, enabled=False):
             columns = wide_factor(weight).T
-            for rows in chunks(len(hidden), ctx.chunk) if len(weight) else ():
+            for rows in chunks(len(hidden), CHUNK) if len(weight) else ():
                 likelihoods = (wide_product(hidden[rows], columns) - total[rows, None]).exp_()  # (m, c)
                 likelihoods.scatter_add_(1, place[rows, None], -mine[rows, None].to(likelihoods.dtype))
                 slope = torch.mul(likelihoods, grad[rows, None], out=torch.empty_like(likelihoods, dtype=hidden.dtype))
                 del likelihoods
                 grad_hidden[rows] = slope @ weight
                 grad_weight += narrow_product(slope.T, hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def _places(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
