@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,8 +57,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     texts: TextEncoder | None = None if config.text_encoder is None else build(config.text_encoder).to(device)
     columns = columns_of(config, images, texts)
     made_with = encoding_options(config, images, texts)
-    of_sources = {label: source_options(config.sources[label]) for label in sets}
-    options = {label: made_with | of_sources[label] for label in sets}
+    options = {label: made_with | source_options(config.sources[label]) for label in sets}
     for label, output in sets.items():
         output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))
@@ -90,8 +90,31 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank)
     for shard, problem in pipeline.failed.items():
         sets[shard.label].note_unreadable(shard.shard, problem)
+    failed = {shard.shard: problem for shard, problem in pipeline.failed.items()}
+    _finish(config, sets, rank, manifest_fields(config, images, texts, columns), options, failed)
 
-    fields = manifest_fields(config, images, texts, columns)
+
+def _finish(
+    config: EncodeConfig,
+    sets: dict[str, OutputSet],
+    rank: Rank,
+    fields: dict[str, Any],
+    options: dict[str, dict[str, Any]],
+    failed: dict[str, str],
+) -> None:
+    """Merges every set of which no shard is left, now that this rank's share is done.
+
+    Args:
+        config: of the job.
+        sets: by label.
+        rank: of this process.
+        fields: of the manifests of all sets.
+        options: what the values of each set depend on.
+        failed: shards that this rank could not read, with the problem.
+
+    Raises:
+        ValueError: input shards of a set could not be read.
+    """
     unreadable: dict[str, str] = {}
     for label, output in sets.items():
         remaining = output.remaining()
@@ -103,12 +126,11 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
             continue
         unreadable |= broken
         if not remaining or config.leave_out_unreadable:
-            request = fields["request"] | of_sources[label]
+            request = fields["request"] | source_options(config.sources[label])
             _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
         elif rank.world == 1:
             left = len(remaining)
             log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
-    failed = {shard.shard: problem for shard, problem in pipeline.failed.items()}
     if failed.keys() - unreadable.keys():
         every_rank.warning(f"encode: rank {rank.rank} could not read: {_listed(failed)}")
     if unreadable:
