@@ -173,11 +173,11 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     search = the_one(levers, MicrobatchSearch)
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
-    if recipe.training.microbatch == "auto" and search is None:
+    if training.microbatch == "auto" and search is None:
         log.info(f"microbatch: all {batch} samples per device; auto measures a GPU's memory, and this is a CPU")
     dataset = getattr(data.loader, "dataset", None)
     keys = partial(keys_of, dataset) if isinstance(dataset, EncodedDataset) else lambda seeds: {}
-    guard = Guard(recipe.training.nonfinite_limit, recipe.output, keys, context["scaling"])
+    guard = Guard(training.nonfinite_limit, recipe.output, keys, context["scaling"])
     callbacks = {label: build(callback, **context) for label, callback in recipe.callbacks.items()}
     if isinstance(schedule, Callback):  # a schedule that watches the run
         callbacks["(schedule)"] = schedule  # `schedule` may be the label of another one
@@ -192,7 +192,7 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         divided=training.fsdp is not None or copies > 1,
         copies=copies,
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
-        microbatch=1 if search else None if recipe.training.microbatch == "auto" else recipe.training.microbatch,
+        microbatch=1 if search else None if training.microbatch == "auto" else training.microbatch,
     )
 
 
@@ -263,6 +263,25 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
     # It fuses norms as other levers have left them, which then do not find them any more.
     order = sorted(components, key=lambda label: components[label].name == "fused_group_norm")
     levers = [built[label] for label in order]
+    check_levers(recipe, place, levers)
+    if clips:
+        levers.append(ClipByNorm(recipe.training.grad_clip))
+    if recipe.training.tensor_parallel > 1:
+        levers.append(new_tensor_parallel(recipe, place, context["task"]))
+    if recipe.training.fsdp is not None:
+        levers.append(new_sharding(recipe, place, context["task"], levers))
+    if recipe.training.microbatch == "auto" and place.use_gpu:
+        average = the_one(levers, ScheduledEMA)
+        to_compile = [lever for kind in (Compile, CudaGraphs) if (lever := the_one(levers, kind)) is not None]
+        levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=to_compile))
+    return levers
+
+
+def check_levers(recipe: Recipe, place: Place, levers: list[Lever]) -> None:
+    """
+    Raises:
+        ValueError: levers that cannot work with each other, or with the `training` section.
+    """
     averaging = the_one(levers, PowerSGD)
     if averaging is not None:
         devices = place.devices(recipe.training)
@@ -288,17 +307,6 @@ def build_levers(recipe: Recipe, place: Place, context: Mapping[str, Any], batch
             averaged=all_reduce is not None,
             replicas=place.devices(recipe.training).replicas,
         )
-    if clips:
-        levers.append(ClipByNorm(recipe.training.grad_clip))
-    if recipe.training.tensor_parallel > 1:
-        levers.append(new_tensor_parallel(recipe, place, context["task"]))
-    if recipe.training.fsdp is not None:
-        levers.append(new_sharding(recipe, place, context["task"], levers))
-    if recipe.training.microbatch == "auto" and place.use_gpu:
-        average = the_one(levers, ScheduledEMA)
-        to_compile = [lever for lever in (compiled, graphs) if lever is not None]
-        levers.append(MicrobatchSearch(context["task"], batch, average=average, compiled=to_compile))
-    return levers
 
 
 def new_tensor_parallel(recipe: Recipe, place: Place, task: Task) -> TensorParallel:
