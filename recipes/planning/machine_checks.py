@@ -8,7 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -166,19 +166,19 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     return match is not None and int(match[1]) == capability[0] and int(match[2]) <= capability[1]
 
 
-def open_files(limit: int | None = None) -> Finding:
+def open_files() -> Finding:
     """The limit of open files per process."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY or limit >= FILES:
         return Finding("ok", "open files", "no limit" if limit == resource.RLIM_INFINITY else f"up to {limit:,}")
     return Finding("warning", "open files", f"at most {limit:,} per process: run `ulimit -n {FILES}` or more")
 
 
-def shared_memory(folder: Path = SHARED_MEMORY, free: Callable[[Path], int] | None = None) -> Finding:
+def shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
     """The room for batches that data workers hand over."""
     if not folder.is_dir():
         return Finding("error", "shared memory", f"{folder} is not there, which data workers need: mount it")
-    left = shutil.disk_usage(folder).free if free is None else free(folder)
+    left = shutil.disk_usage(folder).free
     if left < SHARED_BYTES:
         return Finding(
             "warning",
@@ -188,19 +188,18 @@ def shared_memory(folder: Path = SHARED_MEMORY, free: Callable[[Path], int] | No
     return Finding("ok", "shared memory", f"{size_text(left)} free in {folder}")
 
 
-def stale_memory(clear: bool, folder: Path = SHARED_MEMORY, alone: bool | None = None) -> Finding:
+def stale_memory(clear: bool, folder: Path = SHARED_MEMORY) -> Finding:
     """Blocks of shared memory that killed processes have left.
 
     Args:
         clear: remove those that are surely dead processes'.
         folder: of shared memory.
-        alone: whether every process that may use the folder can be seen; None: asks the operating system.
     """
     ours, others = stale.left_behind(folder), stale.of_others(folder)
     sizes = {path: path.stat().st_size for path in (*ours, *others) if path.exists()}
     if not sizes:
         return Finding("ok", "stale memory", f"no blocks of dead processes in {folder}")
-    alone = stale.sees_all_processes() if alone is None else alone
+    alone = stale.sees_all_processes()
     found = f"{len(sizes)} blocks of dead processes in {folder}, {size_text(sum(sizes.values()))}"
     unsure = f"; {len(others)} of them may be in use in other containers: look again outside of this one"
     if not clear:
@@ -229,10 +228,9 @@ def threads() -> Finding:
     return Finding("ok", "threads", f"{number} per process on {cores} cores")
 
 
-def load(average: float | None = None) -> Finding:
+def load() -> Finding:
     """Whether other programs compute on this machine."""
-    cores = len(os.sched_getaffinity(0))
-    average = os.getloadavg()[0] if average is None else average
+    cores, average = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     if average > cores / 2:
         return Finding(
             "warning", "load", f"{average:.1f} on {cores} cores: other programs are running, and figures will be low"

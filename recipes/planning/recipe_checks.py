@@ -92,18 +92,17 @@ def _size(path: Path) -> int:
     return total
 
 
-def disk(output: Path, needed: int, free: Callable[[Path], int] | None = None) -> Finding:
+def disk(output: Path, needed: int) -> Finding:
     """Whether the checkpoints and exports of a run fit on the disk of its folder.
 
     Args:
         output: folder of the run, which need not exist.
         needed: bytes that the run will write there and keep at the same time, besides those that lie there.
-        free: bytes that are free in a folder; None: asks the operating system.
     """
     folder = output.absolute()
     while not folder.is_dir():
         folder = folder.parent
-    left = shutil.disk_usage(folder).free if free is None else free(folder)
+    left = shutil.disk_usage(folder).free
     if left < needed:
         return Finding(
             "error",

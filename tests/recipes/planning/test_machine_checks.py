@@ -1,6 +1,8 @@
 import os
 import resource
+import shutil
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,13 +45,16 @@ def test_this_environment_is_that_of_its_lock():
 @pytest.mark.parametrize(
     ("limit", "level"), [(1024, "warning"), (4095, "warning"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")]
 )
-def test_open_files(limit, level):
-    assert open_files(limit).level == level
+def test_open_files(monkeypatch, limit, level):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    assert open_files().level == level
 
 
-def test_shared_memory(tmp_path):
-    assert shared_memory(tmp_path, lambda folder: 2 << 30).level == "ok"
-    small = shared_memory(tmp_path, lambda folder: 64 << 20)
+def test_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 << 30))
+    assert shared_memory(tmp_path).level == "ok"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 20))
+    small = shared_memory(tmp_path)
     assert small.level == "warning" and "67.1 MB free" in small.text and "--shm-size" in small.text
     assert shared_memory(tmp_path / "absent").level == "error"
 
@@ -66,8 +71,10 @@ def test_threads_that_are_not_set(four_cores, monkeypatch):
     assert threads().level == "ok"
 
 
-def test_other_programs(four_cores):
-    assert load(0.5).level == "ok" and load(2.5).level == "warning"
+@pytest.mark.parametrize(("average", "level"), [(0.5, "ok"), (2.5, "warning")])
+def test_other_programs(four_cores, monkeypatch, average, level):
+    monkeypatch.setattr(os, "getloadavg", lambda: (average, 0.0, 0.0))
+    assert load().level == level
 
 
 @pytest.mark.parametrize(
