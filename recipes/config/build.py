@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.manifest import Manifest
-from recipes.config.installed import all_components
+from recipes.config.entry_points import all_components
 from recipes.config.schema import Checker, Component, read_signature
 
 

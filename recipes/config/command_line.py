@@ -16,10 +16,10 @@ from typing import Any
 
 from data.disk_errors import disk_error, disk_line
 from recipes.config.components import COMPONENTS
-from recipes.config.installed import all_components, packages
+from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Signature, read_section, read_signature, subsections
-from recipes.config.sources import ROOT
+from recipes.config.source_code import ROOT
 from recipes.config.values import ConfigError
 
 FLAGS = ("--dry-run", "--print-config")

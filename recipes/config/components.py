@@ -1,7 +1,7 @@
 """The table of components that a YAML may name: group -> name -> builder, as "module:callable".
 
 A builder is imported only when its component is built. `recipes.config.schema` reads its keys from its source.
-`recipes.config.installed` adds the components of other packages.
+`recipes.config.entry_points` adds the components of other packages.
 """
 
 COMPONENTS: dict[str, dict[str, str]] = {

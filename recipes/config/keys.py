@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from recipes.config.installed import all_components
+from recipes.config.entry_points import all_components
 from recipes.config.schema import nearest, read_section, read_signature, subsections
 
 

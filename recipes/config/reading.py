@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from recipes.config.scalars import load
-from recipes.config.sources import ROOT
+from recipes.config.source_code import ROOT
 from recipes.config.values import ConfigError
 
 MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for

@@ -16,7 +16,7 @@ import yaml
 from data.aliases import Duration, InputPath
 from data.stores import FORMS, STORES, malformed, scheme_of
 from recipes.config.components import COMPONENTS
-from recipes.config.installed import all_components
+from recipes.config.entry_points import all_components
 from recipes.config.keys import unknown_key
 from recipes.config.reading import read_values
 from recipes.config.schema import Checker

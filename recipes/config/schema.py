@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from recipes.config.scalars import is_spelled, text_of, value_of
-from recipes.config.sources import module_tree, source_file
+from recipes.config.source_code import module_tree, source_file
 from recipes.config.values import Component, ConfigError, plain_values, quoted, yaml_line
 
 DURATION = re.compile(r"\d+(ba|ep|sp)|(\d+(\.\d*)?|\.\d+)dur")

@@ -16,7 +16,7 @@ import torch
 from data.files import atomic_write, point_to
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
-from recipes.engines.earlier import upgraded
+from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.generators import with_arrays, with_tensors

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
 from data.errors import first_line
-from recipes.engines.earlier import check_names
+from recipes.engines.legacy_checkpoints import check_names
 
 ALLOWED = [
     np.ndarray,

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from recipes.engines.conversion import PREFIX
-from recipes.engines.earlier import check_names, upgraded
+from recipes.engines.legacy_checkpoints import check_names, upgraded
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.plain_pickles import load_plain, plain_metadata
 from recipes.engines.sharded_files import METADATA

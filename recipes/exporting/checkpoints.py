@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from recipes.engines.conversion import PREFIX
-from recipes.engines.earlier import upgraded
+from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain

@@ -12,7 +12,7 @@ from data.garbage_collection import rare_searches
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from recipes.config.build import encoders_of, imported
-from recipes.config.installed import all_components
+from recipes.config.entry_points import all_components
 from recipes.models.config_files import read_object
 from recipes.models.family import ExportParts, Family
 

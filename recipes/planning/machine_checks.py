@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data import stale_memory as stale
 from data.cost import size_text
-from recipes.config.sources import ROOT
+from recipes.config.source_code import ROOT
 from recipes.planning.finding import Finding
 
 # Each MDS shard that is read, and each worker's socket, takes a file descriptor.

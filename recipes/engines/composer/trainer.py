@@ -34,8 +34,8 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
-from recipes.engines.earlier import upgraded
 from recipes.engines.lazy import copy_moments
+from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.loggers import RunLoggers
 from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.plain_pickles import load_plain, plain_pickles

@@ -27,8 +27,8 @@ from recipes.config.recipe import Recipe
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes, whole
 from recipes.engines.counts import Counts
-from recipes.engines.earlier import upgraded
 from recipes.engines.lazy import copied, copy_moments
+from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, forms, gathered, joined, separated
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.data import RunBatches

@@ -12,7 +12,7 @@ from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.sampler import Choice, sample_tokens
 from recipes.models.autoregressive.sparse_attention import resolve
 from recipes.models.autoregressive.transformer import TokenTransformer
-from recipes.models.earlier import separated
+from recipes.models.legacy_weights import separated
 from recipes.models.network_folder import FOLDER, TransformerTask, load_network
 
 # Letters: B batch, T text positions, N image positions, S = T + N, d width, V text vocabulary, K image codes.

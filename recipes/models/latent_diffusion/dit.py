@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.ranges import check_least
-from recipes.models.earlier import separated
 from recipes.models.latent_diffusion.denoiser import Denoiser
+from recipes.models.legacy_weights import separated
 from recipes.models.network_folder import load_into, load_network, save_network
 from recipes.models.tensor_plan import DividedBranch, TensorPlan
 

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from recipes.config import schema, sources
+from recipes.config import schema, source_code
 from recipes.config.components import COMPONENTS
 from recipes.config.schema import Checker, nearest, read_section, read_signature, type_text
 from recipes.config.values import Component
@@ -71,10 +71,10 @@ GROUPS = {"toy": {"plain": "toys.parts:plain", "outer": "toys.parts:Outer", "emp
 def toys(tmp_path, monkeypatch):
     (tmp_path / "toys").mkdir()
     (tmp_path / "toys" / "parts.py").write_text(textwrap.dedent(TOYS))
-    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    monkeypatch.setattr(source_code, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     yield
-    sources.module_tree.cache_clear()
+    source_code.module_tree.cache_clear()
     schema.read_signature.cache_clear()
 
 
@@ -323,7 +323,7 @@ TARGETS = [(group, target) for group, names in COMPONENTS.items() for target in 
 @pytest.fixture
 def real(monkeypatch):
     monkeypatch.undo()
-    sources.module_tree.cache_clear()
+    source_code.module_tree.cache_clear()
     schema.read_signature.cache_clear()
 
 
@@ -367,7 +367,7 @@ def test_a_default_is_of_its_type(real, group, target):
 @pytest.mark.parametrize(("group", "target"), TARGETS, ids=[target for _, target in TARGETS])
 def test_a_builder_asks_for_what_it_is_given(real, group, target):
     module, _, name = target.partition(":")
-    node = next(n for n in sources.module_tree(module).body if getattr(n, "name", None) == name)
+    node = next(n for n in source_code.module_tree(module).body if getattr(n, "name", None) == name)
     if isinstance(node, ast.ClassDef):
         node = next(n for n in node.body if getattr(n, "name", None) == "__init__")
     asked = {arg.arg for arg in node.args.args} - {"self"}

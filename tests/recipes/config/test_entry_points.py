@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import installed, sources
+from recipes.config import entry_points, source_code
 from recipes.config.build import build
 from recipes.config.command_line import help_text, user_errors
 from recipes.config.recipe import Recipe, load_config
@@ -34,12 +34,12 @@ def package(tmp_path, monkeypatch):
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: of-tests\nVersion: 1\n")
         (info / "entry_points.txt").write_text(lines)
         monkeypatch.syspath_prepend(tmp_path)
-        installed._entries.cache_clear()
+        entry_points._entries.cache_clear()
         return tmp_path / "of_tests"
 
     yield install
     monkeypatch.undo()
-    installed._entries.cache_clear()
+    entry_points._entries.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "of_tests"]:
         del sys.modules[name]
 
@@ -79,8 +79,8 @@ def test_a_folder_of_the_checkout_does_not_hide_a_package(package, tmp_path, mon
     """Such as my_package, in which pyproject.toml lies beside the package my_package."""
     folder = package(CALLBACK)
     (tmp_path / "checkout" / "of_tests").mkdir(parents=True)
-    monkeypatch.setattr(sources, "ROOT", tmp_path / "checkout")
-    assert sources.source_file("of_tests.inner.norms") == folder / "inner" / "norms.py"
+    monkeypatch.setattr(source_code, "ROOT", tmp_path / "checkout")
+    assert source_code.source_file("of_tests.inner.norms") == folder / "inner" / "norms.py"
 
 
 def test_a_name_of_this_repository_cannot_be_taken(package):

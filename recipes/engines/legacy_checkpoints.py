@@ -3,7 +3,7 @@
 Full ones are converted when they are loaded. Of a sharded one each rank reads its own part by the names of this
 version, so it is refused, and `recipes/convert_checkpoint.py` makes a full one of it.
 
-See `recipes.models.earlier` for the parameters.
+See `recipes.models.legacy_weights` for the parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from recipes.models.earlier import part_of, separate_names
+from recipes.models.legacy_weights import part_of, separate_names
 from recipes.training.checkpoint_names import REST
 
 
