@@ -19,9 +19,12 @@ from typing import Any
 from streaming import Stream, StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
+from streaming.base.format import Reader
+from streaming.base.world import World
 
 from data.downloads import fetch
 from data.errors import WorkersError, one_line
+from data.mds_index import read_index
 
 
 class NotFetched(WorkersError, RuntimeError):
@@ -33,7 +36,18 @@ class WholeStream(Stream):
 
     Google's client writes to the file that it is given. If the connection breaks, the next attempt takes the part that
     came for the file, and after a process was killed the next one does.
+
+    The index need not be trusted: streaming would fail on any damage, and take files from outside of the folder.
     """
+
+    def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
+        """See `Stream.get_shards`. Raises a ValueError as `read_index`."""
+        folder = Path(self.local, self.split)
+        try:
+            return super().get_shards(world, allow_unsafe_types)
+        finally:  # also where it failed: this says why
+            if (folder / "index.json").is_file():
+                read_index(folder)
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         path = Path(self.local, self.split, to_basename or from_basename)

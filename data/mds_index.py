@@ -25,13 +25,14 @@ def read_index(folder: str | Path) -> list[Shard]:
     """
     path = Path(folder, "index.json")
     try:
-        entries = read_object(path).get("shards")
+        values = read_object(path)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"no file {path}: name a folder of MDS shards") from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); copy the file again") from None
-    if not isinstance(entries, list):
-        raise ValueError(f"{path}: not the index of MDS shards, it has no list `shards`")
+    entries = values.get("shards")
+    if values.get("version") != 2 or not isinstance(entries, list):
+        raise ValueError(f"{path}: not the index of MDS shards, it has no `version` 2 or no list `shards`")
     for number, entry in enumerate(entries):
         try:
             _check(entry)

@@ -82,6 +82,40 @@ def test_indexes(shards, tmp_path, data):
         assert all(isinstance(sample, Sample | Rejected) for sample in samples or [])
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{", "not JSON"),
+        ('{"version": 2}', "not the index of MDS shards"),
+        ('{"shards": []}', "not the index of MDS shards"),
+        ('{"version": 2, "shards": [3]}', "shard 0: is 3"),
+        ('{"version": 2, "shards": [{"format": "mds", "version": 2}]}', "shard 0: column_names"),
+    ],
+)
+def test_training_data_of_a_damaged_index(shards, tmp_path, text, fault):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/index.json: {fault}"):
+        open_set(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../shard.00000.mds", "/etc/shard.00000.mds"])
+def test_training_data_of_an_index_that_names_files_elsewhere(shards, tmp_path, name):
+    index = json.loads((shards / "index.json").read_text())
+    assert len(open_set(shards)) == 3
+    index["shards"][0]["raw_data"]["basename"] = name
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "index.json").write_text(json.dumps(index))
+    shutil.copyfile(shards / "shard.00000.mds", tmp_path / "shard.00000.mds")
+    with pytest.raises(ValueError, match="which leaves the folder"):
+        open_set(tmp_path / "set")
+
+
+def open_set(folder):
+    from data.fetching import FetchingDataset, WholeStream
+
+    return FetchingDataset(streams=[WholeStream(local=str(folder))], batch_size=1)
+
+
 def test_samples_and_sizes_that_an_index_invents(shards, tmp_path):
     """Neither is a line written for each, nor memory taken."""
     from streaming.base.format import reader_from_json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from data.cost import count_text, size_text
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
+from data.mds_index import read_index
 from data.ranges import bytes_of
 from data.text_manifest import NAME as TEXT_MANIFEST
 from recipes.config.recipe import Recipe
@@ -166,7 +166,7 @@ def _shards(stream: Component) -> list[dict[str, Any]]:
     folder = _folder(stream)
     if folder is None or not (folder / INDEX).is_file():
         return []
-    return json.loads((folder / INDEX).read_text(encoding="utf-8"))["shards"]
+    return read_index(folder)
 
 
 def _folder(stream: Component) -> Path | None:

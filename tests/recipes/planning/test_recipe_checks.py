@@ -71,6 +71,15 @@ def test_what_draws_images_needs_the_encoders_of_the_data(small_recipe, latent_s
     assert not absent_inputs(small_recipe(tmp_path / "run", changes[1]), [])  # nothing draws
 
 
+@pytest.mark.parametrize(("text", "fault"), [("{", "not JSON"), ('{"version": 2, "shards": [{}]}', "shard 0: is")])
+def test_a_damaged_index_is_said_in_one_line(small_recipe, latent_sets, tmp_path, text, fault):
+    shutil.copytree(latent_sets / "train", tmp_path / "set")
+    (tmp_path / "set" / "index.json").write_text(text)
+    recipe = small_recipe(tmp_path / "run", f"data.streams.train.path={tmp_path}/set")
+    with pytest.raises(ValueError, match=f"set/index.json: {fault}"):
+        list(cheap_recipe_checks(recipe))
+
+
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
