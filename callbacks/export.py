@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ import numpy as np
 from callbacks.averaged import averaged
 from data.aliases import Duration
 from data.cost import FLOAT, Cost, Files, Plan, size_text
-from data.files import atomic_folder, write_json
+from data.files import atomic_folder, read_if_object, write_json
 from data.loading import Loading
 from data.log import log
 from data.vocabulary_files import copy_vocabulary
@@ -70,8 +69,7 @@ class Export(PeriodicCallback):
             log.warning(f"export: batch {run.clock.batch} is not finite; {self.folder} is left as it is")
 
     def is_complete(self, clock: Clock) -> bool:
-        done = self.folder / "done.json"
-        return done.is_file() and json.loads(done.read_text(encoding="utf-8")).get("batches") == clock.batch
+        return read_if_object(self.folder / "done.json").get("batches") == clock.batch
 
     def end(self, run: Run) -> None:
         """Write the last export.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from data.files import write_text
+from data.files import write_json
 from data.log import log
 from recipes.algorithms.sixteen_bit.fp16_weights import factor_of
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
@@ -149,7 +148,7 @@ class Guard(Lever):
         }
         if is_first_rank():
             try:
-                write_text(self.output / REPORT, json.dumps(report, indent=1) + "\n")
+                write_json(self.output / REPORT, report, indent=1)
             except OSError as error:  # which is not why the run ends
                 log.warning(f"{self.output / REPORT} could not be written ({error.strerror})")
         wait()  # a launcher would end the first rank when another has ended
