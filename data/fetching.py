@@ -41,13 +41,13 @@ class WholeStream(Stream):
     """
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
-        """See `Stream.get_shards`. Raises a ValueError as `read_index`."""
+        """See `Stream.get_shards`. Raises a ValueError as `read_index`, or where the set has no samples."""
         folder = Path(self.local, self.split)
         try:
             return super().get_shards(world, allow_unsafe_types)
         finally:  # also where it failed: this says why
-            if (folder / "index.json").is_file():
-                read_index(folder)
+            if (folder / "index.json").is_file() and not any(shard["samples"] for shard in read_index(folder)):
+                raise ValueError(f"{folder}: a set without samples; leave it out, or encode it again")
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         path = Path(self.local, self.split, to_basename or from_basename)
