@@ -9,11 +9,12 @@ import numpy as np
 from data.errors import one_line
 
 
-def read_matrix(file: Path) -> np.ndarray:
+def read_matrix(file: Path, shape: tuple[int, int]) -> np.ndarray:
     """Reads a .npy file of numbers in two dimensions.
 
     Args:
         file: its path.
+        shape: of the array.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -21,8 +22,8 @@ def read_matrix(file: Path) -> np.ndarray:
     """
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)  # compares the sizes before it takes memory
-        if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind not in "iuf":
-            raise ValueError("expected numbers in 2 dimensions")
+        if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype.kind not in "iuf":
+            raise ValueError(f"expected {shape[0]} x {shape[1]} numbers")
         return np.array(array)
     except FileNotFoundError:
         raise

@@ -102,9 +102,9 @@ class EncodedSet:
         """Reads the manifest of the set. Errors are those of `current` and of `Manifest.read`."""
         return Manifest.read(self.current(MANIFEST).parent)
 
-    def null_text(self) -> Tensor:
-        """(L, D) float16, the embedding of the empty caption."""
-        return torch.from_numpy(read_matrix(self.file(NULL_TEXT)))
+    def null_text(self, shape: tuple[int, int]) -> Tensor:
+        """(L, D) float16, the embedding of the empty caption; `shape` is what the manifest says of texts."""
+        return torch.from_numpy(read_matrix(self.file(NULL_TEXT), shape))
 
 
 def local_set(

@@ -92,7 +92,7 @@ def latents(
             epoch_size=epoch_size,
         ),
     )
-    null_text = next(iter(streams.values())).null_text()
+    null_text = next(iter(streams.values())).null_text(manifest.text_shape)
     if placement.training:
         on_device = LatentTransform(null_text, caption_dropout, sample_posterior, flip)
     else:

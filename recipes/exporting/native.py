@@ -126,7 +126,7 @@ def training_data(
         loader=None,
         manifest=manifest,
         resolution=args["resolution"],
-        null_text=place.null_text() if manifest.kind == "latents" else None,
+        null_text=place.null_text(manifest.text_shape) if manifest.kind == "latents" else None,
         vocabulary=vocabulary(args["vocabulary"], place) if "vocabulary" in args else None,
     )
     return loading, data or beside

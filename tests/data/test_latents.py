@@ -69,6 +69,14 @@ def test_what_a_loading_says(load, latent_sets):
     assert next(iter(loading.loader))["mean"].shape == (8, 4, 16, 16)
 
 
+def test_a_null_caption_of_another_shape_than_the_texts(load, latent_sets, tmp_path):
+    """Training would end in a traceback when the first caption is dropped."""
+    shutil.copytree(latent_sets / "train", tmp_path / "set")
+    np.save(tmp_path / "set" / "null_text.npy", np.zeros((3, 3), np.float16))
+    with pytest.raises(ValueError, match=r"null_text.npy: not readable .*expected \d+ x \d+ numbers.*copy it again"):
+        load(sets={"a": tmp_path / "set"})
+
+
 def test_training_goes_through_the_set_in_another_order_each_epoch(load, stored):
     loading = load()
     first, second = seeds(loading), seeds(loading)
@@ -282,7 +290,7 @@ def test_ranks_fetch_at_the_same_moment(latent_sets, tmp_path):
     encoded = remote(latent_sets, tmp_path)
     with ThreadPoolExecutor(16) as pool:
         manifests = list(pool.map(lambda _: encoded.manifest(), range(48)))
-        nulls = list(pool.map(lambda _: encoded.null_text(), range(48)))
+        nulls = list(pool.map(lambda _: encoded.null_text(manifests[0].text_shape), range(48)))
     assert all(manifest == manifests[0] for manifest in manifests) and all((n == nulls[0]).all() for n in nulls)
     assert {file.name for file in (tmp_path / "cache").iterdir()} == {"manifest.json", "null_text.npy"}
 

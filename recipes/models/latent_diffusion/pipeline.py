@@ -111,7 +111,7 @@ def load(parts: ExportParts) -> DiffusionPipeline:
     # Exports from before export.json named them have a U-Net and DDPM's scheduler.
     denoiser = parts.component_class("denoiser", parts.record.get("denoiser", "unet"))
     objective = parts.component_class("objective", parts.record.get("objective", "ddpm"))
-    null_text = read_matrix(parts.folder / NULL_TEXT)
+    null_text = read_matrix(parts.folder / NULL_TEXT, parts.manifest.text_shape)
     return DiffusionPipeline(
         denoiser=denoiser.open(parts.network).to(parts.device).eval(),
         objective=objective.open(parts.folder / SCHEDULER),

@@ -181,6 +181,12 @@ def test_an_export_without_a_part(tmp_path, export, capsys):
         assert part in refuse(command(tmp_path / part, tmp_path / "x.png"), capsys)
 
 
+def test_an_export_whose_null_caption_has_another_shape(tmp_path, export, capsys):
+    shutil.copytree(export, tmp_path / "export")
+    np.save(tmp_path / "export" / "null_text.npy", np.zeros((3, 3), np.float16))
+    assert "null_text.npy: not readable" in refuse(command(tmp_path / "export", tmp_path / "x.png"), capsys)
+
+
 def test_where_the_export_is_looked_for(tmp_path, export):
     assert find_export(export) == find_export(export.parent) == export
     with pytest.raises(ValueError, match="is a file"):
