@@ -90,6 +90,10 @@ def test_a_picture_that_does_not_decode_is_left_out(make, monkeypatch):
     assert np.isfinite(list(run.logged[0][1].values())).all()
 
 
+def test_options_of_the_grid_have_its_defaults(make):
+    assert make(sampling=None).grid.steps == 3
+
+
 @pytest.mark.parametrize(
     ("images", "pictures", "size"), [(2, 9, 2), (3, 3, 2), (256, 40, 20), (9, 40, 4), (5000, 5000, 1000)]
 )
@@ -106,6 +110,9 @@ def test_subsets_of_kid(make, images, pictures, size):
         ({"extractor": "contrastive"}, "fid: path is missing"),
         ({"sampling": {"stesp": 1}}, "sampling.stesp: no option of Everything models, which have steps"),
         ({"sampling": {"prompts": []}}, "sampling.prompts: no option"),
+        ({"sampling": {"steps": 2.5}}, "sampling.steps: 2.5; give "),
+        ({"sampling": {"steps": True}}, "sampling.steps: True; give "),
+        ({"seed": -1}, "fid: seed: -1; give 0 or more"),
         ({"images": 13}, "^fid: images: 13 wanted, and the reference has 12 captions; give at most as many"),
         ({"images": 1}, "fid needs 2 generated pictures, and there are 1"),
         ({"reference_images": 99}, "^fid: reference_images: 99 wanted, and the source has 12; give at most as many"),

@@ -1,6 +1,7 @@
 """The work of an evaluation gives the same numbers whoever does it, and is done once."""
 
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,6 +90,13 @@ def test_finished_work_is_not_done_again(job):
     changed = job()
     changed.identity["network"] = "other"
     assert changed.file(variant, 0) != first.file(variant, 0)
+    changed = job()
+    changed.captions = ["another", *CAPTIONS[1:]]
+    assert changed.file(variant, 0) != first.file(variant, 0) and changed.file(variant, 4) == first.file(variant, 4)
+    changed.captions = CAPTIONS[:-1]  # the seeds of further candidates are counted from there
+    assert changed.file(variant, 0) != first.file(variant, 0)
+    for other in (replace(variant, radii=(0, 2)), replace(variant, pools=(1, 2))):
+        assert first.file(other, 0) != first.file(variant, 0)
 
 
 def test_null_is_the_default_of_an_option(job):

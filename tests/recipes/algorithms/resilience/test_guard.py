@@ -168,8 +168,9 @@ def test_a_run_that_ends_so_is_an_error(tmp_path):
     run, levers = new_run(tmp_path)
     step(run, levers, 9)
     step(run, levers, 10, math.nan)
-    with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10"):
+    with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10 .*checkpoint is none"):
         levers.at("end", run)
+    assert json.loads((tmp_path / REPORT).read_text())["last_good_checkpoint"] is None
 
 
 def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
