@@ -112,6 +112,9 @@ def test_initial_weights_are_those_of_the_published_networks():
     for layer, sides in uniform:
         bound = math.sqrt(6 / sides)
         assert 0.97 * bound < layer.weight.abs().max() <= bound and not layer.bias.any()
+    # Two attentions, an MLP of four times the width, and six vectors of modulation, each with its bias.
+    assert sum(p.numel() for p in block.parameters()) == (4 + 4 + 8 + 6) * 64**2 + (4 + 4 + 5 + 6) * 64
+    assert network.final_layer.adaLN_modulation.weight.shape == (2 * 64, 64)
     for weight in (network.t_embedder.fc1.weight, network.t_embedder.fc2.weight, network.y_pooled.fc1.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.1)
 
