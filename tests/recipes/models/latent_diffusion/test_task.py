@@ -178,6 +178,12 @@ def test_widths_that_do_not_fit(changes, message):
         unet(**(sizes | changes))
 
 
+def test_dropout_is_that_of_the_residual_blocks():
+    sizes = {"channels": [16, 16], "attention": [False, True], "heads": [1, 1], "text_width": 8, "norm_groups": 8}
+    layers = [m for m in unet(**sizes, dropout=0.25).named_modules() if isinstance(m[1], torch.nn.Dropout)]
+    assert {(".resnets." in name, layer.p) for name, layer in layers} == {(True, 0.25), (False, 0.0)}
+
+
 def test_the_network_of_stable_diffusion_2():
     recipe = load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, [])
     task = build_on_meta(recipe.model)
