@@ -52,6 +52,13 @@ def test_normal_numbers_are_standard_and_independent(numbers):
     assert abs((samples[:, :1250] * samples[:, 1250:]).mean()) < 4 / math.sqrt(count / 2)
 
 
+def test_the_ends_of_the_words_are_finite_numbers(monkeypatch):
+    """One word in 2^32, which a batch of latents may well meet, has an upper half of zeros."""
+    monkeypatch.setattr(SampleDraws, "_words", lambda draws, count: torch.tensor([[0], [-1]]))
+    ends = SampleDraws(torch.arange(2)).normal(torch.empty(2, 1))
+    assert ends.tolist() == pytest.approx([math.sqrt(64 * math.log(2)), 0])
+
+
 def test_uniform_numbers_and_integers():
     draws, x = SampleDraws(torch.arange(20000)), torch.empty(20000, 1)
     uniform = draws.uniform(x)

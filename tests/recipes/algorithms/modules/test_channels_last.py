@@ -91,6 +91,9 @@ def test_the_encoder_of_a_dvae():
     after = model.encoder(x)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
     assert is_channels_last(after)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # as FSDP gathers them
+    assert is_channels_last(model.encoder(x))
 
 
 @pytest.mark.parametrize("fused_first", [True, False])
