@@ -321,6 +321,14 @@ def test_an_average_that_stays_near_its_beginning(arguments, said, capsys):
     assert said in found and bool(said) == bool(found)
 
 
+@pytest.mark.parametrize(("start", "batch"), [("0.07dur", 7), ("0.29dur", 29), ("0.555dur", 56)])
+def test_a_share_of_a_run_is_a_whole_number_of_batches(start, batch):
+    """0.07 times 100 is slightly more than 7, and 0.29 times 100 slightly less than 29."""
+    ema = ScheduledEMA(decay=0.9, start=start)
+    ema.check_run(SimpleNamespace(clock=Clock(0, 0, 0, "100ba")))
+    assert ema.begins == (batch, "ba")
+
+
 def test_a_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no trained parameters"):
         Average(Small().requires_grad_(False))
