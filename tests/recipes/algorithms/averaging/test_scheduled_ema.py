@@ -1,5 +1,6 @@
 """The scheduled average: when it begins, what it is, who uses it, and that resuming changes nothing."""
 
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -272,6 +273,34 @@ def test_parameters_of_16_bits_have_a_32_bit_average(kind):
     assert torch.equal(model.weight, kept.bfloat16())
     average.take_out()
     assert torch.equal(model.weight, raw) and torch.equal(average.shadow[0], kept)
+
+
+def test_what_needs_the_average_waits_for_its_thread():
+    """The next update, a checkpoint, an exchange, and a checkpoint that is loaded, while an update takes its time."""
+    model = Small()
+    average, plain = HostAverage(model), Average(model)
+    blend = average._blend
+    average._blend = lambda current, keep: time.sleep(0.02) or blend(current, keep)
+
+    def update():
+        with torch.no_grad():
+            for parameter in average.parameters:
+                parameter.add_(torch.randn_like(parameter))
+        average.update(0.5)
+        plain.update(0.5)
+
+    update()
+    update()
+    tensors, wanted = average.tensors(), plain.tensors()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
+    update()
+    average.put_in()
+    assert torch.equal(weights(model), flat(plain))
+    average.take_out()
+    saved, before = {name: tensor.clone() for name, tensor in wanted.items()}, flat(plain)
+    update()
+    average.load(saved)
+    assert torch.equal(flat(average), before)
 
 
 @pytest.mark.parametrize(
