@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 
-from data.draws import SampleDraws
+from data.draws import draws_of
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
@@ -112,8 +112,10 @@ def test_training_noise_may_belong_to_samples(task, batch, objective):
     losses = [own(part(batch, slice(index, index + 1)))["total"] for index in range(5)]
     torch.testing.assert_close(own(batch)["total"], torch.stack(losses).mean(), rtol=1e-5, atol=0)
     assert len({loss.item() for loss in losses}) == 5
-    noise, times = objective.draw(batch["latents"], SampleDraws(batch["seed"]))
+    noise, times = objective.draw(batch["latents"], draws_of(batch, place=1))  # the data has drawn at place 0
     assert noise.shape == batch["latents"].shape and len(times.unique()) == 5
+    losses = objective(lambda x, t: task.denoiser(x, t, batch["text"]), batch["latents"], noise, times)
+    torch.testing.assert_close(own(batch)["total"], losses.mean(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
