@@ -16,7 +16,7 @@ from tests.recipes.training.fake_run import FakeRun
 
 @pytest.mark.parametrize(
     ("counts", "used", "perplexity"),
-    [([5, 5, 5, 5], 1.0, 4.0), ([0, 7, 0, 0], 0.25, 1.0), ([3, 3, 0, 0], 0.5, 2.0), ([0, 0, 0, 0], 0.0, 1.0)],
+    [([5, 5, 5, 5], 1.0, 4.0), ([0, 1, 0, 0], 0.25, 1.0), ([3, 3, 0, 0], 0.5, 2.0), ([0, 0, 0, 0], 0.0, 1.0)],
 )
 def test_usage(counts, used, perplexity):
     assert usage(torch.tensor(counts)) == (used, pytest.approx(perplexity))

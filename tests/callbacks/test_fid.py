@@ -31,8 +31,11 @@ class Pictures:
 class Grid:
     """Draws noise that grows with the batch."""
 
-    def __init__(self, task, output, loading, encoders, average, copies, *, prompts, seed, batch, steps: int = 3):
-        self.prompts, self.seed, self.steps = prompts, seed, steps
+    def __init__(
+        self, task, output, loading, encoders, average, copies, *, prompts, seed, batch, steps: int = 3,
+        scale: float = 1.0,
+    ):
+        self.prompts, self.seed, self.steps, self.scale = prompts, seed, steps, scale
 
     def begin(self, run):
         pass
@@ -90,6 +93,11 @@ def test_a_picture_that_does_not_decode_is_left_out(make, monkeypatch):
     assert np.isfinite(list(run.logged[0][1].values())).all()
 
 
+def test_options_of_the_grid_have_its_defaults(make):
+    assert make(sampling=None).grid.steps == 3
+    assert make(sampling={"scale": 3}).grid.scale == 3
+
+
 @pytest.mark.parametrize(
     ("images", "pictures", "size"), [(2, 9, 2), (3, 3, 2), (256, 40, 20), (9, 40, 4), (5000, 5000, 1000)]
 )
@@ -104,8 +112,12 @@ def test_subsets_of_kid(make, images, pictures, size):
     [
         ({"task": SimpleNamespace()}, "fid: a SimpleNamespace draws no images of captions"),
         ({"extractor": "contrastive"}, "fid: path is missing"),
-        ({"sampling": {"stesp": 1}}, "sampling.stesp: no option of Everything models, which have steps"),
+        ({"sampling": {"stesp": 1}}, "sampling.stesp: no option of Everything models, which have scale, steps"),
         ({"sampling": {"prompts": []}}, "sampling.prompts: no option"),
+        ({"sampling": {"steps": 2.5}}, "sampling.steps: 2.5; give "),
+        ({"sampling": {"steps": True}}, "sampling.steps: True; give "),
+        ({"sampling": {"scale": "3"}}, "sampling.scale: '3'; give "),
+        ({"seed": -1}, "fid: seed: -1; give 0 or more"),
         ({"images": 13}, "^fid: images: 13 wanted, and the reference has 12 captions; give at most as many"),
         ({"images": 1}, "fid needs 2 generated pictures, and there are 1"),
         ({"reference_images": 99}, "^fid: reference_images: 99 wanted, and the source has 12; give at most as many"),

@@ -69,6 +69,8 @@ def test_the_chart_has_each_rows_scales_and_overflows():
     assert overflows.get_offsets().tolist() == [[1.0, 2.0]]
     assert top.patches[0].get_data().values.tolist() == [0.5, 0.0]
     assert top.get_title() == "1 of 4 updates skipped"
+    _, bottom = scale_chart(History([Row(2, 2, 0, [7.0], {})], 2)).axes[:2]
+    assert len(bottom.collections) == 1  # of a run without overflows
 
 
 def test_a_resumed_run_keeps_its_history(tmp_path):

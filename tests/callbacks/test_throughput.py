@@ -160,7 +160,8 @@ def test_a_window_forgets():
     assert timer.share("forward") is None and not timer.full
     for samples in (1000, 4, 8):
         timer.begin_step()
-        timer.end("forward")  # nothing has begun
+        timer.end("forward")  # nothing has begun in this step
+        timer.begin("forward")
         timer.end_step(samples)
     assert timer.full and timer.samples_per_second() == pytest.approx(6 * timer.steps_per_second())
     assert timer.share("forward") == 0.0

@@ -14,6 +14,23 @@ def test_the_words_are_those_of_splitmix64():
     assert [word % 2**64 for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
+def splitmix64(state):
+    """The generator, written out in Python's integers."""
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        word = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+        yield word ^ word >> 31
+
+
+def test_numbers_stay_from_version_to_version():
+    """Each kind is a generator of its own, whose seed comes from that of the sample."""
+    assert seeds_of(torch.tensor([5, 2**62]), seed=17, batch=3).tolist() == [-6041609333747845862, 4812516837559436835]
+    draws, seeds, x = SampleDraws(torch.tensor([0]), kind=1), splitmix64(0), torch.empty(1, 1)
+    assert draws.integers(x, 10**9).item() == (next(splitmix64(next(seeds))) >> 1) % 10**9
+    assert draws.uniform(x).item() == (next(splitmix64(next(seeds))) >> 40) / 2**24
+
+
 @pytest.fixture(scope="module")
 def numbers():
     return SampleDraws(torch.arange(40)).normal_like(torch.empty(40, 4, 25, 25))
@@ -33,6 +50,13 @@ def test_normal_numbers_are_standard_and_independent(numbers):
     assert abs((samples[:, 1:] * samples[:, :-1]).mean()) < 4 / math.sqrt(count)
     # The halves come from the same words.
     assert abs((samples[:, :1250] * samples[:, 1250:]).mean()) < 4 / math.sqrt(count / 2)
+
+
+def test_the_ends_of_the_words_are_finite_numbers(monkeypatch):
+    """One word in 2^32, which a batch of latents may well meet, has an upper half of zeros."""
+    monkeypatch.setattr(SampleDraws, "_words", lambda draws, count: torch.tensor([[0], [-1]]))
+    ends = SampleDraws(torch.arange(2)).normal(torch.empty(2, 1))
+    assert ends.tolist() == pytest.approx([math.sqrt(64 * math.log(2)), 0])
 
 
 def test_uniform_numbers_and_integers():

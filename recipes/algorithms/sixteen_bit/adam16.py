@@ -110,10 +110,8 @@ class Adam16(torch.optim.Optimizer):
 
         The copies are held for one tensor at a time.
         """
-        values, factor = parameter.detach().float(), factor_of(parameter)
-        gradient = torch.empty_like(values).copy_(parameter.grad)
-        if factor is not None:
-            gradient.div_(factor)
+        values = parameter.detach().float()
+        gradient = torch.empty_like(values).copy_(parameter.grad).div_(factor_of(parameter))
         moments = (state[name] for name in MOMENTS)
         self._update(group, state["step"].item(), parameter.device, [(values, gradient, *moments)])
         parameter.copy_(values)
@@ -296,7 +294,7 @@ def _check(group: dict[str, Any]) -> None:
     if group["moment_bits"] == 16 and clip is not None and clip > VARIANCE_0_6_10.largest:
         raise ValueError(f"adam16: variance_clip {clip} is above {VARIANCE_0_6_10.largest}, the largest 0-6-10 value")
     for parameter in group["params"]:
-        stored = parameter.dtype == torch.float16 and factor_of(parameter) is not None and group["moment_bits"] == 16
+        stored = factor_of(parameter) is not None and group["moment_bits"] == 16
         if parameter.dtype != torch.float32 and not stored:
             raise ValueError(
                 f"adam16: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; keep parameters in "

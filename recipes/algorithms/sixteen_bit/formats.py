@@ -96,10 +96,10 @@ class Format16:
         # Normal: add half of the last place, or one less if the kept part is even, and truncate.
         half = (1 << (shift - 1)) - 1 + ((magnitude >> shift) & 1)
         normal = (magnitude - offset + half) >> shift
-        # Subnormal: add a float whose last place is `least`, so that the addition rounds as needed.
+        # Subnormal: add a float whose last place is `least`, so that the addition rounds as needed. The sum's last 16
+        # bits are the code; its exponent lies above them.
         ruler = self.least * 2.0**FLOAT_SIGNIFICAND
-        ruler_bits = (1 - self.bias - self.significand + FLOAT_SIGNIFICAND + FLOAT_BIAS) << FLOAT_SIGNIFICAND
-        subnormal = (magnitude.view(torch.float32) + ruler).view(torch.int32) - ruler_bits
+        subnormal = (magnitude.view(torch.float32) + ruler).view(torch.int32)
         codes = torch.where(magnitude < (1 << FLOAT_SIGNIFICAND) + offset, subnormal, normal)
         if self.signed:
             codes = codes | ((bits >> 16) & 0x8000)

@@ -40,7 +40,6 @@ def encode_tile(values, SIGNED: tl.constexpr, SIGNIFICAND: tl.constexpr, BIAS: t
         OFFSET: tl.constexpr = (127 - BIAS) << 23
         MASK: tl.constexpr = 0x7FFF if SIGNED else 0xFFFF
         RULER: tl.constexpr = LEAST * 8388608.0
-        RULER_BITS: tl.constexpr = (1 - BIAS - SIGNIFICAND + 23 + 127) << 23
         bits = values.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         nothing = magnitude > 0x7F800000
@@ -49,7 +48,7 @@ def encode_tile(values, SIGNED: tl.constexpr, SIGNIFICAND: tl.constexpr, BIAS: t
         magnitude = tl.where(nothing, 0, tl.minimum(magnitude, (MASK << SHIFT) + OFFSET))
         half = (1 << (SHIFT - 1)) - 1 + ((magnitude >> SHIFT) & 1)
         normal = (magnitude - OFFSET + half) >> SHIFT
-        subnormal = (magnitude.to(tl.float32, bitcast=True) + RULER).to(tl.int32, bitcast=True) - RULER_BITS
+        subnormal = (magnitude.to(tl.float32, bitcast=True) + RULER).to(tl.int32, bitcast=True)
         wide = tl.where(magnitude < (1 << 23) + OFFSET, subnormal, normal)
         if SIGNED:
             wide = wide | ((bits >> 16) & 0x8000)

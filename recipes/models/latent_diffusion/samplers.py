@@ -51,11 +51,10 @@ def integrate(
         ValueError: see `set_steps`.
     """
     set_steps(scheduler, steps)
-    latents = noise * scheduler.init_noise_sigma
+    latents = noise  # neither scheduler scales it, nor what the network is given
     for timestep in scheduler.timesteps:
         times = torch.full((len(latents),), int(timestep), device=latents.device)
-        prediction = predict(scheduler.scale_model_input(latents, timestep), times)
-        latents = scheduler.step(prediction, timestep, latents, return_dict=False)[0]
+        latents = scheduler.step(predict(latents, times), timestep, latents, return_dict=False)[0]
     return latents
 
 

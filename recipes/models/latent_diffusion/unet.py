@@ -89,7 +89,7 @@ def unet(
         sample_size: side of the latent grid in the network's configuration; any side can be used.
         blocks: residual blocks per level on the way down; one more on the way up.
         norm_groups: groups of every GroupNorm.
-        dropout: dropout of the residual and transformer blocks.
+        dropout: dropout of the residual blocks; the transformer blocks have none, as in diffusers.
 
     Raises:
         ValueError: the lists have different lengths, sizes are below 1, or widths do not divide.

@@ -1,6 +1,7 @@
 """The work of an evaluation gives the same numbers whoever does it, and is done once."""
 
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,6 +90,13 @@ def test_finished_work_is_not_done_again(job):
     changed = job()
     changed.identity["network"] = "other"
     assert changed.file(variant, 0) != first.file(variant, 0)
+    changed = job()
+    changed.captions = [*CAPTIONS[:4], "another", *CAPTIONS[5:]]  # in the second chunk
+    assert changed.file(variant, 0) == first.file(variant, 0) and changed.file(variant, 4) != first.file(variant, 4)
+    changed.captions = CAPTIONS[:-1]  # the seeds of further candidates are counted from there
+    assert changed.file(variant, 0) != first.file(variant, 0)
+    for other in (replace(variant, radii=(0, 2)), replace(variant, pools=(1, 2))):
+        assert first.file(other, 0) != first.file(variant, 0)
 
 
 def test_null_is_the_default_of_an_option(job):
@@ -105,13 +113,14 @@ def test_a_wrong_value_of_a_sweep_is_met_before_much_is_drawn(job):
 
 def test_a_wait_for_other_ranks_is_named(job, monkeypatch, capsys):
     ours = job()
-    ours.run(Rank(0, 2))
+    ours.run(Rank(0, 3))
     sleeps = []
 
-    def sleep(seconds):  # the other rank does its share only after the wait was named
+    def sleep(seconds):  # the other ranks do their shares only after the wait was named
         sleeps.append(seconds)
-        if "waiting for" in capsys.readouterr().out:
-            ours.run(Rank(1, 2))
+        if "waiting for 8 chunks" in capsys.readouterr().out:  # of 3 for each of 4 variants
+            ours.run(Rank(1, 3))
+            ours.run(Rank(2, 3))
 
     monkeypatch.setattr("recipes.evaluation.job.time.sleep", sleep)
     assert len(collected(ours)) == 4

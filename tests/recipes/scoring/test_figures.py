@@ -78,6 +78,10 @@ def test_fewer_pictures_than_a_metric_needs(sets, changes, message):
         figures(config(**changes), generated, reference)
     with pytest.raises(ValueError, match="fid needs 2 reference pictures, and there are 0"):
         figures(config(metrics=["fid"]), generated, reference[:0])
+    reference[3, 2] = np.inf
+    with pytest.raises(ValueError, match="features are not finite"):
+        figures(config(), generated, reference)
+    reference[3, 2] = 0
     generated["features"][3, 2] = np.nan
     with pytest.raises(ValueError, match="features are not finite"):
         figures(config(), generated, reference)

@@ -1,5 +1,6 @@
 """The scheduled average: when it begins, what it is, who uses it, and that resuming changes nothing."""
 
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -274,6 +275,34 @@ def test_parameters_of_16_bits_have_a_32_bit_average(kind):
     assert torch.equal(model.weight, raw) and torch.equal(average.shadow[0], kept)
 
 
+def test_what_needs_the_average_waits_for_its_thread():
+    """The next update, a checkpoint, an exchange, and a checkpoint that is loaded, while an update takes its time."""
+    model = Small()
+    average, plain = HostAverage(model), Average(model)
+    blend = average._blend
+    average._blend = lambda current, keep: time.sleep(0.02) or blend(current, keep)
+
+    def update():
+        with torch.no_grad():
+            for parameter in average.parameters:
+                parameter.add_(torch.randn_like(parameter))
+        average.update(0.5)
+        plain.update(0.5)
+
+    update()
+    update()
+    tensors, wanted = average.tensors(), plain.tensors()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
+    update()
+    average.put_in()
+    assert torch.equal(weights(model), flat(plain))
+    average.take_out()
+    saved, before = {name: tensor.clone() for name, tensor in wanted.items()}, flat(plain)
+    update()
+    average.load(saved)
+    assert torch.equal(flat(average), before)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -319,6 +348,14 @@ def test_an_average_that_stays_near_its_beginning(arguments, said, capsys):
     ScheduledEMA(**arguments).check_run(SimpleNamespace(clock=Clock(0, 0, 0, "10000ba")))
     found = capsys.readouterr().out
     assert said in found and bool(said) == bool(found)
+
+
+@pytest.mark.parametrize(("start", "batch"), [("0.07dur", 7), ("0.29dur", 29), ("0.555dur", 56)])
+def test_a_share_of_a_run_is_a_whole_number_of_batches(start, batch):
+    """0.07 times 100 is slightly more than 7, and 0.29 times 100 slightly less than 29."""
+    ema = ScheduledEMA(decay=0.9, start=start)
+    ema.check_run(SimpleNamespace(clock=Clock(0, 0, 0, "100ba")))
+    assert ema.begins == (batch, "ba")
 
 
 def test_a_model_without_trained_parameters_is_refused():

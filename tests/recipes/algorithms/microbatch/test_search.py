@@ -11,7 +11,7 @@ from torch import nn
 
 from recipes.algorithms.averaging.average import Average
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
-from recipes.algorithms.microbatch.device_memory import DeviceMemory
+from recipes.algorithms.microbatch.device_memory import DeviceMemory, Reading
 from recipes.algorithms.microbatch.search import HEADROOM, MicrobatchPlan, MicrobatchSearch, even
 from recipes.algorithms.modules.compile import Compile
 from recipes.engines.composer.model import ComposerTask
@@ -125,6 +125,16 @@ def test_what_does_not_grow_hides_what_does():
     memory = FakeMemory(80_000 * MB, held=14_000 * MB, fixed=0, each=1_000 * MB, floor=20_000 * MB)
     assert search_alone(memory, 256)[-1] == 32
     assert max(search_alone(memory, 256)) <= 64
+
+
+def test_a_search_that_went_down_does_not_go_up_again():
+    """Measurements of one size may differ: those of cached memory, or before and after an average has begun."""
+    plan, plenty, full = MicrobatchPlan(64), Reading(0, 10 * MB, 1_000 * MB), Reading(0, 10 * MB, 10 * MB)
+    for size in (8, 16):  # a flat start
+        plan.record(size, plenty)
+    assert plan.next(16, plenty) == 64 and plan.next(16, full) == 8
+    plan.lower(16)
+    assert plan.next(16, plenty) == 16
 
 
 def test_too_little_for_headroom_stays_at_one():

@@ -150,11 +150,22 @@ def test_too_many_in_a_row_end_the_run_with_a_report(tmp_path):
 
 def test_norms_of_gradients_stored_in_16_bits_are_without_their_factors():
     task = nn.Linear(2, 2)
-    store([task.weight], torch.tensor(2.0**13))
-    task.weight.grad = torch.full((2, 2), 2.0**13, dtype=torch.float16)
+    store([task.weight], torch.tensor(2.0**15))
+    task.weight.grad = torch.full((2, 2), 2.0**15, dtype=torch.float16)  # whose norm is no 16-bit number
     task.bias.grad = torch.tensor([math.sqrt(5.0), 0.0])
     (block,) = block_norms(task)
     assert block["gradients"] == pytest.approx(3.0)
+
+
+def test_norms_are_those_of_each_block_and_of_the_rest():
+    task = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    task.blocks = lambda: [task[1]]
+    task[1].weight.grad = torch.full((2, 2), 2.0)
+    norms = [torch.nn.utils.get_total_norm([p.detach() for p in layer.parameters()]).item() for layer in task]
+    assert block_norms(task) == [
+        {"block": "1", "weights": pytest.approx(norms[1]), "gradients": 4.0},
+        {"block": "the rest", "weights": pytest.approx(norms[0]), "gradients": 0.0},
+    ]
 
 
 def test_a_full_disk_does_not_hide_why_the_run_ends(tmp_path, capsys):
@@ -168,8 +179,9 @@ def test_a_run_that_ends_so_is_an_error(tmp_path):
     run, levers = new_run(tmp_path)
     step(run, levers, 9)
     step(run, levers, 10, math.nan)
-    with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10"):
+    with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10 .*checkpoint is none"):
         levers.at("end", run)
+    assert json.loads((tmp_path / REPORT).read_text())["last_good_checkpoint"] is None
 
 
 def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):

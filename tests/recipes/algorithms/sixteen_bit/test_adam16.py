@@ -203,6 +203,19 @@ def test_parameters_without_gradients_stand_still():
     assert not torch.equal(a, torch.ones(2, 2))
 
 
+def test_tensors_at_one_step_are_updated_together(monkeypatch):
+    """On a GPU by one kernel. Those that get their first gradient later are corrected for fewer steps."""
+    seen = []
+    monkeypatch.setattr(Adam16, "_update", lambda self, _, step, device, tensors: seen.append((step, len(tensors))))
+    parameters = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    optimizer = Adam16(parameters, lr=0.1)
+    for with_gradients in (2, 3):
+        for parameter in parameters[:with_gradients]:
+            parameter.grad = torch.ones(2, 2)
+        optimizer.step()
+    assert seen == [(1, 2), (2, 2), (1, 1)]
+
+
 def test_the_update_in_each_format_differs_by_its_rounding_alone():
     torch.manual_seed(0)
     gradient, scalars = torch.randn(1000), [torch.tensor(x) for x in (0.0, 1e-2, 0.2)]

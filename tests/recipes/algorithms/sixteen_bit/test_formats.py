@@ -145,6 +145,7 @@ def test_shapes_strides_and_empty_tensors(fmt):
     codes = fmt.encode(values)
     assert codes.shape == values.shape and codes.dtype == torch.int16
     assert torch.equal(codes.contiguous(), fmt.encode(values.contiguous()))
+    assert torch.equal(codes, fmt.encode(values.double()))
     assert fmt.decode(fmt.encode(torch.empty(0, 3))).shape == (0, 3)
 
 

@@ -134,8 +134,16 @@ def test_what_is_not_finite_is_counted_per_block():
     assert name == f"{prefix}001"
     assert [(time.batch.value, count) for time, count in logged[name]] == [(3, 1), (5, 1)]
     assert scaling_of(trainer).nonfinite.tolist() == [0, 0]  # of the last update
+
+    def values(name):
+        return [value for _, value in logger.data[f"resblock_grad_scaling/{name}"]]
+
+    assert values("skipped") == [0, 0, 0, 1, 1, 2, 2, 2] and values("overflowed_blocks") == [0, 0, 0, 1, 0, 1, 0, 0]
+    assert values("log2_scale/001")[2:5] == pytest.approx([13.002, 13.003, 12.503]) and not any(values("filtered"))
     # Scales that are far too large: gradients of parameters, and those that the filter met on their way out.
-    scaling = scaling_of(run({"start": 40.0, "most": 40.0}, duration="1ba"))
+    logger = InMemoryLogger()
+    scaling = scaling_of(run({"start": 40.0, "most": 40.0}, duration="1ba", loggers=logger))
+    assert values("filtered")[0] > 0 and values("overflowed_blocks") == [2]
     parameters = sum(p.numel() for p in scaling.branches[0].parameters())
     assert (scaling.nonfinite > parameters / 2).all()
 

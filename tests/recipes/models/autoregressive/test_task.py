@@ -28,7 +28,7 @@ def small(seed=0, **changes):
 def batch():
     generator = torch.Generator().manual_seed(8)
     text = torch.randint(20, (5, 6), generator=generator)
-    for row, length in enumerate([6, 3, 1, 0, 5]):
+    for row, length in enumerate([6, 2, 1, 0, 5]):
         text[row, length:] = -1
     return {"text": text, "image": torch.randint(12, (5, 16), generator=generator)}
 
@@ -77,7 +77,7 @@ def test_a_batch_may_be_divided_anyhow(batch):
     whole = task(batch)
     wanted = torch.autograd.grad(whole["total"], list(task.parameters()))
     means = with_batch_means(batch, task, torch.device("cpu"))
-    assert means["text_tokens"].tolist() == pytest.approx([11 / 5] * 5)  # 5 + 2 + 0 + 0 + 4 predicted tokens
+    assert means["text_tokens"].tolist() == pytest.approx([10 / 5] * 5)  # 5 + 1 + 0 + 0 + 4 predicted tokens
     for sizes in ([5], [2, 2, 1], [1, 1, 1, 1, 1], [1, 4], [3, 2]):
         found = {name: 0 for name in whole}
         gradients = [0] * len(wanted)
@@ -118,7 +118,7 @@ def test_validation_is_averaged_as_training_is(batch):
 def test_validation_figures_are_those_of_each_sample(batch):
     task = small()
     figures = task.evaluate(batch)
-    assert set(figures) == {*task.eval_names, "text_tokens"} and figures["text_tokens"].tolist() == [5, 2, 0, 0, 4]
+    assert set(figures) == {*task.eval_names, "text_tokens"} and figures["text_tokens"].tolist() == [5, 1, 0, 0, 4]
     for row in range(5):
         alone = task({name: value[row : row + 1] for name, value in batch.items()})
         for name, key in (("loss", "total"), ("text_loss", "text"), ("image_loss", "image")):
@@ -163,6 +163,11 @@ def test_what_data_must_hold():
 def test_blocks_are_attention_and_mlp_in_turn():
     blocks = small().blocks()
     assert [type(block.branch).__name__ for block in blocks] == ["CausalAttention", "MLP"] * 4
+
+
+@pytest.mark.parametrize("attention", ["local", "masked"])
+def test_the_attention_of_a_recipe_is_that_of_the_network(attention):
+    assert small(attention=attention).network.implementation == attention
 
 
 def test_a_weight_out_of_range():

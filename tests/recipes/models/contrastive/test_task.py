@@ -122,6 +122,9 @@ def test_open_clip_opens_the_export(task, batch, folder):
         assert (clip.encode_text(batch["tokens"]) == task.network.encode_text(batch["tokens"])).all()
         x = to_signed(batch["image"])
         assert (clip.encode_image(x) == task.network.encode_image(x)).all()
+    # Images that others normalise as the file says are those that it was trained on.
+    mean, std = (torch.tensor(clip.visual.preprocess_cfg[key])[:, None, None] for key in ("mean", "std"))
+    torch.testing.assert_close((batch["image"] / 255 - mean) / std, x)
 
 
 def test_the_encode_job_opens_the_export(task, batch, folder):

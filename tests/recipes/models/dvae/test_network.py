@@ -136,3 +136,6 @@ def test_sizes_that_make_no_network(wrong):
 def test_sides_are_multiples_of_8():
     with pytest.raises(ValueError, match="images of 20 x 20 pixels: give sides that are multiples of 8"):
         small().logits(pictures(side=20))
+    for image in (pictures(side=24)[..., :20], pictures(side=24)[..., :20, :]):
+        with pytest.raises(ValueError, match="multiples of 8"):
+            small().logits(image)

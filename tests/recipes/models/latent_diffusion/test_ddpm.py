@@ -142,6 +142,8 @@ def test_an_objective_for_sampling_comes_back_from_an_export(tmp_path):
     DDPM(prediction="v_prediction", steps=500, beta_schedule="linear", eval_timesteps=[9]).save(tmp_path)
     opened = DDPM.open(tmp_path)
     assert opened.prediction == "v_prediction" and opened.schedule.steps == 500
+    tables = DDPM(steps=500, beta_schedule="linear", eval_timesteps=[9]).schedule
+    assert torch.equal(opened.schedule.alpha, tables.alpha)
     DDPM(steps=10_000).save(tmp_path)
     assert DDPM.open(tmp_path).schedule.steps == 10_000
     assert opened.scheduler_config["beta_schedule"] == "linear" and opened.scheduler_config["steps_offset"] == 1

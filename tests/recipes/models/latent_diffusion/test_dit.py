@@ -1,6 +1,7 @@
 """The diffusion transformer: what it depends on, its start, its equality with a naive reference, and its files."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -60,11 +61,16 @@ def norm(x):
 
 def test_it_is_what_the_papers_describe():
     """One sample, one patch at a time where that is possible, in float64."""
-    network, (latents, times, text) = new().double(), inputs(1)
+    network, (latents, times, text) = new(text_layers=1).double(), inputs(1)
     latents, text = latents.double(), text.double()
     patches = [latents[0, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].reshape(-1) for i in range(2) for j in range(3)]
     x = network.x_embedder(torch.stack(patches)) + grid_positions(2, 3, 16)
-    y = network.y_norm(network.y_embedder(text[0]) + positions(torch.arange(5), 16))
+    y = network.y_embedder(text[0]) + positions(torch.arange(5), 16)
+    for block in network.y_blocks:
+        q, k, v = (layer(block.norm1(y)) for layer in (block.attn.q, block.attn.k, block.attn.v))
+        y = y + block.attn.proj(attention(q, k, v, 2))
+        y = y + block.mlp(block.norm2(y))
+    y = network.y_norm(y)
     pool = network.y_pool
     k, v = pool.k_linear(y), pool.v_linear(y)
     pooled = pool.proj(attention(pool.q_linear(network.y_query[0]), k, v, 2))
@@ -85,6 +91,32 @@ def test_it_is_what_the_papers_describe():
         expected[0, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2] = patch.reshape(3, 2, 2)
     # Times are embedded in float32, by sums in another order.
     torch.testing.assert_close(network(latents, times, text), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_places_and_times_are_embedded_by_sinusoids():
+    values = [0.0, 3.0, 999.5]
+    angles = [[value / 10000 ** (i / 4) for i in range(4)] for value in values]
+    expected = [[*map(math.cos, row), *map(math.sin, row)] for row in angles]
+    torch.testing.assert_close(positions(torch.tensor(values), 8), torch.tensor(expected), rtol=0, atol=2e-4)
+    row, column = positions(torch.tensor([2.0, 4.0]), 8)
+    assert torch.equal(grid_positions(3, 5, 16)[2 * 5 + 4], torch.cat([row, column]))
+
+
+def test_initial_weights_are_those_of_the_published_networks():
+    """Uniform by Xavier's rule for the matrices there, of which some are rows of a larger one; or normal."""
+    torch.manual_seed(0)
+    network = DiT(**SIZES | {"width": 64, "text_width": 32})
+    block = network.layers[0]
+    uniform = [(block.attn.q, 4 * 64), (block.attn.proj, 2 * 64), (block.cross_attn.v_linear, 3 * 64)]
+    uniform += [(block.mlp.fc1, 5 * 64), (network.y_embedder, 32 + 64), (network.y_pool.k_linear, 3 * 64)]
+    for layer, sides in uniform:
+        bound = math.sqrt(6 / sides)
+        assert 0.97 * bound < layer.weight.abs().max() <= bound and not layer.bias.any()
+    # Two attentions, an MLP of four times the width, and six vectors of modulation, each with its bias.
+    assert sum(p.numel() for p in block.parameters()) == (4 + 4 + 8 + 6) * 64**2 + (4 + 4 + 5 + 6) * 64
+    assert network.final_layer.adaLN_modulation.weight.shape == (2 * 64, 64)
+    for weight in (network.t_embedder.fc1.weight, network.t_embedder.fc2.weight, network.y_pooled.fc1.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 @given(height=st.integers(1, 9), width=st.integers(1, 9))

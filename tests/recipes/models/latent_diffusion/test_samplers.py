@@ -116,14 +116,15 @@ def test_a_saved_scheduler_samples_as_the_one_in_training(tmp_path, sampler):
 
 
 class Recorder:
-    """Predicts the first number of the text everywhere; remembers the batches it was given."""
+    """Predicts the first number of the text everywhere, in bf16; remembers the batches it was given."""
 
     def __init__(self):
         self.batches = []
 
     def __call__(self, x, timesteps, text):
+        assert x.dtype == torch.float32  # schedulers would give latents the number format of a prediction
         self.batches.append((len(x), timesteps, text))
-        return text[:, 0, 0].reshape(-1, 1, 1, 1).expand_as(x)
+        return text[:, 0, 0].reshape(-1, 1, 1, 1).expand_as(x).bfloat16()
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpm++"])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMScheduler, UNet2DConditionModel
 
-from data.random_numbers import SampleDraws
+from data.random_numbers import draws_of
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
@@ -112,8 +112,10 @@ def test_training_noise_may_belong_to_samples(task, batch, objective):
     losses = [own(part(batch, slice(index, index + 1)))["total"] for index in range(5)]
     torch.testing.assert_close(own(batch)["total"], torch.stack(losses).mean(), rtol=1e-5, atol=0)
     assert len({loss.item() for loss in losses}) == 5
-    noise, times = objective.draw(batch["latents"], SampleDraws(batch["seed"]))
+    noise, times = objective.draw(batch["latents"], draws_of(batch, place=1))  # the data has drawn at place 0
     assert noise.shape == batch["latents"].shape and len(times.unique()) == 5
+    losses = objective(lambda x, t: task.denoiser(x, t, batch["text"]), batch["latents"], noise, times)
+    torch.testing.assert_close(own(batch)["total"], losses.mean(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
@@ -176,6 +178,12 @@ def test_widths_that_do_not_fit(changes, message):
     sizes = {"channels": [16, 16], "attention": [False, True], "heads": [1, 1], "text_width": 8, "norm_groups": 8}
     with pytest.raises(ValueError, match=message):
         unet(**(sizes | changes))
+
+
+def test_dropout_is_that_of_the_residual_blocks():
+    sizes = {"channels": [16, 16], "attention": [False, True], "heads": [1, 1], "text_width": 8, "norm_groups": 8}
+    layers = [m for m in unet(**sizes, dropout=0.25).named_modules() if isinstance(m[1], torch.nn.Dropout)]
+    assert {(".resnets." in name, layer.p) for name, layer in layers} == {(True, 0.25), (False, 0.0)}
 
 
 def test_the_network_of_stable_diffusion_2():
