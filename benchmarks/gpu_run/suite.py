@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def marked_tests(context: Context, *, mark: str = "gpu", processes: int = 4) -> 
         RuntimeError: some of them failed, or pytest itself did.
     """
     arguments = ["-q", "-m", mark, "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    # tests/conftest.py lets each process compile one kernel at a time, and a U-Net has 350 of them.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     if processes > 1 and importlib.util.find_spec("xdist"):
         arguments += ["-n", str(processes), "--dist", "loadgroup"]
     rows = Rows(context)

@@ -371,6 +371,17 @@ def test_results_of_tests_are_rows(tmp_path, pytester):
     assert "tests/recipes/models/kernels/test_group_norm_silu.py" in suite.files_with("gpu")
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(16, "4"), (2, "1")])
+def test_tests_share_the_cores_for_compiling(tmp_path, monkeypatch, cores, threads):
+    seen = []
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(suite.os, "cpu_count", lambda: cores)
+    run = lambda *_, **__: seen.append(os.environ["TORCHINDUCTOR_COMPILE_THREADS"]) or 0  # noqa: E731
+    monkeypatch.setattr(suite.pytest, "main", run)
+    suite.marked_tests(Context(tmp_path, True), processes=4)
+    assert seen == [threads]
+
+
 def test_what_is_not_there_is_refused(unprepared, capsys):
     for arguments, words in (
         (["--device", "cpu"], "add --small"),

@@ -37,7 +37,7 @@ class Seen(Callback):
 
     def batch_end(self, state, logger):
         self.losses.append(state.total_loss_dict["loss/train/total"])
-        self.weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
+        self.weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]).cpu())
 
 
 def run(

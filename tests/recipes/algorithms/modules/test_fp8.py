@@ -195,7 +195,7 @@ def test_a_layer_on_a_gpu_trains_as_on_a_cpu():
     _, fast, x, slope = linear(rows=30)
     results = []
     for device in ("cpu", "cuda"):
-        layer, leaf = copy.deepcopy(fast).to(device), x.to(device).requires_grad_()
+        layer, leaf = copy.deepcopy(fast).to(device), x.clone().to(device).requires_grad_()
         y = layer(leaf)
         y.backward(slope.to(device))
         results.append([t.cpu() for t in (y, leaf.grad, layer.weight.grad, layer.bias.grad)])

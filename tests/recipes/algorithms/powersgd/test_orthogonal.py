@@ -41,7 +41,7 @@ def falling(rows, columns, decades):
 
 ILL = {
     "hilbert": hilbert(64, 12),
-    "spectrum over 8 decades": falling(96, 24, 8),
+    "spectrum over 7 decades": falling(96, 24, 7),
     "equal columns": torch.ones(32, 4) + torch.eye(32, 4) * 1e-6,
 }
 
@@ -72,7 +72,9 @@ def test_columns_are_orthonormal_where_gram_schmidt_fails(name):
     matrix = ILL[name]
     assert torch.linalg.cond(matrix.double()) > 1e5
     ((by_factors,), good), (by_reflections,) = cholesky_qr([matrix]), householder([matrix])
-    assert good == (name != "hilbert")  # its condition number of 4e8 is more than two passes repair
+    # The condition number of hilbert, 4e8, is more than two passes repair. Sums in another order must not decide.
+    orders = [torch.randperm(len(matrix), generator=torch.Generator().manual_seed(seed)) for seed in range(10)]
+    assert {good.item(), *(cholesky_qr([matrix[rows]])[1].item() for rows in orders)} == {name != "hilbert"}
     for basis in (by_reflections, by_factors) if good else (by_reflections,):
         assert defect(basis) < 1e-6  # some roundings of 6e-8
         assert missed(basis, matrix) < 1e-6
