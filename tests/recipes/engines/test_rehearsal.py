@@ -240,6 +240,15 @@ def test_what_another_machine_can_do(overrides, monkeypatch):
     rehearse(read("openmoji_unet", "training.device=auto", *overrides))
 
 
+@pytest.mark.parametrize("more", [[], ["training.fsdp={replicas: machines}"]])
+def test_powersgd_with_one_replica(more, monkeypatch):
+    recipe = read("openmoji_dalle", "algorithms.x={name: powersgd, rank: 8, clip: 2}", "training.grad_clip=null", *more)
+    rehearse(recipe)  # which was told nothing of the processes
+    monkeypatch.setenv("WORLD_SIZE", "8" if more else "1")
+    with pytest.raises(ValueError, match="^powersgd: there is only one replica .*, and clip by training.grad_clip=2$"):
+        rehearse(recipe)
+
+
 def test_loggers_are_not_opened(tmp_path, monkeypatch):
     """MLflow would get a run that never trains, and W&B a folder."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
