@@ -155,6 +155,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_dalle", "optimizer={name: adam16, lr: 1, betas: [2, 2]}", "adam16: betas.0 must lie in [0, 1)"),
         ("openmoji_diffusion", "schedule={name: cosine, final: -1}", "schedule: final: -1.0; give 0 or more"),
         ("openmoji_diffusion", "schedule={name: cosine, over: 0ba}", "schedule: over: 0ba; give a length above 0"),
+        ("openmoji_diffusion", "callbacks.sample_grid.guidance=1e35", "callbacks.sample_grid.guidance: 1e+35; give a"),
         ("openmoji_diffusion", "callbacks.throughput.window=0", "throughput: window: 0; give 1 or more"),
         ("openmoji_diffusion", "callbacks.progress.seconds=-1", "progress: seconds: -1.0; give 0 or more"),
         ("openmoji_vae", "callbacks.x={name: reconstructions, pictures: 0}", "pictures: 0; give 1 or more"),
