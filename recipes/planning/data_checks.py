@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,9 +147,11 @@ def shards(recipe: Recipe) -> Iterator[Finding]:
         )
         return
     samples = sum(shard["samples"] for parts in found for shard in parts)
-    batches = math.ceil(samples / recipe.training.global_batch)
+    batches, incomplete = divmod(samples, recipe.training.global_batch)
+    if incomplete and not data.args.get("drop_last", True):
+        batches += 1
     chosen = data.args.get("epoch_size") or any(s.args.get("proportion") or s.args.get("repeat") for s in streams)
-    if not chosen and batches < workers:
+    if not chosen and 0 < batches < workers:
         yield Finding(
             "warning",
             "shards",

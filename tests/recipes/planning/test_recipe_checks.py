@@ -183,6 +183,7 @@ def test_every_problem_is_listed(small_recipe, tmp_path, monkeypatch):
         (8, 2, 1, False, "ok", "1 machine, 2 workers"),
         (8, 5, 1, False, "ok", "5 workers"),
         (10, 5, 1, False, "warning", "4 batches of each rank, so 1 do nothing: give 4"),
+        (12, 4, 1, False, "warning", "3 batches of each rank, so 1 do nothing: give 3"),  # of 40 samples
         (8, 2, 64, True, "warning", "64 machines: machines fetch the same shards"),
         (8, 2, 64, False, "ok", "64 machines, 128 workers"),
     ],
