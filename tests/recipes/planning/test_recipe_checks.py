@@ -104,12 +104,19 @@ def test_a_cache_limit_that_is_no_size(small_recipe, tmp_path):
         recipe.data.args["streams"] = {"train": remote_stream("/nowhere", tmp_path / "none")}
 
 
-def test_disk(small_recipe, tmp_path):
+def encoder_bytes(latent_sets):
+    """Of the folders that exports of the small recipe copy."""
+    manifest = json.loads((latent_sets / "train" / "manifest.json").read_text())
+    folders = [Path(manifest[name]["component"]["path"]) for name in ("image_encoder", "text_encoder")]
+    return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+
+def test_disk(small_recipe, latent_sets, tmp_path):
     recipe = small_recipe(tmp_path / "run", "checkpoints.every=2ba", "checkpoints.keep=2", EXPORT)
     found = survey(recipe)
     # Weights and two moments, all in 32 bits; two are kept while the third is written.
     # The export is written whole once more before the one before goes.
-    export = 2 * 4 * found.parameters
+    export = 2 * (4 * found.parameters + encoder_bytes(latent_sets))
     assert disk_bytes(recipe, found) == 3 * 12 * found.parameters + export
     assert disk_bytes(small_recipe(tmp_path / "run", "checkpoints.save=false", EXPORT), found) == export
     assert disk(tmp_path / "new" / "run", 10, lambda folder: 10).level == "ok"
@@ -125,7 +132,7 @@ def test_the_command(capsys):
     assert "error:   input: not there: data.streams.train.path" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, tmp_path, monkeypatch):
+def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, latent_sets, tmp_path, monkeypatch):
     """Here for the third checkpoint and the second export; before it is the doctor's word, it is a start's warning."""
     recipe = small_recipe(tmp_path / "run", "checkpoints.every=2ba", "checkpoints.keep=2", EXPORT)
     parameters = survey(recipe).parameters
@@ -135,8 +142,9 @@ def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, t
         with open(path, "wb") as file:
             file.truncate(12 * parameters)
     (tmp_path / "run" / "export").mkdir()
-    (tmp_path / "run" / "export" / "weights").write_bytes(bytes(4 * parameters))
-    needed = 12 * parameters + 4 * parameters
+    export = 4 * parameters + encoder_bytes(latent_sets)
+    (tmp_path / "run" / "export" / "weights").write_bytes(bytes(export))
+    needed = 12 * parameters + export
     cases = [(needed, "ok", "ok"), (needed - 1, "error", "ok"), (12 * parameters - 1, "error", "warning")]
     for free, doctor, start in cases:
         monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
