@@ -44,6 +44,19 @@ def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
                 yield Finding("error", "input", f"{key}: {str(error).removeprefix(f'{key}: ')}")
 
 
+def unwritten_sets(recipe: Recipe) -> Iterator[str]:
+    """Local sets whose folder is here, but no manifest, which is written last: one line each that names its key."""
+    for label, data in _data(recipe):
+        manifest = TEXT_MANIFEST if data.name == "texts" else MANIFEST
+        for name, stream in (data.args.get("streams") or {}).items():
+            folder = stream.args.get("path")
+            if folder and Path(folder).exists() and not Path(folder, manifest).is_file():
+                yield (
+                    f"{label}.streams.{name}.path: `{folder}` has no {manifest}; write the set first, with "
+                    "precompute/encode.py or pack.py"
+                )
+
+
 def local_manifests(recipe: Recipe) -> dict[str, Manifest]:
     """The manifests of the recipe's encoded sets that are on this machine, by the keys of their streams."""
     found = {}

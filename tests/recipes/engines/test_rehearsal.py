@@ -258,6 +258,13 @@ def test_loggers_are_not_opened(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for output in ("file", "file/run"):
+        with pytest.raises(ValueError, match=f"^output: {tmp_path}/file is a file, .*; give another folder$"):
+            rehearse(read("openmoji_vae", f"output={output}"))
+
+
 def test_lengths_in_epochs_of_data_that_is_not_here():
     """Nobody knows whether they fit."""
     rehearse(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))

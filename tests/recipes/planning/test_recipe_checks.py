@@ -71,6 +71,14 @@ def test_what_draws_images_needs_the_encoders_of_the_data(small_recipe, latent_s
     assert not absent_inputs(small_recipe(tmp_path / "run", changes[1]), [])  # nothing draws
 
 
+def test_a_folder_without_a_set(small_recipe, tmp_path):
+    """The run would be refused when it opens the set."""
+    (tmp_path / "set").mkdir()
+    recipe = small_recipe(tmp_path / "run", f"evals.val.streams.val.path={tmp_path}/set")
+    (line,) = absent_inputs(recipe, [])
+    assert line.startswith(f"evals.val.streams.val.path: `{tmp_path}/set` has no manifest.json; write the set first")
+
+
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
