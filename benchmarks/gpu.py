@@ -39,6 +39,7 @@ from benchmarks.gpu_run.page import page, place, write_page
 from benchmarks.gpu_run.records import DONE, LATE, LEFT_OUT, LOG, MARKDOWN, RECORDS, Records
 from benchmarks.reporting import reason, surroundings
 from data.threads import set_default_threads
+from recipes.config.command_line import path_of
 
 CACHE = ROOT / "runs" / "gpu" / "cache"
 Perform = Callable[[Item, Path, bool], None]
@@ -184,7 +185,7 @@ def run_all(chosen: list[Item], run: Callable[[Item, float], str], records: Reco
 
 def main(arguments: list[str] | None = None) -> Records | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of all results; default: runs/gpu, then as --place")
+    parser.add_argument("--out", type=path_of, help="folder of all results; default: runs/gpu, then as --place")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="steps whose names begin so")
     parser.add_argument("--skip", nargs="+", default=[], metavar="STEP", help="no steps whose names begin so")
@@ -194,7 +195,7 @@ def main(arguments: list[str] | None = None) -> Records | None:
     parser.add_argument("--here", action="store_true", help="all steps in this process, without limits of time")
     parser.add_argument("--commit", help="what the code is, where it was carried without its repository")
     parser.add_argument("--list", action="store_true", help="print the steps and end")
-    parser.add_argument("--place", type=Path, metavar="RECORDS", help="only write a run's tables to where they belong")
+    parser.add_argument("--place", type=path_of, metavar="RECORDS", help="only put a run's tables where they belong")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     if options.place:

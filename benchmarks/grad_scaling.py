@@ -46,6 +46,7 @@ from benchmarks.steady import watch
 from callbacks.charts import DPI, write_chart
 from data.log import log
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
+from recipes.config.command_line import path_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.adapters import RunLevers
 from recipes.engines.composer.trainer import build_trainer
@@ -171,8 +172,8 @@ def chart(found: dict[float, dict[str, Outcome]]) -> Figure:
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=Path, default=OPENMOJI / "tokens", help="folder with train/ and val/")
-    parser.add_argument("--vocabulary", type=Path, default=OPENMOJI / "vocabulary.json", help="of the captions")
+    parser.add_argument("--tokens", type=path_of, default=OPENMOJI / "tokens", help="folder with train/ and val/")
+    parser.add_argument("--vocabulary", type=path_of, default=OPENMOJI / "vocabulary.json", help="of the captions")
     parser.add_argument("--layers", type=int, default=6, help="attention layers, each with an MLP")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batches", type=int, default=400, help="batches per run")
@@ -180,7 +181,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--spans", type=float, nargs="+", default=[0, 60], help="log2 of the decrease of gradients")
     room = "log2 of the margin between the largest counted gradients, scaled, and the end of fp16's range at the start"
     parser.add_argument("--room", type=int, default=9, help=room)
-    parser.add_argument("--charts", type=Path, help="folder for charts (PNG): curves, exponents and scales")
+    parser.add_argument("--charts", type=path_of, help="folder for charts (PNG): curves, exponents and scales")
     parser.add_argument("changes", nargs="*", help="key=value overrides of the recipe")
     options = parser.parse_args(arguments)
     for path in (options.tokens, options.vocabulary):

@@ -32,6 +32,7 @@ from benchmarks.baseline import LossRecord
 from benchmarks.reporting import write_results
 from benchmarks.steady import watch
 from data.log import log
+from recipes.config.command_line import path_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
@@ -57,7 +58,7 @@ def losses(recipe: Recipe) -> tuple[float, float]:
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latents", type=Path, default=OPENMOJI, help="folder with train/ and val/")
+    parser.add_argument("--latents", type=path_of, default=OPENMOJI, help="folder with train/ and val/")
     parser.add_argument("--batches", type=int, default=2000 if gpu else 100, help="batches per run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
     parser.add_argument("changes", nargs="*", help="key=value overrides of the recipe")

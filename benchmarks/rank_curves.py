@@ -38,6 +38,7 @@ from benchmarks.steady import free_memory, run_until, shared_folder
 from callbacks.charts import DPI, write_chart
 from data.log import log
 from recipes.config.build import build_on_meta
+from recipes.config.command_line import path_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines.composer.trainer import build_trainer
 
@@ -103,8 +104,8 @@ def variants(ranks: list[int]) -> dict[str, list[str]]:
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=Path, default=OPENMOJI / "tokens", help="folder with train/ and val/")
-    parser.add_argument("--vocabulary", type=Path, default=OPENMOJI / "vocabulary.json")
+    parser.add_argument("--tokens", type=path_of, default=OPENMOJI / "tokens", help="folder with train/ and val/")
+    parser.add_argument("--vocabulary", type=path_of, default=OPENMOJI / "vocabulary.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 32, 16, 8, 4], help="ranks of the compression")
     parser.add_argument("--batches", type=int, default=150, help="batches per run")
     parser.add_argument("--window", type=int, default=20, help="batches averaged per point of a curve")

@@ -17,6 +17,7 @@ from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.files import atomic_folder, read_if_object, write_json
 from data.loading import Loading
 from data.log import log
+from data.manifest import Manifest
 from data.vocabulary_files import copy_vocabulary
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
@@ -97,11 +98,15 @@ class Export(PeriodicCallback):
 
     @classmethod
     def cost(cls, args: dict[str, Any], plan: Plan) -> Cost:
-        """The weights that it writes, see `data.cost`."""
+        """The weights and encoders that it writes, see `data.cost`."""
         size = FLOAT * plan.parameters
         both = plan.averaged and plan.task.exports_average_beside
         what = f"{size_text(size)} of weights" + (f", {size_text(2 * size)} with the averaged ones" if both else "")
-        held = size * (2 if both else 1) * (1 if args["every"] is None else 2)  # the next one is whole before one goes
+        folders = () if plan.manifest is None else (source for source, _ in encoder_folders(plan.manifest))
+        encoders = sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file())
+        what += f", and {size_text(encoders)} of encoders" if encoders else ""
+        held = size * (2 if both else 1) + encoders
+        held *= 1 if args["every"] is None else 2  # the next one is whole before one goes
         return Cost(files=Files(args["every"], what, f"{plan.output}/export", held))
 
     def _gathered(
@@ -163,19 +168,23 @@ def export(
             if loading.null_text is not None:
                 np.save(new / "null_text.npy", loading.null_text.numpy())
             record = {**record, "resolution": loading.resolution}
-            _copy_encoders(loading, new)
+            for source, name in encoder_folders(loading.manifest):
+                shutil.copytree(source, new / name, dirs_exist_ok=True)
         for name in ("export.json", "done.json") if complete else ("export.json",):
             write_json(new / name, record, indent=2)
 
 
-def _copy_encoders(loading: Loading, folder: Path) -> None:
-    """Copy encoders that are local folders, so that the export can be moved; those of a hub are found by their id."""
+def encoder_folders(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
+    """The local folders of encoders that an export has copies of, so that it can be moved, and where in it these are.
+
+    Encoders of a hub are found by their id.
+    """
     for name in ("image_encoder", "text_encoder"):
-        component = (getattr(loading.manifest, name) or {"component": {}})["component"]
+        component = (getattr(manifest, name) or {"component": {}})["component"]
         path = component.get("path")
         if path and Path(path).expanduser().is_dir():
             for part in _parts_of(component):
-                shutil.copytree(Path(path).expanduser() / part, folder / name / part, dirs_exist_ok=True)
+                yield Path(path).expanduser() / part, Path(name, part)
 
 
 def _parts_of(component: dict[str, Any]) -> set[str]:

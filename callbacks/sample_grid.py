@@ -14,6 +14,7 @@ from data.ranges import check_least
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.models.latent_diffusion.objective import seeded_noise
 from recipes.models.latent_diffusion.task import LatentDiffusion
+from recipes.models.sampling import check_guidance
 
 
 class SampleGrid(PromptGrid):
@@ -61,6 +62,7 @@ class SampleGrid(PromptGrid):
         if "denoise" not in task.entry_points:
             raise ValueError(f"sample_grid: a {type(task).__name__} is no diffusion model; remove the callback")
         check_least("sample_grid", 1, steps=steps)
+        check_guidance(guidance)
         self.loading = loading
         self.encoders = encoders
         self.steps = steps

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from recipes.config.command_line import path_of
 from recipes.planning.finding import Finding
 from recipes.planning.machine_checks import cheap_checks
 
@@ -68,7 +69,7 @@ def writable(folder: Path) -> Finding:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=0, help="number of GPUs that the job takes here")
-    parser.add_argument("--output", type=Path, help="folder in which the job writes")
+    parser.add_argument("--output", type=path_of, help="folder in which the job writes")
     options = parser.parse_args(arguments)
     findings = [*cheap_checks()]
     if options.gpus:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 
 from cluster.check import QUERY, gpus
+from recipes.config.command_line import path_of
 from recipes.planning.finding import Finding
 from recipes.training.heartbeat import VARIABLE, heartbeats
 
@@ -48,7 +49,7 @@ def health(folder: Path, query: tuple[str, ...] = QUERY) -> Iterator[Finding]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help=f"of the heartbeats; without it, what {VARIABLE} names")
+    parser.add_argument("--folder", type=path_of, help=f"of the heartbeats; without it, what {VARIABLE} names")
     options = parser.parse_args(arguments)
     folder = options.folder or os.environ.get(VARIABLE)
     if not folder:

@@ -24,7 +24,7 @@ from cluster.processes import Processes, rank_environments
 from cluster.scheduler import place_of
 from cluster.status import AGAIN, DONE, FAILED
 from data.files import write_text
-from recipes.config.command_line import user_errors
+from recipes.config.command_line import path_of, user_errors
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -32,8 +32,8 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--machines", type=int, default=1, help="number of machines of the run")
     parser.add_argument("--processes", type=int, default=1, help="processes on each machine, one per GPU")
     parser.add_argument("--hosts", default="", help="names of the machines, in their order, separated by commas")
-    parser.add_argument("--logs", type=Path, help="folder of the log files; without it all processes print here")
-    parser.add_argument("--status", type=Path, help="folder that gets this machine's exit status, for the job's script")
+    parser.add_argument("--logs", type=path_of, help="folder of the log files; without it all processes print here")
+    parser.add_argument("--status", type=path_of, help="folder that gets this machine's exit status, for a script")
     parser.add_argument("--patience", type=float, default=20, help="seconds that others have to end after a failure")
     parser.add_argument("command", nargs="+", help="a Python script and its arguments, after --")
     return parser.parse_args(arguments)

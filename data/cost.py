@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from data.manifest import Manifest
+
 FLOAT = 4  # bytes of a 32-bit number, the format of weights, gradients and most optimizers' state
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
@@ -40,6 +42,7 @@ class Plan:
         tensor: devices of those `shards` that divide the matrices of each layer.
         matrices: share of the parameters that these divide; they all have the others.
         training: whether a data component is for training, and not a validation set.
+        manifest: of the training data, if it is on this machine. Set only for callbacks.
     """
 
     task: Any
@@ -53,6 +56,7 @@ class Plan:
     tensor: int = 1
     matrices: float = 1.0
     training: bool = True
+    manifest: Manifest | None = None
 
     @property
     def share(self) -> float:

@@ -27,6 +27,7 @@ import importlib.resources
 import io
 import json
 import multiprocessing
+import os
 import re
 import signal
 import tarfile
@@ -378,7 +379,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main() -> int:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder to write, with train/ and val/")
+    parser.add_argument("--out", type=os.path.expanduser, required=True, help="folder to write, with train/ and val/")
     parser.add_argument("--set", dest="choice", default="all", help="all images, or the small set (all)")
     parser.add_argument("--size", type=int, default=128, help="side of the images in pixels (128)")
     parser.add_argument("--limit", type=int, help="number of images (all)")

@@ -15,7 +15,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.files import write_text
 from precompute.config import EncodeConfig, VocabularyConfig
 from precompute.pack_config import PackConfig
-from recipes.config.command_line import groups_of, signatures
+from recipes.config.command_line import groups_of, path_of, signatures
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe
 from recipes.config.schema import Signature, read_section, subsections
@@ -197,7 +197,7 @@ def escaped(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write docs/recipes.md from the code.")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    parser.add_argument("--out", type=path_of, required=True, help="the file to write")
     out = parser.parse_args().out
     write_text(out, document())
     print(f"wrote {out}")

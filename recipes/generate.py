@@ -19,6 +19,8 @@ from recipes.config.command_line import check_out, fail, path_of, user_errors
 from recipes.generation.exports import family_of, find_export, find_network, load_pipeline
 from recipes.generation.options import add_options, candidates_of, own_options
 
+MOST_COLUMNS = 1000  # wider files are hardly ever opened, and far wider ones cannot be written
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
@@ -30,8 +32,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--columns", type=int, help="images per row (default: nearest to a square)")
     add_options(parser, batch=16)
     options = parser.parse_args(arguments)
-    if options.columns is not None and options.columns < 1:
-        fail([f"--columns: {options.columns}; give 1 or more"])
+    if options.columns is not None and not 1 <= options.columns <= MOST_COLUMNS:
+        fail([f"--columns: {options.columns}; give 1 to {MOST_COLUMNS}"])
     check_out(options.out)
     return options
 

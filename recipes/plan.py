@@ -19,11 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import dataclasses
+import math
 
 from data.threads import set_default_threads
 from recipes.config.command_line import fail, path_of, user_errors
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
+
+MOST_GPUS = 1_000_000
 
 
 def read_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -45,10 +48,12 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     if options.calibrate is not None and (options.yaml or options.gpu or options.gpus):
         parser.error("--calibrate NAME takes neither a recipe nor --gpu or --gpus")
     for name, number in [*(("gpus", number) for number in options.gpus or ()), ("machine", options.machine)]:
-        if number < 1:
-            fail([f"--{name}: {number}; give 1 or more"])
+        if not 1 <= number <= MOST_GPUS:
+            fail([f"--{name}: {number}; give 1 to {MOST_GPUS}"])
     if options.between is not None and not options.between > 0:
         fail([f"--between: {options.between:g}; give a rate above 0"])
+    if options.price is not None and not 0 <= options.price < math.inf:
+        fail([f"--price: {options.price:g}; give 0 or more"])
     return options
 
 

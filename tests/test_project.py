@@ -57,6 +57,12 @@ def files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+def test_paths_of_flags_expand_the_home_folder(files):
+    """Shells do not, in `--out=~/grid.png`: see `recipes.config.command_line.path_of`."""
+    scripts = [file for file in files if file.suffix == ".py" and "tests" not in file.parts]
+    assert not [file for file in scripts if "type=Path" in file.read_text(encoding="utf-8")]
+
+
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_lock_is_sorted_pins_alone(lock):
     lines = (ROOT / lock).read_text().splitlines()

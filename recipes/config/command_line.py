@@ -88,9 +88,17 @@ def path_of(text: str) -> Path:
 
 
 def check_out(path: Path) -> None:
-    """Refuse a folder as `--out`, the file that a command writes when all of its work is done."""
-    if path.is_dir():
+    """Refuse as `--out`, the file that a command writes when all of its work is done, what cannot be written: a folder,
+    and a name that is too long or below a file."""
+    if os.path.isdir(path):
         fail([f"--out: {path} is a folder; give the name of a file"])
+    try:
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        path.exists()
+    except OSError as error:
+        fail([f"--out: {path}: {error.strerror}; give another name"])
+    if not above.is_dir():
+        fail([f"--out: {path} is below {above}, which is a file; give another name"])
 
 
 @contextlib.contextmanager

@@ -36,6 +36,8 @@ def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values of a YAML, merged over those of its `base`, a path relative to it. Interpolations stay."""
     named = f" (the base of {seen[-1].name})" if seen else ""
+    if path.is_dir():
+        raise ConfigError([f"{path}: a folder{named}; give a YAML file"])
     if not path.is_file():
         raise ConfigError([f"{path}: no such YAML file{named}{_similar_file(path)}"])
     if path.resolve() in seen:
@@ -106,7 +108,7 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
             given = OmegaConf.create()
             OmegaConf.update(given, key, load(text))
             values = merge(values, OmegaConf.to_container(given, resolve=False))
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # of bytes that are not UTF-8, too
             errors.append(f"{override}: not readable as YAML: {_one_line(error)}")
         except RecursionError as error:
             errors.append(_one_line(error, key))

@@ -308,7 +308,7 @@ def load_config(path: str | Path, overrides: list[str], cls: type[Config], missi
         ConfigError: all mistakes, one line each.
     """
     values = read_values(path, overrides)
-    others = sorted(values.keys() - {own.name for own in fields(cls)})
+    others = sorted(map(str, values.keys() - {own.name for own in fields(cls)}))
     if len(others) > 1 and 2 * len(others) > len(values):  # instead of a line for each
         raise ConfigError(
             [f"{path}: is for another command, which has {', '.join(others)}; the top of a YAML of yamls/ names it"]

@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import difflib
 import functools
-import math
 import os
 import re
 import sys
@@ -24,6 +23,7 @@ from recipes.config.scalars import is_spelled, text_of, value_of
 from recipes.config.source_code import module_tree, source_file
 from recipes.config.values import Component, ConfigError, plain_values, quoted, yaml_line
 
+LARGEST_FLOAT = 3.4e38  # of 32 bits, with which models and optimizers compute
 DURATION = re.compile(r"\d+(ba|ep|sp)|(\d+(\.\d*)?|\.\d+)dur")
 WEIGHTS = (".ckpt", ".pt", ".pth", ".safetensors")  # suffixes of files
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -371,11 +371,12 @@ class Checker:
             return value
         if kind == "bool" and isinstance(value, bool):
             return value
-        if kind == "int" and number and float(value).is_integer():
+        if kind == "int" and number and (isinstance(value, int) or value.is_integer()):
             return int(value)
         if kind == "float" and number:
-            if not math.isfinite(value):
-                self.fail(path, f"got {value}; give a finite number")
+            if not abs(value) <= LARGEST_FLOAT:  # nor is NaN
+                self.fail(path, f"got {quoted(value)}; give a finite number, at most {LARGEST_FLOAT:g}")
+                return None
             return float(value)
         if kind == "str" and isinstance(value, str):
             return value

@@ -22,7 +22,7 @@ from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.generators import with_arrays, with_tensors
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import Sharded
-from recipes.training.checkpoint_names import KINDS, REST, resolved
+from recipes.training.checkpoint_names import KINDS, REST, newest_of_all, resolved
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
@@ -51,6 +51,9 @@ def convert(path: Path, engine: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{path}: there is no such checkpoint")
     path = resolved(path)
+    inner = newest_of_all(path) or newest_of_all(path / "checkpoints") if path.is_dir() else None
+    if inner is not None:
+        raise ValueError(f"{path}: holds several checkpoints; name one of them, such as {inner}")
     of_lightning = (path / REST).is_file() if path.is_dir() else engine == "composer"
     if not of_lightning:
         state = from_composer(read_composer(path))

@@ -8,7 +8,10 @@ of allowed types, which raises at anything else before it is called.
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -73,7 +76,16 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
         raise
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
         what = f"{where or file}: not a checkpoint that this repository wrote"
-        raise DamagedCheckpoint(f"{what}: {first_line(error)}") from error
+        raise DamagedCheckpoint(f"{what}: {_reason(file, error)}") from error
+
+
+def _reason(file: str | Path | BinaryIO, error: Exception) -> str:
+    """Why a file was refused, without PyTorch's advice to read it unsafely, which hides the reason."""
+    if isinstance(file, str | Path) and os.path.isfile(file) and not zipfile.is_zipfile(file):
+        return "it is cut off, or no file of torch.save"
+    pattern = r"(?:WeightsUnpickler error|Trying to load):? (.*?)(\. Please .*|\.)?$"
+    refused = re.search(pattern, str(error), re.MULTILINE)
+    return refused[1] if refused else first_line(error)
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -7,6 +7,7 @@ would refuse, in its words, and no check is written twice.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from torch import nn
 
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
@@ -72,6 +74,9 @@ def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     run = MetaRun(task, place.precision, optimizer, Clock(0, 0, 0, training.duration, epoch_batches))
     batch = training.device_batch(devices.world)
     levers = build_levers(recipe, place, context, batch)
+    low_rank = the_one(levers, PowerSGD)
+    if low_rank is not None and "WORLD_SIZE" in os.environ:
+        low_rank.check_replicas(devices.replicas)
     context |= {"average": the_one(levers, ScheduledEMA), "scaling": the_one(levers, ResblockGradScaling)}
     schedule = build(recipe.schedule)
     for component in (*recipe.callbacks.values(), *recipe.loggers.values()):

@@ -67,8 +67,12 @@ def check_folder(recipe: Recipe, engine: str) -> None:
     a newer one, is not asked.
 
     Raises:
-        ValueError: the other engine wrote the newest one, or with another recipe.
+        ValueError: the other engine wrote the newest one, or with another recipe; the folder is a file.
     """
+    output = Path(recipe.output).absolute()
+    above = next(folder for folder in (output, *output.parents) if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"output: {above} is a file, and the run would write into a folder there; give another folder")
     if recipe.checkpoints.resumes and recipe.checkpoints.bucket is None:
         check_engine(Path(recipe.output) / "checkpoints", engine)
         check_record(recipe)

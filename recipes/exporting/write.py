@@ -50,9 +50,10 @@ def write_export(
     out = out.resolve()  # "." has no name, and a link would be replaced
     checkpoint = find_checkpoint(source)
     found = find_export(source) if checkpoint is None else None
-    if found is not None and found.resolve() in out.parents:
-        raise ValueError(f"{out}: inside of the export {found}; give a folder beside it")
-    with about(out, out.parent):
+    if found is not None and found.resolve() in (out, *out.parents):
+        where = "is" if found.resolve() == out else "inside of"
+        raise ValueError(f"{out}: {where} the export {found}; give a folder beside it")
+    with about(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(out) as new:
         native = new / ".native"  # within it, so that the next export removes both if this one is killed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -12,6 +11,7 @@ from typing import Literal
 import torch
 
 Precision = Literal["fp32", "bf16", "fp16"]
+LARGEST_GUIDANCE = 1e30  # products of far larger weights are infinite in 32 bits, and their differences NaN
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -23,10 +23,10 @@ def autocast(device: str, precision: Precision) -> AbstractContextManager:
 def check_guidance(guidance: float) -> None:
     """
     Raises:
-        ValueError: the weight of classifier-free guidance is no finite number.
+        ValueError: the weight of classifier-free guidance is NaN or too large.
     """
-    if not math.isfinite(guidance):
-        raise ValueError(f"guidance: {guidance}; give a finite number (1 for none)")
+    if not abs(guidance) <= LARGEST_GUIDANCE:
+        raise ValueError(f"guidance: {guidance}; give a number of at most {LARGEST_GUIDANCE:g} (1 for none)")
 
 
 @dataclass

@@ -12,6 +12,7 @@ from data.cost import FLOAT, Cost, Plan
 from recipes.config.build import build, import_builder, located
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
+from recipes.planning.data_checks import local_manifests
 from recipes.planning.devices import Devices
 from recipes.planning.tensor_parallel import divided_share
 
@@ -100,7 +101,8 @@ def costs_of(recipe: Recipe, plan: Plan) -> Costs:
     evals = {label: cost_of(component, validation) for label, component in recipe.evals.items()}
     algorithms = {label: cost_of(component, plan) for label, component in recipe.algorithms.items()}
     averaged = any(cost.averaged_bytes is not None for cost in algorithms.values())
-    plan = dataclasses.replace(plan, averaged=averaged)
+    manifest = next(iter(local_manifests(recipe).values()), None)
+    plan = dataclasses.replace(plan, averaged=averaged, manifest=manifest)
     callbacks = {label: cost_of(component, plan) for label, component in recipe.callbacks.items()}
     return Costs(data=data, evals=evals, optimizer=optimizer, algorithms=algorithms, callbacks=callbacks)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +42,19 @@ def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
             except (ValueError, OSError) as error:
                 key = f"{label}.streams.{name}"
                 yield Finding("error", "input", f"{key}: {str(error).removeprefix(f'{key}: ')}")
+
+
+def unwritten_sets(recipe: Recipe) -> Iterator[str]:
+    """Local sets whose folder is here, but no manifest, which is written last: one line each that names its key."""
+    for label, data in _data(recipe):
+        manifest = TEXT_MANIFEST if data.name == "texts" else MANIFEST
+        for name, stream in (data.args.get("streams") or {}).items():
+            folder = stream.args.get("path")
+            if folder and Path(folder).exists() and not Path(folder, manifest).is_file():
+                yield (
+                    f"{label}.streams.{name}.path: `{folder}` has no {manifest}; write the set first, with "
+                    "precompute/encode.py or pack.py"
+                )
 
 
 def local_manifests(recipe: Recipe) -> dict[str, Manifest]:
@@ -148,9 +160,11 @@ def shards(recipe: Recipe) -> Iterator[Finding]:
         )
         return
     samples = sum(shard["samples"] for parts in found for shard in parts)
-    batches = math.ceil(samples / recipe.training.global_batch)
+    batches, incomplete = divmod(samples, recipe.training.global_batch)
+    if incomplete and not data.args.get("drop_last", True):
+        batches += 1
     chosen = data.args.get("epoch_size") or any(s.args.get("proportion") or s.args.get("repeat") for s in streams)
-    if not chosen and batches < workers:
+    if not chosen and 0 < batches < workers:
         yield Finding(
             "warning",
             "shards",

@@ -8,7 +8,7 @@ from typing import Any
 from recipes.config.build import asked_for, build, encoder_components
 from recipes.config.recipe import Recipe
 from recipes.config.values import Component
-from recipes.planning.data_checks import local_manifests
+from recipes.planning.data_checks import local_manifests, unwritten_sets
 
 
 def absent_inputs(recipe: Recipe, missing: list[str]) -> list[str]:
@@ -21,7 +21,7 @@ def absent_inputs(recipe: Recipe, missing: list[str]) -> list[str]:
     Raises:
         ValueError: a source that is here and cannot be read.
     """
-    lines = [*missing]
+    lines = [*missing, *unwritten_sets(recipe)]
     for source in _sources([recipe.data, recipe.evals, recipe.callbacks]):
         if any(line.startswith(f"{source.path}.") for line in missing):
             continue

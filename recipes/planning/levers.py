@@ -58,7 +58,7 @@ def apply_levers(recipe: Recipe, task: Task) -> None:
 def _order_columns(task: Autoregressive) -> None:
     """Let column layers transpose their grid, which keeps a second copy of attention's results."""
     network, device = task.network, torch.device("meta")
-    attends = network._attends_on(device)
+    attends = network.attends_on(device)
     network._attends[device] = [
         _Columns(network.layout) if kind == "column" else attend
         for kind, attend in zip(network.kinds, attends, strict=True)

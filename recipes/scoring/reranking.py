@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Reranker:
     def __init__(self, name: str, device: str, key: str = "--rerank") -> None:
         from data.clip_library import open_clip
 
-        folder = Path(name).expanduser()
+        folder = Path(os.path.expanduser(name))
         model, _, tag = name.partition("/")
         known = model in open_clip.list_models() and tag and not folder.exists()
         if not known and not (folder / CONFIG).is_file():

@@ -246,6 +246,7 @@ def test_options_that_cannot_be(export, tmp_path, capsys, clip_folder):
     assert "give the model that says which are best" in refuse(capsys, *command, "--candidates", "2")
     assert "--rows: give the picture" in refuse(capsys, *command, "--rows", "2")
     assert "temperature: 0.0" in refuse(capsys, *command, "--temperature", "0")
+    assert "guidance: 1e+39; give a number of at most 1e+30" in refuse(capsys, *command, "--guidance", "1e39")
     assert "not readable as a picture" in refuse(capsys, *command, "--picture", export / "export.json")
     own = ["--picture", next((export.parent / "samples").iterdir()), "--rows", "5"]
     assert "--rows: 5; the grid of tokens has 4 rows" in refuse(capsys, *command, *own)

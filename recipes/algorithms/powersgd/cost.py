@@ -23,8 +23,8 @@ def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
         "checkpoint_bytes": FLOAT * values,
     }
     if plan.replicas == 1:
-        refused = "refused with one replica, as here; WORLD_SIZE and LOCAL_WORLD_SIZE say where a run will be"
-        return Cost(**memory, lines=(refused,))
+        told = "WORLD_SIZE and LOCAL_WORLD_SIZE tell a dry run where the run will be"
+        return Cost(**memory, lines=(f"{one_replica(args['clip'])}; {told}",))
     dimensions = plan.task.tensor_plan().dimensions() if plan.tensor > 1 else None
     shapes, others = first_device_shapes(plan.task, plan.shards // plan.tensor, plan.tensor, dimensions)
     compressor = LowRank(args["rank"] // plan.shards, wire=FORMATS[args["wire"]])
@@ -37,3 +37,12 @@ def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
         "32-bit"
     )
     return Cost(**memory, sent_bytes=sent + rest, sent_note=note)
+
+
+def one_replica(clip: float | None) -> str:
+    """Why a run with one replica is refused. `clip` is that of the lever, without which nothing else would clip."""
+    instead = "" if clip is None else f", and clip by training.grad_clip={clip:g}"
+    return (
+        "there is only one replica of the model, so nothing is averaged; start more processes, under training.fsdp "
+        f"with as many replicas as there are machines, or remove powersgd (algorithms.powersgd=null){instead}"
+    )

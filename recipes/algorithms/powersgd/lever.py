@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.log import log
 from recipes.algorithms.powersgd.all_reduce import FORMATS, bytes_sent
 from recipes.algorithms.powersgd.block_gradients import Matrix, blocks_of, copies_of, gradient_of, placements
-from recipes.algorithms.powersgd.cost import powersgd_cost
+from recipes.algorithms.powersgd.cost import one_replica, powersgd_cost
 from recipes.algorithms.powersgd.low_rank import BlockState, Compressed, LowRank, agree, as_matrix, reduce_others
 from recipes.algorithms.powersgd.overlap import Overlap
 from recipes.algorithms.sharding.shard import is_sharded
@@ -172,23 +172,23 @@ class PowerSGD(Lever):
                 "the backward pass; set training.fsdp.replicas to the number of processes, or overlap to false"
             )
 
+    def check_replicas(self, replicas: int) -> None:
+        """Find that there is nothing to average. Dry runs call it where they have been told of the processes; else they
+        only say the same in a line (`powersgd_cost`).
+
+        Raises:
+            ValueError: there is one replica.
+        """
+        if replicas == 1:
+            raise ValueError(f"powersgd: {one_replica(self.clip)}")
+
     def _check_processes(self, run: Run) -> None:
-        """Dry runs say this in a line, as they may have been told nothing of the processes (`powersgd_cost`)."""
-        clip = "" if self.clip is None else f", and clip by training.grad_clip={self.clip:g}"  # else nothing would
-        if self.mesh is not None and self.mesh.size(0) == 1:
-            raise ValueError(
-                "powersgd: training.fsdp.replicas gives one machine, so nothing is averaged; set replicas to the "
-                f"number of machines, or remove powersgd (algorithms.powersgd=null){clip}"
-            )
         if self.mesh is not None:
-            return
-        if is_sharded(self.task):
+            self.check_replicas(self.mesh.size(0))
+        elif is_sharded(self.task):
             raise ValueError("powersgd: the model is sharded, but not by training.fsdp; shard it by training.fsdp")
-        if not isinstance(run.module, DistributedDataParallel):
-            raise ValueError(
-                "powersgd: there is only one process, so nothing is averaged; remove powersgd "
-                f"(algorithms.powersgd=null){clip}"
-            )
+        elif not isinstance(run.module, DistributedDataParallel):
+            self.check_replicas(1)
 
     def _overlapped(self) -> Overlap[Compressed]:
         modules = list(self.task.blocks())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +103,11 @@ class TokenPipeline:
         rows = max(1, 15 * side // 32) if rows is None else rows
         if not 0 <= rows <= side:
             raise ValueError(f"--rows: {rows}; the grid of tokens has {side} rows")
+        path = Path(os.path.expanduser(picture))
         try:
-            data = picture.expanduser().read_bytes()
+            if path.exists() and not path.is_file():
+                raise ValueError(f"--picture: {picture} is not readable as a picture (it is no regular file)")
+            data = path.read_bytes()
             found = Filter().decode(Sample(str(picture), data, "a picture"))  # as in training
         except OSError as error:
             raise ValueError(f"--picture: {picture} is not readable as a picture ({error.strerror})") from None

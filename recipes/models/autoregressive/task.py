@@ -145,6 +145,7 @@ class Autoregressive(TransformerTask):
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Losses of text (B, T - 1) and image (B, N) tokens, and a mask of the text tokens, (B, T - 1) bool."""
         text, image = batch["text"], batch["image"]
+        self.network.attends_on(image.device)
         hidden = self.network(text, image)[:, :-1]  # (B, S - 1, d): nothing follows the last token
         targets = torch.cat([text, image + self.network.text_vocabulary], dim=1)[:, 1:]  # (B, S - 1)
         losses = self.network.unembedding.losses(hidden.flatten(0, 1), targets.flatten())

@@ -204,7 +204,7 @@ class TokenTransformer(nn.Module):
         # The identity path is float32, also with 16-bit embeddings.
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         x = self.stream(x)
-        attends = self._attends_on(x.device) if caches is None else caches.layers
+        attends = self.attends_on(x.device) if caches is None else caches.layers
         for number, attend in enumerate(attends):
             x = self.blocks[2 * number](x, attend)
             x = self.blocks[2 * number + 1](x)
@@ -237,8 +237,12 @@ class TokenTransformer(nn.Module):
         """
         return Caches(self.kinds, self.layout, repeat)
 
-    def _attends_on(self, device: torch.device) -> list[Attend]:
-        """The attention of each layer, made once per device; layers of the same kind share it."""
+    def attends_on(self, device: torch.device) -> list[Attend]:
+        """The attention of each layer, made once per device; layers of the same kind share it.
+
+        `forward` asks for it. Before a forward that is compiled or captured, it must have been made: the compiler would
+        divide its graph at FlexAttention's masks, and compile another one for the second batch, which finds them made.
+        """
         if device not in self._attends:
             made = {
                 kind: make_attend(self.implementation, kind, self.layout, device, self.head_width)

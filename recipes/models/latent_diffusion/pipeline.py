@@ -68,8 +68,8 @@ class DiffusionPipeline:
             resolution: side of the images in pixels; None: that of training.
 
         Raises:
-            ValueError: an unknown sampler, a batch or steps below 1, a guidance that is not finite, or a resolution
-                that does not fit the denoiser.
+            ValueError: an unknown sampler, a batch or steps below 1, a guidance that is NaN or too large, or a
+                resolution that does not fit the denoiser.
         """
         resolution = self.resolution if resolution is None else resolution
         unit = self.manifest.downsample * self.denoiser.grid_multiple

@@ -273,6 +273,8 @@ def test_another_name_drops_the_old_arguments(small):
         (["seed=${nope}"], ["seed: Interpolation key 'nope' not found"]),
         (["seed=${training.global_batch"], ["seed=${training.global_batch: not readable as YAML: seed: "]),
         (["seed=" + "[" * 300 + "]" * 300], ["seed: nested too deeply"]),
+        (["run_name=caf\udce9"], ["run_name=caf\udce9: not readable as YAML: 'utf-8' codec can't encode character"]),
+        (["seed=" + "9" * 5000], ["seed=" + "9" * 5000 + ": not readable as YAML: Exceeds the limit"]),
         (["seed=[1"], ["seed=[1: not readable as YAML: while parsing a flow sequence "]),
         (["seed", "--sede=1"], ["seed: expected key=value", "--sede=1: expected key=value"]),
         (["seed=a", "training.seed=1"], ["training.seed: unknown key; allowed: ", "seed: expected int, got 'a'"]),
@@ -357,7 +359,15 @@ def test_the_yaml_of_another_command_is_one_line(yaml, cls):
     assert line.startswith(f"{ROOT}/yamls/{yaml}.yaml: is for another command, which has ")
 
 
-def test_a_file_that_is_not_there(small):
+def test_keys_that_are_numbers(tmp_path):
+    (tmp_path / "mixed.yaml").write_text("1: a\nb: c")
+    with pytest.raises(ConfigError, match="is for another command, which has 1, b; "):
+        load_config(tmp_path / "mixed.yaml", [], EncodeConfig)
+
+
+def test_a_file_that_is_not_there(small, tmp_path):
+    (tmp_path / "folder.yaml").mkdir()
+    assert small(file="folder.yaml") == ["folder.yaml: a folder; give a YAML file"]
     assert small(file="smal.yaml") == ["smal.yaml: no such YAML file; did you mean small.yaml?"]
     (line,) = small(file="sd2_bse.yaml")
     assert line == f"sd2_bse.yaml: no such YAML file; did you mean {ROOT}/yamls/sd2_base.yaml?"

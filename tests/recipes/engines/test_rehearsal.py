@@ -155,6 +155,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
         ("openmoji_dalle", "optimizer={name: adam16, lr: 1, betas: [2, 2]}", "adam16: betas.0 must lie in [0, 1)"),
         ("openmoji_diffusion", "schedule={name: cosine, final: -1}", "schedule: final: -1.0; give 0 or more"),
         ("openmoji_diffusion", "schedule={name: cosine, over: 0ba}", "schedule: over: 0ba; give a length above 0"),
+        ("openmoji_diffusion", "callbacks.sample_grid.guidance=1e35", "callbacks.sample_grid.guidance: 1e+35; give a"),
         ("openmoji_diffusion", "callbacks.throughput.window=0", "throughput: window: 0; give 1 or more"),
         ("openmoji_diffusion", "callbacks.progress.seconds=-1", "progress: seconds: -1.0; give 0 or more"),
         ("openmoji_vae", "callbacks.x={name: reconstructions, pictures: 0}", "pictures: 0; give 1 or more"),
@@ -240,12 +241,28 @@ def test_what_another_machine_can_do(overrides, monkeypatch):
     rehearse(read("openmoji_unet", "training.device=auto", *overrides))
 
 
+@pytest.mark.parametrize("more", [[], ["training.fsdp={replicas: machines}"]])
+def test_powersgd_with_one_replica(more, monkeypatch):
+    recipe = read("openmoji_dalle", "algorithms.x={name: powersgd, rank: 8, clip: 2}", "training.grad_clip=null", *more)
+    rehearse(recipe)  # which was told nothing of the processes
+    monkeypatch.setenv("WORLD_SIZE", "8" if more else "1")
+    with pytest.raises(ValueError, match="^powersgd: there is only one replica .*, and clip by training.grad_clip=2$"):
+        rehearse(recipe)
+
+
 def test_loggers_are_not_opened(tmp_path, monkeypatch):
     """MLflow would get a run that never trains, and W&B a folder."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     loggers = "loggers={a: {name: mlflow, experiment: test}, b: {name: wandb, project: test}}"
     rehearse(read("openmoji_vae", loggers))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for output in ("file", "file/run"):
+        with pytest.raises(ValueError, match=f"^output: {tmp_path}/file is a file, .*; give another folder$"):
+            rehearse(read("openmoji_vae", f"output={output}"))
 
 
 def test_lengths_in_epochs_of_data_that_is_not_here():

@@ -136,7 +136,7 @@ def test_what_cannot_be_evaluated(export, write, tmp_path, capsys):
         assert f"sampling.steps: {steps!r}; give an integer" in refuse(export, write(sampling={"steps": steps}), capsys)
     assert "sweeps.guidance: 'x'; give a number" in refuse(export, write(sweeps={"guidance": [1, "x"]}), capsys)
     assert "sampling.sampler: {a: 1}; give a text" in refuse(export, write(sampling={"sampler": {"a": 1}}), capsys)
-    assert "sampling.guidance: nan; give a finite" in refuse(export, write(sampling={"guidance": math.nan}), capsys)
+    assert "sampling.guidance: nan; give a number of" in refuse(export, write(sampling={"guidance": math.nan}), capsys)
     assert "sweeps.sampler: `x` is unknown to" in refuse(export, write(sweeps={"sampler": ["x"]}), capsys)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.png").touch()

@@ -334,6 +334,10 @@ def test_where_an_export_is_written(exported, tmp_path, capsys, monkeypatch):
     names = sorted(file.name for file in source.iterdir())
     error = refuse(capsys, source, source / "other", "--layout", "native")
     assert error == f"error: {source}/other: inside of the export {source}; give a folder beside it"
+    assert f"{source}: is the export {source}; give a folder beside it" in refuse(capsys, source, source)
+    (tmp_path / "file").touch()
+    assert f"{tmp_path}/file: File exists; a file has" in refuse(capsys, source, tmp_path / "file" / "out")
+    (tmp_path / "file").unlink()
     assert sorted(file.name for file in source.iterdir()) == names
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "here")

@@ -151,7 +151,12 @@ def test_what_is_not_there(tmp_path, export, capsys):
 
 def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
     assert f"--out: {tmp_path} is a folder" in refuse(command(export, tmp_path), capsys)
-    assert "--columns: 0; give 1 or more" in refuse(command(export, tmp_path / "x.png", "--columns", "0"), capsys)
+    (tmp_path / "file").touch()
+    assert f"x.png is below {tmp_path}/file, which is" in refuse(command(export, tmp_path / "file" / "x.png"), capsys)
+    assert "File name too long; give another name" in refuse(command(export, tmp_path / ("x" * 300)), capsys)
+    for columns in ("0", "99999999999999999999"):
+        said = refuse(command(export, tmp_path / "x.png", "--columns", columns), capsys)
+        assert f"--columns: {columns}; give 1 to 1000" in said
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--batch", "0"), capsys)
     assert "must be at least 1" in refuse(command(export, tmp_path / "x.png", "--steps", "0"), capsys)
     for resolution in ("22", "0", "-4"):

@@ -365,8 +365,10 @@ def test_where_nothing_fits_the_report_says_what_does(planner):
         (["--gpu", "h2000", "--gpus", "8"], "give v100-16"),
         (["--gpu", "h200", "--gpus", "7"], "2048 does not divide over 7 devices; the nearest .* divide it: 4 or 8"),
         (["training.globl_batch=3", "--gpu", "h200", "--gpus", "8"], "global_batch"),
-        (["--gpu", "h100", "--gpus", "8", "0"], "^error: --gpus: 0; give 1 or more$"),
-        (["--gpu", "h100", "--gpus", "8", "--machine", "-8"], "^error: --machine: -8; give 1 or more$"),
+        (["--gpu", "h100", "--gpus", "8", "0"], "^error: --gpus: 0; give 1 to 1000000$"),
+        (["--gpu", "h100", "--gpus", "1" + "0" * 20], "^error: --gpus: 10*; give 1 to 1000000$"),
+        (["--gpu", "h100", "--gpus", "8", "--machine", "-8"], "^error: --machine: -8; give 1 to 1000000$"),
+        (["--gpu", "h100", "--gpus", "8", "--price", "nan"], "^error: --price: nan; give 0 or more$"),
         (["--gpu", "h100", "--gpus", "16", "--between", "0"], "^error: --between: 0; give a rate above 0$"),
     ],
 )

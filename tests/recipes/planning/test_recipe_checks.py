@@ -80,6 +80,14 @@ def test_a_damaged_index_is_said_in_one_line(small_recipe, latent_sets, tmp_path
         list(cheap_recipe_checks(recipe))
 
 
+def test_a_folder_without_a_set(small_recipe, tmp_path):
+    """The run would be refused when it opens the set."""
+    (tmp_path / "set").mkdir()
+    recipe = small_recipe(tmp_path / "run", f"evals.val.streams.val.path={tmp_path}/set")
+    (line,) = absent_inputs(recipe, [])
+    assert line.startswith(f"evals.val.streams.val.path: `{tmp_path}/set` has no manifest.json; write the set first")
+
+
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
 def test_caches(small_recipe, tmp_path, limit, level):
     assert levels(cheap_recipe_checks(small_recipe(tmp_path / "run", f"data.cache_limit={limit}")))["cache"] == level
@@ -113,12 +121,19 @@ def test_a_cache_limit_that_is_no_size(small_recipe, tmp_path):
         recipe.data.args["streams"] = {"train": remote_stream("/nowhere", tmp_path / "none")}
 
 
-def test_disk(small_recipe, tmp_path, monkeypatch):
+def encoder_bytes(latent_sets):
+    """Of the folders that exports of the small recipe copy."""
+    manifest = json.loads((latent_sets / "train" / "manifest.json").read_text())
+    folders = [Path(manifest[name]["component"]["path"]) for name in ("image_encoder", "text_encoder")]
+    return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+
+def test_disk(small_recipe, latent_sets, tmp_path, monkeypatch):
     recipe = small_recipe(tmp_path / "run", "checkpoints.every=2ba", "checkpoints.keep=2", EXPORT)
     found = survey(recipe)
     # Weights and two moments, all in 32 bits; two are kept while the third is written.
     # The export is written whole once more before the one before goes.
-    export = 2 * 4 * found.parameters
+    export = 2 * (4 * found.parameters + encoder_bytes(latent_sets))
     assert disk_bytes(recipe, found) == 3 * 12 * found.parameters + export
     assert disk_bytes(small_recipe(tmp_path / "run", "checkpoints.save=false", EXPORT), found) == export
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
@@ -135,7 +150,7 @@ def test_the_command(capsys):
     assert "error:   input: not there: data.streams.train.path" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, tmp_path, monkeypatch):
+def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, latent_sets, tmp_path, monkeypatch):
     """Here for the third checkpoint and the second export; before it is the doctor's word, it is a start's warning."""
     recipe = small_recipe(tmp_path / "run", "checkpoints.every=2ba", "checkpoints.keep=2", EXPORT)
     parameters = survey(recipe).parameters
@@ -145,8 +160,9 @@ def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, t
         with open(path, "wb") as file:
             file.truncate(12 * parameters)
     (tmp_path / "run" / "export").mkdir()
-    (tmp_path / "run" / "export" / "weights").write_bytes(bytes(4 * parameters))
-    needed = 12 * parameters + 4 * parameters
+    export = 4 * parameters + encoder_bytes(latent_sets)
+    (tmp_path / "run" / "export" / "weights").write_bytes(bytes(export))
+    needed = 12 * parameters + export
     cases = [(needed, "ok", "ok"), (needed - 1, "error", "ok"), (12 * parameters - 1, "error", "warning")]
     for free, doctor, start in cases:
         monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
@@ -193,6 +209,7 @@ def test_every_problem_is_listed(small_recipe, tmp_path, monkeypatch):
         (8, 2, 1, False, "ok", "1 machine, 2 workers"),
         (8, 5, 1, False, "ok", "5 workers"),
         (10, 5, 1, False, "warning", "4 batches of each rank, so 1 do nothing: give 4"),
+        (12, 4, 1, False, "warning", "3 batches of each rank, so 1 do nothing: give 3"),  # of 40 samples
         (8, 2, 64, True, "warning", "64 machines: machines fetch the same shards"),
         (8, 2, 64, False, "ok", "64 machines, 128 workers"),
     ],

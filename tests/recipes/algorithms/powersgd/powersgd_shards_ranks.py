@@ -204,7 +204,7 @@ def refused(message, **arguments):
 
 
 def check_refusals():
-    refused("gives one machine", powersgd={"rank": 4}, fsdp={"replicas": 1})
+    refused("only one replica", powersgd={"rank": 4}, fsdp={"replicas": 1})
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ def test_one_process_has_nothing_to_average():
         device="cpu",
         progress_bar=False,
     )
-    with pytest.raises(ValueError, match="only one process, .*, and clip by training.grad_clip=4"):
+    with pytest.raises(ValueError, match="only one replica .*, and clip by training.grad_clip=4"):
         trainer.fit()
 
 

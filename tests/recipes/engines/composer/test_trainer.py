@@ -356,5 +356,5 @@ def test_two_ranks(quick_recipe, latent_sets, tmp_path):
 def test_a_file_that_is_no_checkpoint_is_named_as_it_was_given(quick_recipe, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("run_name: x")
-    with pytest.raises(ValueError, match=f"^{file}: not a checkpoint that this repository wrote: "):
+    with pytest.raises(ValueError, match=f"^{file}: not a checkpoint that this .*: it is cut off, or no file"):
         build_trainer(quick_recipe(tmp_path / "run", f"checkpoints.load_path={file}"))

@@ -171,6 +171,10 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
         new_checkpoints(tmp_path, load_path="oci://bucket/none.ckpt", autoresume=False)
     with pytest.raises(ValueError, match="not a checkpoint of Composer"):
         convert(of_composer, "lightning")
+    of_composer.rename(of_composer.with_name("ep0-ba1-rank0.pt"))
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(ValueError, match=r"several checkpoints; name one of them, such as .*/ep0-ba1-rank0.pt$"):
+            convert(folder, "lightning")
 
 
 def same(one, other):

@@ -65,3 +65,20 @@ def test_blocks_are_one_graph_each_and_share_it(scaled, recomputed):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert len(compiled) == 4  # three masks, and the MLP
     assert not filtered.any()
+
+
+def test_a_whole_network_is_one_graph_from_the_first_batch_on():
+    """Masks are made outside of it, for each model of a process."""
+    compiled = []
+
+    def compiler(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    sizes = {"text_positions": 3, "text_vocabulary": 11, "side": 2, "codes": 7, "kernel": 3}
+    for number in (1, 2):
+        task = Autoregressive(layers=1, width=16, heads=2, **sizes)
+        compile_forwards(task.networks(), {"backend": compiler, "dynamic": False, "fullgraph": True})
+        for _ in range(2):
+            trained(task, scaled=True)
+        assert len(compiled) == number

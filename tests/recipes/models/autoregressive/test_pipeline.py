@@ -1,5 +1,6 @@
 """The picture whose upper rows are kept: the same pixels as training makes of the file."""
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,8 +56,15 @@ def test_a_picture_of_unknown_range_is_named(tmp_path):
         seen(tmp_path / "depth.tiff")
 
 
-def test_a_picture_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"--picture: .*none.png is not readable as a picture \(No such file") as error:
+@pytest.mark.timeout(20)  # a pipe that nobody writes never ends
+@pytest.mark.parametrize("kind", ["no such file", "no regular file: folder", "no regular file: pipe"])
+def test_a_picture_that_is_not_there_is_one_line(tmp_path, kind):
+    if "folder" in kind:
+        (tmp_path / "none.png").mkdir()
+    if "pipe" in kind:
+        os.mkfifo(tmp_path / "none.png")
+    message = rf"(?i)--picture: .*none.png is not readable as a picture \(.*{kind.split(':')[0]}"
+    with pytest.raises(ValueError, match=message) as error:
         seen(tmp_path / "none.png")
     assert "\n" not in str(error.value)
 
