@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from data.files import atomic_folder, atomic_write, read_object, write_json
+from tests.disks import on_disk_before_named
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):
@@ -60,17 +61,17 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_what_gets_a_name_is_on_the_disk(tmp_path, monkeypatch):
     """Otherwise it could hold half a file after a power failure, beside one that says that all is done."""
-    done, rename = [], Path.rename
-    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
-    monkeypatch.setattr(Path, "rename", lambda path, new: done.append(f"{path} gets its name") or rename(path, new))
-    with atomic_folder(tmp_path / "export") as partial:
-        (partial / "unet").mkdir()
+    before = on_disk_before_named(monkeypatch)
+    with atomic_folder(tmp_path / "export") as folder:
+        (folder / "unet").mkdir()
         for name in ("unet/weights", "done.json"):
-            (partial / name).write_text("x")
-    parts = {f"{partial}{name}" for name in ("", "/unet", "/unet/weights", "/done.json")}
-    assert set(done[:-1]) == parts and done[-1] == f"{partial} gets its name"
+            (folder / name).write_text("x")
+    with atomic_write(tmp_path / "record.json") as file:
+        file.write_text("x")
+    parts = {f"{folder}{name}" for name in ("", "/unet", "/unet/weights", "/done.json")}
+    assert before == {str(folder): parts, str(file): {str(file)}}
 
 
 @pytest.mark.parametrize("renames", [0, 1])

@@ -23,6 +23,7 @@ from precompute.progress import EncodeProgress, duration
 from precompute.upload import Copy
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.config.recipe import load_config
+from tests.disks import on_disk_before_named
 
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
 # What a manifest says that is not counted from the shards.
@@ -165,6 +166,17 @@ def test_as_many_other_shards_are_not_the_set(tmp_path):
         assert output.is_complete(FIELDS["request"])
     (tmp_path / "index.json").write_text("{}")
     assert not output.is_complete(FIELDS["request"])
+
+
+def test_what_says_that_it_is_done_is_on_the_disk(tmp_path, monkeypatch):
+    output, before = OutputSet(tmp_path, ["a"]), on_disk_before_named(monkeypatch)
+    output.claim({"x": 1})
+    ((options, synced),) = before.items()
+    assert synced == {options}
+    write(output, "a", [sample("a0")], {"x": 1})
+    names = ("shard.00000.mds", "index.json", "rejected.jsonl", "done.json")
+    partial = output.partial("a", 0)
+    assert before[str(partial)] == {str(partial), *(str(partial / name) for name in names)}
 
 
 def test_two_ranks_with_one_shard(tmp_path):

@@ -12,7 +12,7 @@ from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whol
 from recipes.training.clock import Clock
 from recipes.training.kinds import KINDS
 from recipes.training.stop import StartAgain
-from tests.disks import fill, read_only, small_disk, small_files
+from tests.disks import fill, on_disk_before_named, read_only, small_disk, small_files
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 from tests.recipes.training.fake_run import FakeRun
 
@@ -90,6 +90,16 @@ def test_a_sharded_checkpoint_that_cannot_be_written(tmp_path):
     with small_files(200), pytest.raises(ValueError, match=r"ep0-ba2 could not be written .File too large."):
         save_at(checkpoints, run, 2)
     assert names(tmp_path / "checkpoints") == ["ep0-ba1", "latest"]
+
+
+@pytest.mark.parametrize("fsdp", [None, SHARDED], ids=["full", "sharded"])
+def test_a_checkpoint_is_on_the_disk_before_older_ones_are_removed(tmp_path, monkeypatch, fsdp):
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=1, fsdp=fsdp)
+    before = on_disk_before_named(monkeypatch)
+    save_at(checkpoints, run, 1)
+    (new,) = (tmp_path / "checkpoints").glob("ep*")
+    partial = new.with_name(f".partial.{new.name}")
+    assert before[str(partial)] >= {str(partial / path.relative_to(new)) for path in (new, *new.rglob("*"))}
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
