@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,7 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
 def test_what_gets_a_name_is_on_the_disk(tmp_path, monkeypatch):
     """Otherwise it could hold half a file after a power failure, beside one that says that all is done."""
     before = on_disk_before_named(monkeypatch)
-    with atomic_folder(tmp_path / "export") as folder:
+    with atomic_folder(tmp_path / "new" / "export") as folder:
         (folder / "unet").mkdir()
         for name in ("unet/weights", "done.json"):
             (folder / name).write_text("x")
@@ -72,6 +74,23 @@ def test_what_gets_a_name_is_on_the_disk(tmp_path, monkeypatch):
         file.write_text("x")
     parts = {f"{folder}{name}" for name in ("", "/unet", "/unet/weights", "/done.json")}
     assert before == {str(folder): parts, str(file): {str(file)}}
+
+
+def test_a_disk_that_does_not_keep_a_file_is_an_error(tmp_path, monkeypatch):
+    """Folders may be refused, as some network file systems do."""
+    fsync = os.fsync
+    for refused in (stat.S_ISDIR, stat.S_ISREG):
+
+        def refuse(number, refused=refused):
+            if refused(os.fstat(number).st_mode):
+                raise OSError(errno.EIO, "Input/output error")
+            fsync(number)
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        error = pytest.raises(OSError, match="error") if refused is stat.S_ISREG else nullcontext()
+        with error, atomic_folder(tmp_path / "export") as folder:
+            (folder / refused.__name__).touch()
+    assert [file.name for file in (tmp_path / "export").iterdir()] == ["S_ISDIR"]
 
 
 @pytest.mark.parametrize("renames", [0, 1])
