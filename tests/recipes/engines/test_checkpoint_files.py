@@ -100,6 +100,9 @@ def test_a_checkpoint_is_on_the_disk_before_older_ones_are_removed(tmp_path, mon
     (new,) = (tmp_path / "checkpoints").glob("ep*")
     partial = new.with_name(f".partial.{new.name}")
     assert before[str(partial)] >= {str(partial / path.relative_to(new)) for path in (new, *new.rglob("*"))}
+    save_at(checkpoints, run, 1)  # as a run that begins anew in the same folder
+    assert names(new.parent) == [new.name, "latest"]
+    assert (str(new) in before) == (fsdp is not None)  # it is put aside, and removed when the other one has its name
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
@@ -108,15 +111,16 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
 
 
 def test_a_lost_link_is_mended(tmp_path):
-    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=2)
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1)
     for batch in (2, 10, 9):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
     KINDS["lightning"].mend(tmp_path)
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba2.ckpt", "ep0-ba9.ckpt", "latest"]
     assert (tmp_path / "latest").resolve().name == "ep0-ba10.ckpt"
     files.newest_is(tmp_path / "ep0-ba9.ckpt", 9)  # a run that goes on from 2; the later one is not its own
-    files.newest_is(tmp_path / "ep0-ba10.ckpt", 10)
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba9.ckpt", "latest"]
+    files.newest_is(tmp_path / "ep0-ba10.ckpt", 10)
+    assert names(tmp_path) == ["ep0-ba10.ckpt", "latest"]
 
 
 @pytest.mark.parametrize("backwards", [False, True])
