@@ -179,6 +179,7 @@ def test_words_reach_the_run_as_they_were_given():
 
 def test_a_jobset_starts_again_on_85_and_gives_up_on_a_mistake():
     options = ["--queue", "research", "--grace", "600", "--cpus", "12", "--memory", "800"]
+    options += ["--mount", "/outside:/inside", "--topology", "rack"]
     found = yaml.safe_load(made("kubernetes", TRAIN, "--machines", "16", *options, *CLOUD))
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
@@ -190,6 +191,7 @@ def test_a_jobset_starts_again_on_85_and_gives_up_on_a_mistake():
     rules = job["podFailurePolicy"]["rules"]
     codes = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
     assert codes == {2: "FailJob", 85: "Ignore"}
+    assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
     assert all(("onExitCodes" in rule) != ("onPodConditions" in rule) for rule in rules)  # the API allows one of them
     failure = found["spec"]["failurePolicy"]
     assert failure["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
@@ -200,12 +202,30 @@ def test_a_jobset_starts_again_on_85_and_gives_up_on_a_mistake():
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     container = pod["containers"][0]
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+    assert volumes["mount-0"]["hostPath"]["path"] == "/outside"
+    assert {"name": "mount-0", "mountPath": "/inside"} in container["volumeMounts"]
+    assert job["template"]["metadata"] == {"annotations": {"kueue.x-k8s.io/podset-preferred-topology": "rack"}}
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "400G"}
     resources = {"nvidia.com/gpu": 8, "cpu": 96, "memory": "800G"}
     assert container["resources"]["limits"] == container["resources"]["requests"] == resources
     address = next(v["value"] for v in container["env"] if v["name"] == "MASTER_ADDR")
     name = found["metadata"]["name"]
+    assert found["spec"]["network"] == {"enableDNSHostnames": True}  # which gives machine 0 the name
     assert address == f"{name}-{found['spec']['replicatedJobs'][0]['name']}-0-0.{name}"
+
+
+def test_a_pod_checks_its_machine_and_becomes_the_launcher(tmp_path):
+    """Which gets the signals that are meant for the process that the pod starts."""
+    (tmp_path / "python").write_text('#!/bin/bash\n[[ "$*" = *launch.py* ]] && echo $$ "$@" || exit "$STATUS"\n')
+    (tmp_path / "python").chmod(0o755)
+    found = yaml.safe_load(made("kubernetes", TRAIN, "--machines", "2", *CLOUD))
+    pod = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    for status in "0", "1":  # of the machine's check
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "STATUS": status}
+        started = subprocess.Popen(pod["containers"][0]["command"], env=environment, stdout=subprocess.PIPE, text=True)
+        text, _ = started.communicate()
+        launched = f"{started.pid} cluster/launch.py --machines 2 --processes 8 -- recipes/train.py {TRAIN}\n"
+        assert text == (launched if status == "0" else "") and started.returncode == int(status)
 
 
 def test_an_encode_job_of_kubernetes_tries_each_task_by_itself():
