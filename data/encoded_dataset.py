@@ -37,6 +37,7 @@ PREFETCH = 4  # batches that are ready or being read, per worker
 # Seconds that training waits for a batch: a store may be slow, but a worker may also be lost. Where other ranks have
 # their batches, they end the run after 600 s, in a collective; where all wait for the same store, none does.
 LONGEST_WAIT = 1800
+LONGEST_SEARCH = 20.0  # seconds, for the keys of samples
 
 
 # streaming warns in each epoch that positions must count the samples of copies once, which `EncodedLoader` does.
@@ -329,11 +330,12 @@ def key_seed(key: str) -> int:
 
 
 def keys_of(dataset: EncodedDataset, seeds: Collection[int]) -> dict[int, str]:
-    """Which samples seeds belong to: seed -> key, as far as their shards are on this disk, and found in 20 s.
+    """Which samples seeds belong to: seed -> key, as far as their shards are on this disk, and found
+    within `LONGEST_SEARCH`.
 
     The shards that were read last are searched first.
     """
-    wanted, found, limit = set(seeds), {}, time.monotonic() + 20.0
+    wanted, found, limit = set(seeds), {}, time.monotonic() + LONGEST_SEARCH
     for number in dataset._shard_access_times.numpy().argsort()[::-1]:
         shard = dataset.shards[number]
         for sample in range(shard.samples if os.path.isfile(shard.path) else 0):

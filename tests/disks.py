@@ -48,3 +48,18 @@ def small_files(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def on_disk_before_named(patch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """From now on, by the path of each file and folder that gets another name: what in it has been brought to the disk
+    by then, which a power failure would otherwise take."""
+    done, before = [], {}
+    patch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
+    for function, real in (("rename", os.rename), ("replace", os.replace), ("link", os.link)):
+
+        def name(old, new, real=real):
+            before[str(old)] = {path for path in done if Path(path).is_relative_to(old)}
+            real(old, new)
+
+        patch.setattr(os, function, name)
+    return before

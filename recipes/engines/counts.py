@@ -60,9 +60,9 @@ def in_present_batches(counts: Counts, loading: Loading, *, global_batch: int, r
     total = epoch_batches(loading)
     if total is None or loading.samples is None or not counts.batch_in_epoch:
         return counts
-    samples, batch = math.ceil(loading.samples / ranks), global_batch // ranks  # of a rank
-    left = max(0, samples - counts.sample_in_epoch // ranks)
-    left = left // batch if loading.loader.drop_last else math.ceil(left / batch)
+    # Of a rank, as `data.reading.EncodedLoader` counts them.
+    samples, batch = max(0, math.ceil((loading.samples - counts.sample_in_epoch) / ranks)), global_batch // ranks
+    left = samples // batch if loading.loader.drop_last else math.ceil(samples / batch)
     return replace(counts, batch_in_epoch=max(0, total - left))
 
 

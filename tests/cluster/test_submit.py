@@ -50,14 +50,18 @@ def test_scripts_of_slurm_parse(case):
     done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert script.startswith("#!/bin/bash\n") and "requeue" in directives(script)
+    assert script.count("apptainer exec --nv --bind /d:/d ") == (2 if case == "apptainer" else 0)
+    assert script.count("--container-mounts='/a b:/data',") == script.count("--container-") / 3 == 2 * (case == "pyxis")
 
 
 def test_a_training_script_asks_for_its_machines_and_is_warned_ahead_of_its_limit():
-    script = made("slurm", TRAIN, "--machines", "4", "--spares", "2", "--hours", "24", "--grace", "600", "--cpus", "12")
+    options = ["--spares", "2", "--hours", "24", "--grace", "600", "--cpus", "12", "--memory", "800"]
+    script = made("slurm", TRAIN, "--machines", "4", *options)
     found = directives(script)
     expected = {"nodes": "6", "ntasks-per-node": "1", "gres": "gpu:8", "time": "1440", "signal": "USR1@600"}
     assert {key: found[key] for key in expected} == expected
-    assert found["cpus-per-task"] == "96" and "no-kill" in found
+    assert (found["cpus-per-task"], found["mem"], found["open-mode"]) == ("96", "800G", "append")
+    assert "no-kill" in found and "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n" in script
     assert "--machines 4 --processes 8" in script and "machines=4\n" in script
 
 
@@ -69,36 +73,50 @@ def test_logs_lie_in_a_folder_that_is_there(named):
 
 
 def test_an_encode_job_is_an_array_with_one_gpu_for_each_task():
-    script = made("slurm", ENCODE, "--machines", "4", "--memory", "800")
+    script = made("slurm", ENCODE, "--machines", "4", "--memory", "800", "--cpus", "14")
     found = directives(script)
     assert (found["array"], found["nodes"], found["gres"], found["mem"]) == ("0-31", "1", "gpu:1", "100G")
+    assert found["cpus-per-task"] == "14" and "no-kill" not in found
     assert "RANK=$SLURM_ARRAY_TASK_ID WORLD_SIZE=32 LOCAL_RANK=0" in script
 
 
-def run_with_stand_ins(script, tmp_path, statuses, job="1"):
+@pytest.mark.parametrize(
+    ("status", "restarts", "requeued"), [(0, 0, False), (1, 0, True), (137, 2, True), (1, 3, False), (2, 0, False)]
+)
+def test_a_task_of_an_encode_job_that_fails_is_queued_again(status, restarts, requeued, tmp_path):
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "5", "SLURM_RESTART_COUNT": str(restarts)}
+    returned, _, calls = run_with_stand_ins(made("slurm", ENCODE, "--machines", "4"), tmp_path, [str(status)], **task)
+    assert returned == status and calls[1:] == ["scontrol requeue 7_5"] * requeued
+
+
+def run_with_stand_ins(script, tmp_path, statuses, job="1", **variables):
     """Run a batch script with programs in the place of Slurm's.
 
     Args:
-        statuses: what the machines report at each start; the last one repeats.
+        statuses: what the machines report at each start. Where one says that it was asked to stop, Slurm has signalled
+            the script, too. Of a task of an array, the status of its program.
+        variables: of the environment.
     """
     bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
+    bin_folder.mkdir(exist_ok=True)
     programs = {
         "scontrol": 'case "$2" in hostnames) printf "a\\nb\\nc\\n";; node) echo "NodeAddr=addr-$3 x";;\n'
         '*) echo "scontrol $*" >>calls;; esac',
-        "srun": 'echo "srun $MASTER_ADDR $*" >>calls\n'
-        'case "$*" in *check.py*) echo "n: cannot be used: sick"; echo "srun: error" >&2\n'
+        "srun": 'echo "srun ${MASTER_ADDR-}:${MASTER_PORT-} $*" >>calls\n'
+        'case "$*" in *encode.py*) exit "$(cat statuses)";;\n'
+        '*check.py*) echo "n: cannot be used: sick"; echo "srun: error" >&2\n'
         '[ "$(cat sick 2>/dev/null)" != "$(sed "s/.*nodelist=\\(.\\).*/\\1/" <<<"$*")" ];;\n'
         '*) while [ "$1" != --status ]; do shift; done; mkdir -p "$2"; n=$(cat starts 2>/dev/null || echo 0)\n'
         'for rank in 1 2; do echo "error: seed: wrong" >"$(dirname "$2")/rank-0000$rank.log"; done\n'
         'echo $((n + 1)) >starts; i=0; for s in $(sed -n "$((n + 1))p" statuses); do echo "$s" >"$2/$i"; i=$((i+1)); '
-        "done;; esac",
+        '[ "$s" != 85 ] || kill -USR1 "$PPID"; done;; esac',
     }
     for name, body in programs.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (bin_folder / name).chmod(0o755)
     (tmp_path / "statuses").write_text("\n".join(statuses) + "\n")
     environment = {"PATH": f"{bin_folder}:/usr/bin:/bin", "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "[a-c]"}
+    environment |= variables
     done = subprocess.run(["bash"], input=script, text=True, capture_output=True, cwd=tmp_path, env=environment)
     calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
     return done.returncode, done.stdout + done.stderr, calls
@@ -110,6 +128,7 @@ OUTCOMES = {
     "a mistake": (["85 2"], 2, 1, False),
     "a crash, then done": (["137", "0 0"], 0, 2, False),
     "crashes only": (["1 85", "1", "", "137 1"], 1, 4, False),
+    "one that says nothing": (["137 0", "0", "0 0"], 0, 3, False),
 }
 
 
@@ -125,13 +144,19 @@ def test_what_a_script_does_after_each_way_to_end(outcome, tmp_path):
     assert text.count("job: the recipe cannot run:\nerror: seed: wrong\n") == text.count("error: ") == (code == 2)
 
 
+def test_a_stop_that_was_asked_for_ends_a_row_of_failures(tmp_path):
+    script = made("slurm", TRAIN, "--machines", "2", "--retries", "1")
+    for code in 85, 0:  # which Slurm starts again
+        assert run_with_stand_ins(script, tmp_path, ["1", "85 85", "1", "0 0"])[0] == code
+
+
 def test_a_machine_that_fails_its_check_is_replaced_by_the_spare(tmp_path):
     (tmp_path / "sick").write_text("a")
     script = made("slurm", TRAIN, "--machines", "2", "--spares", "1")
     code, text, calls = run_with_stand_ins(script, tmp_path, ["0 0"], job="40007")
     (start,) = [call for call in calls if "launch.py" in call]
     assert code == 0 and "machine a is left out: n: cannot be used: sick\n" in text
-    assert start.startswith("srun addr-b ") and "--hosts b,c " in start and "--nodelist=b,c " in start
+    assert start.startswith("srun addr-b:20007 ") and "--hosts b,c " in start and "--nodelist=b,c " in start
 
 
 def test_too_few_machines_queue_the_job_again_until_its_retries_are_used_up(tmp_path):
@@ -143,7 +168,8 @@ def test_too_few_machines_queue_the_job_again_until_its_retries_are_used_up(tmp_
 
 def test_words_reach_the_run_as_they_were_given():
     words = ["output=a 'b' `c` $HOME", 'callbacks.sample_grid.prompts=["a; rm -rf x", "$(b)"]']
-    script = made("slurm", TRAIN, *words, "--machines", "2")
+    script = made("slurm", TRAIN, *words, "--machines", "2", "--env", "A=b 'c'")
+    assert """export A='b '"'"'c'"'"''\n""" in script
     launch = next(line for line in script.splitlines() if "launch.py" in line)
     assert shlex.split(launch)[-2:] == words
     pod = yaml.safe_load(made("kubernetes", TRAIN, *words, "--machines", "2", *CLOUD))
@@ -152,29 +178,54 @@ def test_words_reach_the_run_as_they_were_given():
 
 
 def test_a_jobset_starts_again_on_85_and_gives_up_on_a_mistake():
-    found = yaml.safe_load(made("kubernetes", TRAIN, "--machines", "16", "--queue", "research", *CLOUD))
+    options = ["--queue", "research", "--grace", "600", "--cpus", "12", "--memory", "800"]
+    options += ["--mount", "/outside:/inside", "--topology", "rack"]
+    found = yaml.safe_load(made("kubernetes", TRAIN, "--machines", "16", *options, *CLOUD))
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found["metadata"]["name"])
     job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
     numbers = (job["completions"], job["parallelism"], job["backoffLimit"])
     assert job["completionMode"] == "Indexed" and numbers == (16, 16, 0)
+    assert job["podReplacementPolicy"] == "Failed"  # two pods of a number would write the same checkpoint
     rules = job["podFailurePolicy"]["rules"]
     codes = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
     assert codes == {2: "FailJob", 85: "Ignore"}
+    assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
     assert all(("onExitCodes" in rule) != ("onPodConditions" in rule) for rule in rules)  # the API allows one of them
     failure = found["spec"]["failurePolicy"]
     assert failure["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    assert failure["maxRestarts"] == 3
     pod = job["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 600
     assert pod["restartPolicy"] == "Never" and pod["securityContext"]["runAsUser"] == 1000
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     container = pod["containers"][0]
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
-    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert container["resources"]["limits"] == container["resources"]["requests"] == {"nvidia.com/gpu": 8}
+    assert volumes["mount-0"]["hostPath"]["path"] == "/outside"
+    assert {"name": "mount-0", "mountPath": "/inside"} in container["volumeMounts"]
+    assert job["template"]["metadata"] == {"annotations": {"kueue.x-k8s.io/podset-preferred-topology": "rack"}}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "400G"}
+    resources = {"nvidia.com/gpu": 8, "cpu": 96, "memory": "800G"}
+    assert container["resources"]["limits"] == container["resources"]["requests"] == resources
     address = next(v["value"] for v in container["env"] if v["name"] == "MASTER_ADDR")
     name = found["metadata"]["name"]
+    assert found["spec"]["network"] == {"enableDNSHostnames": True}  # which gives machine 0 the name
     assert address == f"{name}-{found['spec']['replicatedJobs'][0]['name']}-0-0.{name}"
+
+
+def test_a_pod_checks_its_machine_and_becomes_the_launcher(tmp_path):
+    """Which gets the signals that are meant for the process that the pod starts."""
+    (tmp_path / "python").write_text('#!/bin/bash\n[[ "$*" = *launch.py* ]] && echo $$ "$@" || exit "$STATUS"\n')
+    (tmp_path / "python").chmod(0o755)
+    found = yaml.safe_load(made("kubernetes", TRAIN, "--machines", "2", *CLOUD))
+    pod = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    for status in "0", "1":  # of the machine's check
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "STATUS": status}
+        started = subprocess.Popen(pod["containers"][0]["command"], env=environment, stdout=subprocess.PIPE, text=True)
+        text, _ = started.communicate()
+        launched = f"{started.pid} cluster/launch.py --machines 2 --processes 8 -- recipes/train.py {TRAIN}\n"
+        assert text == (launched if status == "0" else "") and started.returncode == int(status)
 
 
 def test_an_encode_job_of_kubernetes_tries_each_task_by_itself():

@@ -15,7 +15,7 @@ import torch
 from streaming import Stream, StreamingDataset
 from torch.utils.data import DataLoader
 
-from data.encoded_dataset import EncodedDataset, key_seed, keys_of, open_loader, streams_of
+from data.encoded_dataset import LONGEST_WAIT, EncodedDataset, key_seed, keys_of, open_loader, streams_of
 from data.encoded_sets import local_set
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
@@ -305,7 +305,7 @@ def test_workers_of_a_process_that_ends_in_the_midst_of_an_epoch_end_with_it(tmp
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_keys_are_found_by_their_seeds(latent_sets):
+def test_keys_are_found_by_their_seeds(latent_sets, monkeypatch):
     from data.encoded_sets import local_set
     from data.latents import latents
 
@@ -314,6 +314,8 @@ def test_keys_are_found_by_their_seeds(latent_sets):
     seeds = next(iter(loader))["seed"].tolist()
     found = keys_of(loader.dataset, [*seeds, 5])
     assert sorted(found) == sorted(seeds) and all(key_seed(key) == seed for seed, key in found.items())
+    monkeypatch.setattr("data.encoded_dataset.LONGEST_SEARCH", -1.0)
+    assert not keys_of(loader.dataset, seeds)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -384,7 +386,8 @@ def test_a_flipped_byte_is_found_at_the_first_read(latent_sets, tmp_path):
 
 def test_workers_leave_signals_to_the_trainer(tmp_path, plain):
     _, fast = copies(tmp_path, plain)
-    assert make_loader(True, fast, workers=1).worker_init_fn is leave_signals
+    loader = make_loader(True, fast, workers=1)
+    assert loader.worker_init_fn is leave_signals and loader.timeout == LONGEST_WAIT  # of one that is lost
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         leave_signals(0)

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import signal
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from data.files import atomic_folder, atomic_write, read_object, write_json
+from tests.disks import on_disk_before_named
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):
@@ -60,17 +63,34 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_what_gets_a_name_is_on_the_disk(tmp_path, monkeypatch):
     """Otherwise it could hold half a file after a power failure, beside one that says that all is done."""
-    done, rename = [], Path.rename
-    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
-    monkeypatch.setattr(Path, "rename", lambda path, new: done.append(f"{path} gets its name") or rename(path, new))
-    with atomic_folder(tmp_path / "export") as partial:
-        (partial / "unet").mkdir()
+    before = on_disk_before_named(monkeypatch)
+    with atomic_folder(tmp_path / "new" / "export") as folder:
+        (folder / "unet").mkdir()
         for name in ("unet/weights", "done.json"):
-            (partial / name).write_text("x")
-    parts = {f"{partial}{name}" for name in ("", "/unet", "/unet/weights", "/done.json")}
-    assert set(done[:-1]) == parts and done[-1] == f"{partial} gets its name"
+            (folder / name).write_text("x")
+    with atomic_write(tmp_path / "record.json") as file:
+        file.write_text("x")
+    parts = {f"{folder}{name}" for name in ("", "/unet", "/unet/weights", "/done.json")}
+    assert before == {str(folder): parts, str(file): {str(file)}}
+
+
+def test_a_disk_that_does_not_keep_a_file_is_an_error(tmp_path, monkeypatch):
+    """Folders may be refused, as some network file systems do."""
+    fsync = os.fsync
+    for refused in (stat.S_ISDIR, stat.S_ISREG):
+
+        def refuse(number, refused=refused):
+            if refused(os.fstat(number).st_mode):
+                raise OSError(errno.EIO, "Input/output error")
+            fsync(number)
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        error = pytest.raises(OSError, match="error") if refused is stat.S_ISREG else nullcontext()
+        with error, atomic_folder(tmp_path / "export") as folder:
+            (folder / refused.__name__).touch()
+    assert [file.name for file in (tmp_path / "export").iterdir()] == ["S_ISDIR"]
 
 
 @pytest.mark.parametrize("renames", [0, 1])

@@ -84,6 +84,8 @@ def test_training_goes_through_the_set_in_another_order_each_epoch(load, stored)
     assert first != second and first != list(stored) and second != list(stored)
     assert seeds(load()) == first and seeds(load(seed=18)) != first
     assert seeds(load(shuffle=False)) == list(stored)
+    part = load(epoch_size=16)
+    assert set(seeds(part)) != set(seeds(part))  # or the others would never be read
 
 
 def test_the_last_batch_of_an_epoch_may_be_left_out(load):

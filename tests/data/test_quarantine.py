@@ -15,8 +15,9 @@ from data.worker_deaths import DecoderDied, Places, worker_deaths
 SHARDS = [InputShard("train", "a"), InputShard("train", "b")]
 
 
-def death(shard, number):
-    return DecoderDied("DataLoader worker (pid 7) is killed by signal: Segmentation fault.", [Position(shard, number)])
+def death(shard, number, key=""):
+    reason = "DataLoader worker (pid 7) is killed by signal: Segmentation fault."
+    return DecoderDied(reason, [Position(shard, number, key)])
 
 
 def test_two_deaths_reject_a_sample_and_a_third_gives_its_shard_up():
@@ -25,7 +26,8 @@ def test_two_deaths_reject_a_sample_and_a_third_gives_its_shard_up():
     assert quarantine.add(death(SHARDS[1], 3), 1) == {} and not quarantine.killers
     assert quarantine.add(death(SHARDS[0], 3), 2) == {}
     assert quarantine.killers == {Position(SHARDS[0], 3)}
-    assert quarantine.add(death(SHARDS[0], 3), 3) == {SHARDS[0]: "processes that read it die at sample 3 of a"}
+    assert quarantine.add(death(SHARDS[0], 3, "decoded by a worker that did not know"), 3) == {}
+    assert quarantine.add(death(SHARDS[0], 3), 4) == {SHARDS[0]: "processes that read it die at sample 3 of a"}
 
 
 def test_deaths_without_an_image_between_them_end_the_job():

@@ -19,12 +19,12 @@ from data.sources.tars import TarSource
 @pytest.mark.parametrize("build", [FolderSource, ParquetSource])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
 def test_a_folder_that_cannot_be_listed_is_an_error(build, number, tmp_path, monkeypatch):
-    for name, suffix in (("a", "PARQUET"), ("b", "parquet")):
+    for name, suffix in (("a", "PARQUET"), ("b", "parquet"), ("c", "parquet")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(b"")
         (tmp_path / name / "0.txt").write_text("a text")
         pq.write_table(pa.table({"image": [b""], "text": ["a text"]}), tmp_path / name / f"0.{suffix}")
-    assert len(build(path=str(tmp_path), shard_size=1).shards()) == 2
+    assert len(build(path=str(tmp_path), shard_size=1).shards()) == 3
     (tmp_path / "lost+found").mkdir()
     scandir, unreadable = os.scandir, ["lost+found"]
 
@@ -34,7 +34,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(build, number, tmp_path, mon
         return scandir(path)
 
     monkeypatch.setattr("os.scandir", refused)
-    assert len(build(path=str(tmp_path), shard_size=1).shards()) == 2
+    assert len(build(path=str(tmp_path), shard_size=1).shards()) == 3
     unreadable.append("b")
     with pytest.raises(OSError, match=os.strerror(number)):
         build(path=str(tmp_path))

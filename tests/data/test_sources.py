@@ -224,7 +224,8 @@ def test_suffixes_of_a_folder_are_taken_in_any_case(tmp_path):
 def test_folder_table_oddities(tmp_path):
     (tmp_path / "a.png").write_bytes(picture(1))
     (tmp_path / "b.png").write_bytes(picture(2))
-    lines = ["a.png,one", "./a.png,two", "../secret.png,three", "gone.png,four"]
+    (tmp_path / "c.png").write_bytes(picture(3))
+    lines = ["a.png,one", "./a.png,two", "../secret.png,three", "gone.png,four", "c.png"]
     (tmp_path / "t.csv").write_text("file_name,text\n" + "\n".join(lines), "utf-8")
     rows = read(FolderSource(path=str(tmp_path), captions="t.csv"))
     assert sorted((row.key, getattr(row, "reason", getattr(row, "caption", ""))) for row in rows) == [
@@ -232,6 +233,7 @@ def test_folder_table_oddities(tmp_path):
         ("a", "one"),
         ("a.png", "duplicate_key"),
         ("b", "missing_caption"),
+        ("c", ""),
         ("gone.png", "missing_image"),
     ]
 

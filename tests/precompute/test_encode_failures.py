@@ -46,6 +46,17 @@ def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path,
     assert not list((out / "unreadable").iterdir()) and Manifest.read(out).shards == 3
 
 
+def test_a_last_shard_that_cannot_be_published_is_an_error(recipe, tars, monkeypatch, capsys):
+    """No other one is published after it."""
+
+    def refuse(self, shard, rank):
+        raise ValueError("the store is gone")
+
+    monkeypatch.setattr(OutputSet, "publish", refuse)
+    one = {"train": {"name": "tars", "urls": f"{tars}/00002.tar"}}
+    assert "the store is gone" in expect_error([recipe(sources=one, resolutions=[16])], capsys)
+
+
 def test_the_last_rank_names_what_the_others_could_not_read(encoded, read, recipe, tmp_path, monkeypatch, capsys):
     """A rank that fails earlier than the others would make the launcher stop them. Ranks may start hours apart."""
     path, out = recipe(workers=0), tmp_path / "out" / "train"

@@ -1,12 +1,16 @@
 """The parts of the encode job that need no encoder: ranks, output folder, writer, progress."""
 
+import errno
 import io
 import json
+import os
 import signal
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from streaming import StreamingDataset
 from torch.utils.data import DataLoader
 
@@ -14,15 +18,18 @@ from data.files import write_json
 from data.log import every_rank, log
 from data.manifest import Manifest
 from data.ranks import Rank
-from data.sources.base import InputShard, Rejected
+from data.sources.base import InputShard, Position, Rejected
+from precompute.batch import DecodedBatch
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import DecodedBatches, assign, batches
-from precompute.output import OutputSet
+from precompute.output import STALE, OutputSet
+from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.upload import Copy
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.config.recipe import load_config
+from tests.disks import on_disk_before_named
 
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
 # What a manifest says that is not counted from the shards.
@@ -52,6 +59,15 @@ def write(output: OutputSet, shard: str, samples: list, options: dict, rank: int
     assert writer.complete
     writer.finish()
     output.publish(shard, rank)
+
+
+def fail(error: Exception):
+    """A function that raises an error."""
+
+    def act(*arguments):
+        raise error
+
+    return act
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
@@ -129,10 +145,6 @@ def test_writer_keeps_the_source_order(tmp_path):
 @pytest.mark.parametrize("uploads", [True, False])
 def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
     """Also where the store refused its index, or where the job that wrote it made no copy."""
-
-    def refuse(*args):
-        raise ValueError("try again")
-
     store = SimpleNamespace(upload=lambda path, name: None, abort_uploads=lambda names: None)
     monkeypatch.setattr(Copy, "_store", store)
     copy = Copy(tmp_path, "gs://bucket/set")
@@ -144,7 +156,7 @@ def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
     output = OutputSet(tmp_path, ["a", "b"], copy)
     with monkeypatch.context() as patch:
         if uploads:
-            patch.setattr(Copy, "add", refuse)
+            patch.setattr(Copy, "add", fail(ValueError("try again")))
             with pytest.raises(ValueError, match="try again"):
                 output.merge(FIELDS, {})
         else:
@@ -167,6 +179,17 @@ def test_as_many_other_shards_are_not_the_set(tmp_path):
     assert not output.is_complete(FIELDS["request"])
 
 
+def test_what_says_that_it_is_done_is_on_the_disk(tmp_path, monkeypatch):
+    output, before = OutputSet(tmp_path, ["a"]), on_disk_before_named(monkeypatch)
+    output.claim({"x": 1})
+    ((options, synced),) = before.items()
+    assert synced == {options}
+    write(output, "a", [sample("a0")], {"x": 1})
+    names = ("shard.00000.mds", "index.json", "rejected.jsonl", "done.json")
+    partial = output.partial("a", 0)
+    assert before[str(partial)] == {str(partial), *(str(partial / name) for name in names)}
+
+
 def test_two_ranks_with_one_shard(tmp_path):
     output = OutputSet(tmp_path, ["a"])
     output.claim({"x": 1})
@@ -175,6 +198,24 @@ def test_two_ranks_with_one_shard(tmp_path):
     write(output, "a", [sample("second")], {"x": 1}, rank=1)
     assert (output.folder("a") / "shard.00000.mds").read_bytes() == kept
     assert [path.name for path in (tmp_path / "shards").iterdir()] == ["a"]
+
+
+def test_a_shard_that_gets_no_name_stays_where_it_is(tmp_path, monkeypatch):
+    output = OutputSet(tmp_path, ["a"])
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr("os.rename", fail(OSError(errno.EIO, "Input/output error")))
+        write(output, "a", [sample("a0")], {})
+    assert (output.partial("a", 0) / "done.json").is_file()
+
+
+def test_what_killed_ranks_have_left_is_removed_from_finished_shards(tmp_path):
+    output = OutputSet(tmp_path, ["a", "b"])
+    write(output, "a", [sample("a0")], {})
+    for shard, rank, age in ("a", 1, 2 * STALE), ("a", 2, STALE / 2), ("b", 3, 2 * STALE):  # the others may be written
+        output.partial(shard, rank).mkdir()
+        os.utime(output.partial(shard, rank), times=(time.time() - age,) * 2)
+    output.merge(FIELDS, {}, leave_out=["b"])
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == ["a", "a.tmp-2", "b.tmp-3"]
 
 
 def test_a_folder_without_its_marker_is_replaced(tmp_path):
@@ -242,6 +283,16 @@ def test_a_shard_is_complete_when_all_its_parts_were_read(tmp_path):
         torn.end(2, parts=2)
 
 
+def test_after_an_error_of_the_writer_nothing_more_is_encoded():
+    position = Position(InputShard("train", "a"), 0)
+    rejected = [(position, Rejected("k", "broken_image"))]
+    source = iter([DecodedBatch({}, torch.empty(0), [], rejected) for _ in range(100)])
+    progress = EncodeProgress(1, out=io.StringIO())
+    with pytest.raises(OSError, match="No space left"):
+        EncodePipeline(None, None, fail(OSError(errno.ENOSPC, "No space left")), print, progress).run(source)
+    assert len(list(source)) > 50
+
+
 def test_every_rank_speaks_of_its_own_part(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     log.info("of the whole job")
@@ -303,11 +354,15 @@ def test_scores_may_move_but_not_be_another_models(tmp_path, recipe):
         options("none")
 
 
-def test_a_claim_without_hard_links(tmp_path, monkeypatch):
-    def refuse(*paths):
-        raise PermissionError("no links here")
+def test_of_two_ranks_that_claim_at_the_same_moment_one_is_refused(tmp_path, monkeypatch):
+    other = tmp_path / "options.json"
+    monkeypatch.setattr("precompute.output.to_disk", lambda path: other.write_text('{"x": 1}'))
+    with pytest.raises(ValueError, match="made with x 1, this job has 2"):
+        OutputSet(tmp_path, []).claim({"x": 2})
 
-    monkeypatch.setattr("os.link", refuse)
+
+def test_a_claim_without_hard_links(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.link", fail(PermissionError("no links here")))
     OutputSet(tmp_path, []).claim({"x": 1})
     with pytest.raises(ValueError, match="made with x 1"):
         OutputSet(tmp_path, []).claim({"x": 2})

@@ -2,13 +2,15 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
-from data.score_files import read_scores, score_file, write_scores
+from data.files import write_json
+from data.score_files import ShardScores, read_scores, score_file, write_scores
 from data.sources.base import Rejected, Sample
 from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
@@ -93,6 +95,26 @@ def test_a_set_has_no_image_twice_but_as_itself(job):
     scores.main([*arguments, "--shared", "train", "train", "--threshold=-1"])
     result = json.loads((root / "out" / "train" / "scores" / "shared.json").read_text())
     assert len(result["pairs"]) == 5 * 4 / 2 and "nearest" not in result
+
+
+def test_the_most_similar_images_of_all_shards_are_listed(tmp_path, monkeypatch):
+    rows = {"val": {"v": [0.0]}, "train": {"a": [0.9, 0.1], "b": [0.2, 1.2], "c": [0.8, 0.7]}}  # angles
+    sources = {label: SimpleNamespace(shards=lambda shards=shards: list(shards)) for label, shards in rows.items()}
+    for label, shards in rows.items():
+        write_json(tmp_path / label / "scores" / "facts.json", {"weights_hash": "1"})
+        for shard, angles in shards.items():
+            embeddings = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float16)
+            scores_of = ShardScores([str(angle) for angle in angles], embeddings, np.ones(len(angles), np.float32))
+            write_scores(score_file(tmp_path / label / "scores", shard), scores_of)
+    for name, value in {"KEPT": 2, "build": lambda source: source, "_sheet": lambda *arguments: None}.items():
+        monkeypatch.setattr(duplicates, name, value)
+    config = SimpleNamespace(out=tmp_path, sources=sources, filter=None)
+    found = duplicates.write_shared(config, "val", "train", threshold=0.5)
+    assert [(pair["other"]["shard"], pair["other"]["key"]) for pair in found["pairs"]] == [("a", "0.1"), ("b", "0.2")]
+    assert found["nearest"]["0"] == found["nearest"]["1"] == pytest.approx(np.cos(0.1), abs=1e-3)
+    write_json(tmp_path / "val" / "scores" / "facts.json", {"weights_hash": "2"})
+    with pytest.raises(ValueError, match="val and train were scored by different models; delete one"):
+        duplicates.write_shared(config, "val", "train", threshold=0.5)
 
 
 @pytest.mark.parametrize("block", [1, 3, 100])

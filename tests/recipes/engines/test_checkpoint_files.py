@@ -12,7 +12,7 @@ from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whol
 from recipes.training.checkpoint_names import KINDS
 from recipes.training.clock import Clock
 from recipes.training.stop import StartAgain
-from tests.disks import fill, read_only, small_disk, small_files
+from tests.disks import fill, on_disk_before_named, read_only, small_disk, small_files
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 from tests.recipes.training.fake_run import FakeRun
 
@@ -92,21 +92,35 @@ def test_a_sharded_checkpoint_that_cannot_be_written(tmp_path):
     assert names(tmp_path / "checkpoints") == ["ep0-ba1", "latest"]
 
 
+@pytest.mark.parametrize("fsdp", [None, SHARDED], ids=["full", "sharded"])
+def test_a_checkpoint_is_on_the_disk_before_older_ones_are_removed(tmp_path, monkeypatch, fsdp):
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=1, fsdp=fsdp)
+    before = on_disk_before_named(monkeypatch)
+    save_at(checkpoints, run, 1)
+    (new,) = (tmp_path / "checkpoints").glob("ep*")
+    partial = new.with_name(f".partial.{new.name}")
+    assert before[str(partial)] >= {str(partial / path.relative_to(new)) for path in (new, *new.rglob("*"))}
+    save_at(checkpoints, run, 1)  # as a run that begins anew in the same folder
+    assert names(new.parent) == [new.name, "latest"]
+    assert (str(new) in before) == (fsdp is not None)  # it is put aside, and removed when the other one has its name
+
+
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
     with pytest.raises(RuntimeError, match="a bug"), whole(tmp_path / "ep0-ba1.ckpt"):
         raise RuntimeError("a bug")
 
 
 def test_a_lost_link_is_mended(tmp_path):
-    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=2)
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1)
     for batch in (2, 10, 9):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
     KINDS["lightning"].mend(tmp_path)
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba2.ckpt", "ep0-ba9.ckpt", "latest"]
     assert (tmp_path / "latest").resolve().name == "ep0-ba10.ckpt"
     files.newest_is(tmp_path / "ep0-ba9.ckpt", 9)  # a run that goes on from 2; the later one is not its own
-    files.newest_is(tmp_path / "ep0-ba10.ckpt", 10)
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba9.ckpt", "latest"]
+    files.newest_is(tmp_path / "ep0-ba10.ckpt", 10)
+    assert names(tmp_path) == ["ep0-ba10.ckpt", "latest"]
 
 
 @pytest.mark.parametrize("backwards", [False, True])

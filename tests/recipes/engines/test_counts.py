@@ -1,5 +1,7 @@
 """How much of a run is done: batches are counted in those of the present size."""
 
+import math
+
 import pytest
 
 from data.loading import Loading
@@ -46,6 +48,21 @@ def test_a_last_batch_that_is_smaller_counts(seen, global_batch, left):
     counts = Counts(batch_in_epoch=1, sample_in_epoch=seen)
     now = in_present_batches(counts, loading, global_batch=global_batch, ranks=1)
     assert epoch_batches(loading) - now.batch_in_epoch == left
+
+
+@pytest.mark.parametrize(
+    ("samples", "seen", "ranks", "global_batch", "left"),
+    [(43, 40, 2, 4, 1), (43, 42, 2, 4, 0), (40, 16, 3, 9, 2), (40, 34, 3, 9, 0)],
+)
+def test_what_is_left_on_ranks_that_do_not_divide_it(samples, seen, ranks, global_batch, left):
+    """As many batches as the loader has left. With one more, a run would take the first batch of the next epoch for the
+    last one of this epoch, and go on with the epoch after that."""
+    loading = Loading(Loader(batches=math.ceil(samples / ranks) // (global_batch // ranks)), samples=samples)
+    counts = Counts(batch_in_epoch=1, sample_in_epoch=seen)
+    now = in_present_batches(counts, loading, global_batch=global_batch, ranks=ranks)
+    assert epoch_batches(loading) - now.batch_in_epoch == left == len(range(seen, samples, ranks)) // (
+        global_batch // ranks
+    )
 
 
 def test_a_run_that_begins_or_reads_a_stream_counts_as_it_did():

@@ -45,8 +45,9 @@ def test_halves_of_pictures_are_removed(tmp_path):
 def test_a_checkpoint_whose_successor_got_no_name_comes_back(tmp_path):
     for name in ("ep0-ba2", ".partial.old.ep0-ba2", ".partial.old.ep0-ba4"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "ep0-ba2" / "rest.pt").touch()
     remove_halves(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["ep0-ba2", "ep0-ba4"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").rglob("*")) == ["ep0-ba2", "ep0-ba4", "rest.pt"]
 
 
 def folder_with(folder, files, links):

@@ -20,7 +20,7 @@ from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
-from recipes.exporting.native import training_data
+from recipes.exporting.native import from_export, training_data
 from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.language.task import load_language
 from recipes.models.latent_diffusion.unet import UNet
@@ -81,6 +81,24 @@ def test_a_trained_run_draws_the_same_pictures_in_diffusers(exported, tmp_path, 
         written = load_file(tmp_path / folder / "unet" / "diffusion_pytorch_model.safetensors")
         assert written.keys() == known.keys() and all(torch.equal(written[name], known[name]) for name in known)
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "copied", "said"),
+    [(None, "unet_ema", "averaged"), ("ema", "unet_ema", "averaged"), ("raw", "unet", "as trained")],
+)
+def test_a_copy_of_an_export_has_one_kind_of_weights_and_says_which(tmp_path, asked, copied, said):
+    record = {"family": "latent_diffusion", "denoiser": "unet", "network": "unet"}
+    for name in ("unet", "unet_ema"):
+        (tmp_path / "export" / name).mkdir(parents=True)
+        (tmp_path / "export" / name / "config.json").write_text(name)
+    for name, text in {"export.json": json.dumps(record), "done.json": "{}", "manifest.json": "{}"}.items():
+        (tmp_path / "export" / name).write_text(text)
+    from_export(tmp_path / "export", tmp_path / "copy", asked)
+    files = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*.json")}
+    assert files == {"export.json", "manifest.json", "unet/config.json"}  # done.json is of the run
+    assert (tmp_path / "copy" / "unet" / "config.json").read_text() == copied
+    assert json.loads((tmp_path / "copy" / "export.json").read_text())["weights"] == said
 
 
 def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):

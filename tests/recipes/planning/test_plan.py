@@ -27,6 +27,7 @@ from recipes.planning.step_time import (
     COMPILED,
     LAUNCH,
     UPDATE_BYTES,
+    StepTime,
     message_seconds,
     pass_times,
 )
@@ -135,6 +136,16 @@ def test_an_operation_takes_as_long_as_its_arithmetic_or_its_traffic():
     # 1e12 / (0.5 * 1e14) = 0.02 s of arithmetic; 8e9 / (0.8 * 1e12) = 0.01 s of traffic.
     assert pass_times(both, DEVICE, 1e14, shares, recompute=False) == pytest.approx((0.06, 0.02, 0.005))
     assert pass_times(both, DEVICE, 1e14, shares, recompute=True) == pytest.approx((0.08, 0.02, 0.006))
+
+
+@pytest.mark.parametrize(
+    ("messages", "host", "total", "bound"),
+    [(1, 6, 7, "arithmetic"), (1, 8, 8, "the host's launches"), (6, 7, 8, "messages")],
+)
+def test_a_step_takes_what_takes_longest(messages, host, total, bound):
+    """The GPU works for 5 s and waits for 2 s for messages, which others can come on top of."""
+    time = StepTime(compute=3, traffic=1, update=1, gaps=0, messages=messages, host=host, exposed=2)
+    assert (time.device, time.total, time.bound) == (5, total, bound)
 
 
 @pytest.mark.parametrize(

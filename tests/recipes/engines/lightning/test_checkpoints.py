@@ -95,9 +95,12 @@ def test_the_newest_are_kept(tmp_path, keep, left, fsdp):
 @pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
 def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
     first, run, _ = new_checkpoints(tmp_path, Counter(5), keep=1, fsdp=fsdp)
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    run.optimizer.param_groups[0]["initial_lr"] = 0.02  # as a callback may change it
     save_at(first, run, 2)
     lever = Counter()
     second, again, batches = new_checkpoints(tmp_path, lever, keep=1, fsdp=fsdp, autoresume=True)
+    again.scaler = torch.amp.GradScaler("cpu")
     assert again.counts == run.counts and again.counts.batch == 2
     batches.position = None
     second.load()
@@ -108,12 +111,25 @@ def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
         state = run.optimizer.state[one]
         assert all(torch.equal(tensor, again.optimizer.state[other][key]) for key, tensor in state.items())
     assert again.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"] == 0.05
+    assert again._schedule.base_lrs == [0.02] and again.scaler.get_scale() == 8
     save_at(second, again, 3)  # and the checkpoint that it went on from is the older one
     assert not list((tmp_path / "checkpoints").glob("*ba2*"))
     third, run, _ = new_checkpoints(tmp_path, fsdp=fsdp, autoresume=True)
     run.task = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=r"another model: weight is \(2, 2\) in it and \(2, 3\) in the model"):
         third.load()
+
+
+def test_what_is_saved_when(tmp_path):
+    for save, saved in (False, []), (True, ["ep0-ba9.ckpt", "latest"]):
+        checkpoints, run, _ = new_checkpoints(tmp_path, save=save)
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        run.counts = Counts(9)
+        checkpoints.save_if_due()
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == saved
+    (tmp_path / "checkpoints" / saved[0]).unlink()
+    checkpoints.save_now()  # there is one of this batch
+    assert not (tmp_path / "checkpoints" / saved[0]).exists()
 
 
 class Keeper(Counter):

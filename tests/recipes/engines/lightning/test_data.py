@@ -103,8 +103,10 @@ def test_a_batch_is_waited_for_before_it_comes():
     assert seen == ["wait", 0, "wait", 1, "wait", 2, "end", "wait", 0]
 
 
-def test_a_run_goes_on_in_the_middle_of_an_epoch():
-    loader = Loader()
+@pytest.mark.parametrize("given", [3, 5])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(given):
+    """Which ends with its length, also where the loader has more."""
+    loader = Loader(given=given)
     loader.load_state_dict({"batch": 2})
     seen, length = train(new_run("8ba", loader, batch=5, epoch=1, batch_in_epoch=2), loader)
     assert [entry for entry in seen if entry != "wait"] == [2, "end", 0, 1] and length == 3
@@ -129,8 +131,9 @@ def test_data_without_a_length():
     assert [entry for entry in seen if entry != "wait"] == [0, 1, 2, 3, 4] and length == 5
 
 
-def test_data_without_a_batch_is_an_error():
-    loader = Loader(batches=0)
+@pytest.mark.parametrize("sized", [True, False])
+def test_data_without_a_batch_is_an_error(sized):
+    loader = Loader(batches=0, sized=sized)
     with pytest.raises(ValueError, match="^data: an epoch has no batches"):
         train(new_run("4ba", loader), loader)
 
