@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from callbacks.throughput import Throughput
+from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.config.recipe import Recipe, load_config
 from recipes.training.ranks import rank, world_size
 from tests.recipes.engines.recording import Recorder, record
@@ -57,6 +58,7 @@ def main(strays=lambda: 0):
                 "flops": throughput.flops,
                 "captured": sum(f.called for lever in watch.levers for f in getattr(lever, "forwards", ())),
                 "strays": strays(),
+                "found": [s.size for s in watch.levers if isinstance(s, MicrobatchSearch) and s.settled],
             }
         (folder / f"seen.{rank()}.json").write_text(json.dumps(seen))
         if world_size() > 1:

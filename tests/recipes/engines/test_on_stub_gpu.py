@@ -46,6 +46,9 @@ def seen(request, stub_gpu, tmp_path_factory):
         path = folder / f"{name}_graphs.yaml"
         path.write_text(to_yaml(load_config(whole, changes, Recipe)))
         plan[f"{name} graphs"] = (engine, str(path))
+    changes = ["training={microbatch: auto, duration: 8ba}", f"output={folder}/auto"]
+    (folder / "auto.yaml").write_text(to_yaml(load_config(folder / "sd2_base_graphs.yaml", changes, Recipe)))
+    plan["sd2_base auto"] = ("lightning", str(folder / "auto.yaml"))
     for name in AVERAGED:
         engine, path = plan[f"{name} fsdp"]
         longer = [f"training.duration={BATCHES + 1}ba", "checkpoints.allow_changes=[training, algorithms]"]
@@ -92,3 +95,11 @@ def test_it_goes_on_from_its_sharded_checkpoint(seen, name):
     if "error" in report:
         pytest.fail(report["error"], pytrace=False)
     assert len(report["losses"]) == 1
+
+
+@pytest.mark.slow
+def test_it_searches_for_its_microbatch_before_it_captures(seen):
+    report = seen["sd2_base", "auto"]
+    if "error" in report:
+        pytest.fail(report["error"], pytrace=False)
+    assert report["found"] == [8] and report["captured"] > 0 and report["strays"] == 0
