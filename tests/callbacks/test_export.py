@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from callbacks.export import Export, export
 from data.bpe import Vocabulary
@@ -85,6 +86,19 @@ def test_done_is_said_at_the_end_and_once(tmp_path, task, capsys):
     record = {"run_name": "run", "batches": 4, "samples": 12}
     assert json.loads((tmp_path / "export" / "done.json").read_text()) == record
     assert capsys.readouterr().out == f"weights: {tmp_path}/export\n"
+
+
+def test_weights_that_are_not_finite_leave_the_old_export(tmp_path, task, capsys):
+    task.had_one, task.weight = False, torch.nn.Parameter(torch.ones(2))
+    callback = Export(task, "run", str(tmp_path), LOADING, None, None, every="2ba")
+    run = FakeRun(task, duration="6ba")
+    callback.step_end(run.at(2))
+    task.weight.data[1], task.had_one, task.version = torch.inf, True, 2
+    callback.step_end(run.at(4))
+    assert f"export: batch 4 is not finite; {tmp_path}/export is left as it is" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="export: weights are not finite at the end of the run"):
+        callback.end(run.at(6))
+    assert (tmp_path / "export" / "first").read_text() == "1" and not (tmp_path / "export" / "done.json").exists()
 
 
 class Average:

@@ -1,5 +1,6 @@
 """precompute/verify.py on sets that the encode job made, and on copies that were damaged in one way each."""
 
+import io
 import json
 import shutil
 import tarfile
@@ -127,6 +128,14 @@ def test_values_that_are_not_finite_are_found(copy, tmp_path, capsys):
     assert status == 1 and faults == ["fault: column mean_32: 1,024 values are not finite"]
 
 
+def test_values_at_the_largest_fp16_are_found(copy, tmp_path, capsys):
+    stored = np.zeros((12, 16))
+    stored[3] = -65504
+    change(copy, "text", 3, stored, rehash=True)
+    status, _, faults = verify(capsys, copy, "--records=1", f"--out={tmp_path / 'out'}")
+    assert status == 1 and faults[:1] == ["fault: column text: 16 values are at the largest fp16, 65504"]
+
+
 def test_changed_latents_are_found_by_their_statistics(copy, tmp_path, capsys):
     change(copy, "mean_16", 1, np.zeros((4, 8, 8)), rehash=True)
     status, _, faults = verify(capsys, copy, f"--out={tmp_path / 'out'}")
@@ -145,6 +154,46 @@ def test_another_embedding_of_the_empty_caption_is_found(copy, tmp_path, capsys)
     np.save(copy / "null_text.npy", np.zeros_like(null))
     status, _, (fault,) = verify(capsys, copy, f"--out={tmp_path / 'out'}")
     assert status == 1 and f"{copy}/null_text.npy: relative error of the empty caption's embedding" in fault
+
+
+@pytest.mark.parametrize(
+    "content, fault",
+    [(b"no array", "the embedding of the empty caption cannot be read"), (None, "float32 (12, 16), expected finite")],
+)
+def test_an_embedding_of_the_empty_caption_that_is_none_is_found(copy, tmp_path, capsys, content, fault):
+    path = copy / "null_text.npy"
+    np.save(path, np.load(path).astype(np.float32)) if content is None else path.write_bytes(content)
+    status, _, (found, *_) = verify(capsys, copy, "--records=1", f"--out={tmp_path / 'out'}")
+    assert status == 1 and str(path) in found and fault in found
+
+
+def resized(image: bytes) -> bytes:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(image)).resize((48, 32)).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "suffix, changed, fault",
+    [
+        (".txt", lambda caption: b"other words", "the source has 'other words'"),
+        (".png", resized, "the source gives"),
+        (".png", lambda image: b"no image", "rejected now as broken_image"),
+    ],
+)
+def test_other_images_and_captions_of_the_same_keys_are_found(copy, drawings, tmp_path, capsys, suffix, changed, fault):
+    (path,) = (drawings / "val").iterdir()
+    (tmp_path / "moved").mkdir()
+    with tarfile.open(path) as old, tarfile.open(tmp_path / "moved" / path.name, "w") as new:
+        for member in old.getmembers():
+            data = old.extractfile(member).read()
+            if member.name.endswith(suffix):
+                data = changed(data)
+                member.size = len(data)
+            new.addfile(member, io.BytesIO(data))
+    source = f"sources.val.urls={tmp_path}/moved/*.tar"
+    status, _, faults = verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")
+    assert status == 1 and any(fault in line for line in faults)
 
 
 def test_a_set_whose_source_has_changed_is_found(copy, drawings, tmp_path, capsys):

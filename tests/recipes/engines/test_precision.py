@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from recipes.engines import precision as precision_module
+from recipes.engines.conversion import convert
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Place
 from recipes.engines.precision import autocast, gradient_scaler, resolve
 from recipes.training.callback import Callback
+from recipes.training.kinds import KINDS
 from tests.recipes.engines.recording import assert_bit_equal, record
 
 CPU = torch.device("cpu")
@@ -57,12 +59,26 @@ def test_autocast(precision, dtype):
     assert scaler is None or scaler.is_enabled()
 
 
-class Overflow(Callback):
-    """All gradients are infinite, whatever the scale, which is 4 at first."""
+def scaler_of(run):
+    return run.scaler if isinstance(run, LightningRun) else run._state.scaler
+
+
+class Scale(Callback):
+    """The scale of the gradients is 4 at first."""
 
     def begin(self, run):
-        scaler = run.scaler if isinstance(run, LightningRun) else run._state.scaler
-        scaler.load_state_dict(scaler.state_dict() | {"scale": 4.0})
+        if not run.clock.batch:
+            scaler_of(run).load_state_dict(scaler_of(run).state_dict() | {"scale": 4.0})
+
+    def end(self, run):
+        self.found = scaler_of(run).state_dict()
+
+
+class Overflow(Scale):
+    """All gradients are infinite, whatever the scale."""
+
+    def begin(self, run):
+        super().begin(run)
         self.batches = 0
 
     def after_backward(self, run):
@@ -82,6 +98,18 @@ def test_a_run_that_the_scaler_skips_for_ever_ends(quick_recipe, tmp_path, engin
     with pytest.raises(ValueError, match="2 batches in a row were not finite, since batch 3 .loss [01]"):
         record(engine, quick_recipe(tmp_path, *changes), overflow)
     assert overflow.batches == 3  # the guard, before it, ended the fourth
+
+
+@pytest.mark.parametrize(("engine", "other"), [("composer", "lightning"), ("lightning", "composer")])
+def test_the_scale_goes_on_under_the_other_engine(quick_recipe, tmp_path, engine, other):
+    changes = ["training={precision: amp_fp16, duration: 2ba}", "evals.val=null", "checkpoints.autoresume=true"]
+    record(engine, quick_recipe(tmp_path, *changes, f"training.engine={engine}"), Scale())
+    link = KINDS[engine].link
+    convert(tmp_path / "checkpoints" / link, other)
+    resumed = Scale()
+    changes += [f"training.engine={other}", "training.duration=4ba"]
+    record(other, quick_recipe(tmp_path, *changes), resumed)
+    assert resumed.found["scale"] == 4.0 and resumed.found["_growth_tracker"] == 4
 
 
 @pytest.mark.slow
