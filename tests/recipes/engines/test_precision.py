@@ -9,7 +9,7 @@ from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Place
 from recipes.engines.precision import autocast, gradient_scaler, resolve
 from recipes.training.callback import Callback
-from recipes.training.kinds import KINDS
+from recipes.training.checkpoint_names import KINDS
 from tests.recipes.engines.recording import assert_bit_equal, record
 
 CPU = torch.device("cpu")
