@@ -35,6 +35,8 @@ class Decoder:
 class Numbers(PromptGrid):
     """Draws the prompts, which are grey values."""
 
+    component = "numbers"
+
     def prepare(self):
         assert dist.get_rank() == 0
         return Decoder(), torch.tensor([float(prompt) for prompt in self.prompts])
