@@ -31,8 +31,8 @@ class PaddedDataset(IterableDataset):
             ValueError: no rank has a sample.
         """
         counts = [len(samples)]  # of all ranks
-        if torch.distributed.is_initialized():
-            counts *= torch.distributed.get_world_size()
+        if torch.distributed.is_initialized() and (world := torch.distributed.get_world_size()) > 1:
+            counts *= world
             torch.distributed.all_gather_object(counts, len(samples))
         if max(counts) == 0:
             raise ValueError("pictures: the validation set has no usable image; check its source and its filter")
