@@ -173,5 +173,5 @@ class CheckpointInterval(Interval):
     def __call__(self, clock: Clock) -> bool:
         """See `Interval`."""
         due = super().__call__(clock) or self._waits
-        self._waits = clock.ends_with_epoch
+        self._waits = due and clock.ends_with_epoch
         return due and not self._waits

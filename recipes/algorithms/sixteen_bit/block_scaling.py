@@ -139,7 +139,7 @@ class Scales:
 
     Attributes:
         exponents: (blocks,) float64, binary logarithms of the scales.
-        since: (blocks,) int64, updates since each scale was last divided; `window` more at the start of a run.
+        since: (blocks,) int64, updates since each scale was last divided, at most `window`.
         window: number of updates after a division in which a scale is not divided again.
         least: lower bound of the exponents.
         most: upper bound of the exponents.
@@ -175,5 +175,5 @@ class Scales:
         """
         divided = ~finite & (self.since >= self.window)
         exponents = self.exponents + finite.double() / 1000 - 0.5 * divided.double()
-        since = torch.where(divided, 1, self.since + 1)
+        since = torch.where(divided, 1, (self.since + 1).clamp(max=self.window))
         return replace(self, exponents=exponents.clamp(self.least, self.most), since=since)

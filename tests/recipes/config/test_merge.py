@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recipes.config.components import COMPONENTS
 from recipes.config.reading import merge
 from recipes.config.recipe import Recipe, load_config, to_yaml
-from recipes.config.schema import Checker
+from recipes.config.schema import LARGEST_FLOAT, Checker
 
 # Two cores with other work on them: a slow example is no finding.
 settings.register_profile("patient")
@@ -102,7 +102,7 @@ NAMES = (st.text(min_size=1) | TEXTS).filter(lambda name: name.strip() and not r
 
 @settings(max_examples=60)
 @example("sweep/0\x85b", 1.0, ["\u2028", "\x85"], 0)
-@given(NAMES, st.floats(allow_nan=False, allow_infinity=False), st.lists(TEXTS), st.integers(0, 2**31 - 1))
+@given(NAMES, st.floats(-LARGEST_FLOAT, LARGEST_FLOAT), st.lists(TEXTS), st.integers(0, 2**31 - 1))
 def test_what_is_saved_reads_back_the_same(tmp_path_factory, name, lr, tags, seed):
     values = yaml.safe_load(RECIPE)
     values["optimizer"]["lr"] = lr
