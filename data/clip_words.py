@@ -2,8 +2,7 @@
 
 They keep each word that they have met, and look at a whole word again for each merge of byte-pair encoding: a word of
 10,000 letters, as addresses and encoded files in captions are, takes seconds. The `tokenizers` library takes
-O(n log n), keeps a bounded number of words, and gives the same pieces where no merge comes before those that make its
-parts, as training finds them.
+O(n log n), and gives the same pieces where no merge comes before those that make its parts, as training finds them.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+CACHED_WORDS = 1 << 16  # 15 MB; a billion captions have more than a hundred times as many different ones
 END = "</w>"  # of a word
 
 
@@ -40,7 +40,13 @@ class WordPieces:
         numbers = {symbol: number for number, symbol in enumerate(dict.fromkeys(symbols))}
         self._model = BPE(numbers, merges, end_of_word_suffix=END)
         self._special = dict(special)
+        self._found: dict[str, str] = {}
 
     def __call__(self, word: str) -> str:
         """The pieces of a word of at least one letter of the byte alphabet, with spaces between them."""
-        return self._special.get(word) or " ".join(piece.value for piece in self._model.tokenize(word))
+        found = self._special.get(word) or self._found.get(word)
+        if found is None:
+            if len(self._found) >= CACHED_WORDS:
+                self._found.clear()
+            found = self._found[word] = " ".join(piece.value for piece in self._model.tokenize(word))
+        return found
