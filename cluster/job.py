@@ -85,9 +85,19 @@ class Job:
         Raises:
             ValueError: a number out of range, or a text that is not of its form.
         """
-        for key, least in (("machines", 1), ("gpus", 0), ("spares", 0), ("grace", 1), ("retries", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(f"--{key} {getattr(self, key)}: give {least} or more")
+        limits = {
+            "machines": (self.machines, 1),
+            "gpus": (self.gpus, 0),
+            "spares": (self.spares, 0),
+            "grace": (self.grace, 1),
+            "retries": (self.retries, 0),
+            "cpus": (self.cpus, 1),
+            # Each task of an encode job gets its share, and Slurm takes 0 for all memory of the machine.
+            "memory": (self.memory_gb, self.processes),
+        }
+        for key, (number, least) in limits.items():
+            if number is not None and number < least:
+                raise ValueError(f"--{key} {number}: give {least} or more")
         if self.hours is not None and self.hours * 3600 <= self.grace:
             raise ValueError(f"--hours {self.hours:g}: give more than the {self.grace} s of --grace")
         for mount in self.mounts:

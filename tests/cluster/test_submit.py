@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -270,6 +271,13 @@ MISTAKES = {
     "--mount: nothing": [TRAIN, "--machines", "1", "--image", "x"],
     "quotes": [TRAIN, "--machines", "1", "--name", "a b"],
     "--sbatch --exclusive": [TRAIN, "--machines", "1", "--sbatch=--exclusive"],
+    "--memory 7: give 8 or more": [ENCODE, "--machines", "1", "--memory", "7"],  # or a task gets 0
+    "--cpus 0: give 1 or more": [TRAIN, "--machines", "1", "--cpus", "0"],
+    "--machines 0: give 1 or more": [TRAIN, "--machines", "0"],
+    "the image has its own yamls/ only": [
+        os.path.abspath(TRAIN), "--machines", "1", "--image", "x", "--mount", "/d:/d",
+    ],
+    "--spares: the processes of an encode job": [ENCODE, "--machines", "1", "--spares", "1"],
     "--env 1=2": [TRAIN, "--machines", "1", "--env", "1=2"],
     "sbatch is not": [TRAIN, "--machines", "1"],
 }
