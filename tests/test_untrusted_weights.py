@@ -139,6 +139,9 @@ def test_a_sharded_checkpoint_of_another_model_or_larger_than_its_files(sharded)
     opened.metadata.state_dict_metadata["weights.w"].size = torch.Size([2**50])
     with pytest.raises(ValueError, match="weights.w is not complete; it is larger than all files together"):
         opened.nested()
+    opened.metadata.state_dict_metadata["weights.w"].size = torch.Size([7])
+    with pytest.raises(ValueError, match="weights.w is not complete; the checkpoint lacks a rank's part"):
+        opened.nested()
     opened.metadata.planner_data["counts.batch"] = ("counts", 2**50)
     opened.metadata.state_dict_metadata["weights.w"].size = torch.Size([6])
     with pytest.raises(ValueError, match="no list has the places of counts.batch"):
