@@ -37,9 +37,10 @@ pytest_plugins = ["pytester"]
 def test_steps_in_this_process(tmp_path, unprepared, capsys):
     """A step of each kind that is quick; what fails is a row of its own, and the next step runs."""
     arguments = ["--small", "--device", "cpu", "--here", "--out", str(tmp_path), "--only"]
-    records = gpu.main([*arguments, "numbers dvae", "unet_256, st", "unet_256, without ch", "powersgd", "geglu"])
+    steps = ["numbers dvae", "unet_256, st", "unet_256, without ch", "unet_512, as", "powersgd", "geglu"]
+    records = gpu.main([*arguments, *steps])
     ends = {line["item"]: line["state"] for line in records.lines("end")}
-    assert ends == dict.fromkeys(ends, "done") and len(ends) == 5
+    assert ends == dict.fromkeys(ends, "done") and len(ends) == 6
     (start, *others) = [row["values"] for row in records.rows("U-Net at 256")]
     assert start["setting"] == START and start["images/s"] > 0 and start["TFLOP/s"] > 0
     assert others[0]["relative to start"] == pytest.approx(others[0]["images/s"] / start["images/s"], abs=1e-3)
