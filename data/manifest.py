@@ -103,6 +103,8 @@ class Manifest:
     """What images were encoded to: latents or tokens."""
     crops: int = 1
     """Number of crops that were encoded per image."""
+    resampling: str | None = None
+    """How squares were resized; null for DALL-E's crops, and in sets of earlier versions (Lanczos)."""
     version: int = VERSION
     """Version of this format."""
     where: str = dataclasses.field(default=NAME, compare=False)

@@ -4,16 +4,12 @@ import math
 from typing import Literal
 
 import numpy as np
+import torch
 from PIL import Image
 
 from data.crops import CROPS, LARGEST, Box
 
 Crop = Literal["center", "random", "dvae", "transformer"]
-
-# Before the Lanczos filter, the image is averaged over whole pixels down to this many times the wanted
-# size. Pillow calls 3 "almost indistinguishable" from filtering every pixel; it is several times faster on
-# photographs.
-REDUCING_GAP = 3.0
 
 # A JPEG can be decoded at 1 / one of them of its size.
 JPEG_SCALES = (1, 2, 4, 8)
@@ -69,7 +65,7 @@ def resize(
         box: (left, top, right, bottom) of the square, in pixels of `original_size`; may be fractional.
         resolution: side of the result in pixels.
         original_size: (width, height) that `box` refers to; the image's own if None.
-        area: resample by `area_average` instead of Lanczos.
+        area: resample by `area_average` instead of `bicubic`.
 
     Returns:
         uint8 (resolution, resolution, 3).
@@ -78,10 +74,32 @@ def resize(
     sides = list(zip(original_size or image.size, image.size, strict=True))
     scale = next(scale for scale in JPEG_SCALES if all(-(-whole // scale) <= part for whole, part in sides))
     scaled = tuple(edge / scale for edge in box)
-    if area:
-        return area_average(image, scaled, resolution)
-    wanted = (resolution, resolution)
-    return np.asarray(image.resize(wanted, Image.Resampling.LANCZOS, box=scaled, reducing_gap=REDUCING_GAP))
+    return (area_average if area else bicubic)(image, scaled, resolution)
+
+
+def bicubic(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
+    """Resamples by the antialiased bicubic filter (a = -0.5): its support grows with the input pixels per output pixel.
+
+    It is Pillow's filter, computed by PyTorch where the box lies on whole pixels: ten times as fast with AVX2, and
+    bit-equal on processors without it. Pixels outside of the box do not count.
+
+    Args:
+        image: RGB.
+        box: (left, top, right, bottom) within the image, in its pixels; may be fractional.
+        resolution: side of the result in pixels.
+
+    Returns:
+        uint8 (resolution, resolution, 3), rounded after each of the two directions.
+    """
+    left, top, right, bottom = box
+    whole = (math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom))
+    square, size = image.crop(whole), (resolution, resolution)
+    if whole != tuple(box):  # only in a JPEG that was decoded at a fraction
+        inside = (left - whole[0], top - whole[1], right - whole[0], bottom - whole[1])
+        return np.asarray(square.resize(size, Image.Resampling.BICUBIC, box=inside))
+    pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)
+    resized = torch.nn.functional.interpolate(pixels[None], size, mode="bicubic", antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
 
 
 def area_average(image: Image.Image, box: Box, resolution: int) -> np.ndarray:

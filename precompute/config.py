@@ -143,6 +143,7 @@ class EncodeConfig:
             "crop": self.crop,
             **crops,
             "upscale": self.upscale,
+            "resampling": self.resampling,
             "filter": plain_values(self.filter),
             "seed": None if self.crop == "center" else self.seed,
         }
@@ -156,6 +157,11 @@ class EncodeConfig:
         encoders = [encoder for encoder in (self.image_encoder, self.text_encoder) if encoder is not None]
         values["files"] = {file: digest for encoder in encoders for file, digest in _digests(encoder).items()}
         return values
+
+    @property
+    def resampling(self) -> str | None:
+        """How squares are resized, see `data.transforms`; None for DALL-E's crops, which are averaged by definition."""
+        return "bicubic" if self.crop in ("center", "random") else None
 
     @property
     def kind(self) -> str:

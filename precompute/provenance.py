@@ -77,6 +77,7 @@ def manifest_fields(
         "crop": config.crop,
         "crops": config.crops,
         "upscale": config.upscale,
+        "resampling": config.resampling,
         "seed": config.seed,
         "filter": plain_values(config.filter),
         "kind": images.kind,

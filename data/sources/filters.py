@@ -16,7 +16,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 PILLOW_MAX_PIXELS = 2 * 89_478_485
 
 # A JPEG is decoded at 1/2, 1/4 or 1/8 of its size only if its sides keep this many times the pixels that a crop needs.
-# The last step is then a Lanczos resampling, and no difference to full decoding is visible (PSNR over 40 dB).
+# The last step is then a bicubic resampling, and no difference to full decoding is visible (PSNR over 40 dB).
 JPEG_MARGIN = 2
 
 _UPRIGHT = {

@@ -17,7 +17,7 @@ from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 
 BATCH = 256  # pictures in memory at once
-RESIZE = "shorter side to the resolution, centre crop, Lanczos (box filter where much smaller)"
+RESIZE = "shorter side to the resolution, centre crop, bicubic, antialiased"
 
 
 def fingerprint(values: Any) -> str:

@@ -87,7 +87,7 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
         result["images"] == 7 and result["seeds"] == "3 to 9" and result["reference"].startswith("12 pictures of tars")
     )
     assert str(clip_folder) in result["extractor"] and len(result["extractor hash"]) == 64
-    assert len(result["reference content"]) == 64 and "Lanczos" in result["resize of the reference"]
+    assert len(result["reference content"]) == 64 and "bicubic" in result["resize of the reference"]
 
     # Nothing is drawn again, and the reference is not read through the network again.
     def forbidden(*_, **__):
