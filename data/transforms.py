@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from data.crops import CROPS, LARGEST, Box
 
@@ -118,33 +119,31 @@ def area_average(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
     """
     left, top, right, bottom = box
     x, y = int(left), int(top)
-    pixels = np.asarray(image)[y : math.ceil(bottom), x : math.ceil(right)]
+    pixels = torch.from_numpy(np.array(image.crop((x, y, math.ceil(right), math.ceil(bottom)))))
     height, width, channels = pixels.shape
-    rows = _mean_rows(pixels.reshape(height, width * channels), top - y, bottom - y, resolution)
-    columns = rows.reshape(resolution, width, channels).swapaxes(0, 1).reshape(width, resolution * channels)
-    square = _mean_rows(columns, left - x, right - x, resolution).reshape(resolution, resolution, channels)
-    return np.rint(square.swapaxes(0, 1)).astype(np.uint8)
+    rows = _mean_rows(pixels.float().view(height, width * channels), top - y, bottom - y, resolution)
+    columns = rows.view(resolution, width, channels).transpose(0, 1).reshape(width, resolution * channels)
+    square = _mean_rows(columns, left - x, right - x, resolution).view(resolution, resolution, channels)
+    return square.round().to(torch.uint8).transpose(0, 1).contiguous().numpy()
 
 
-def _mean_rows(values: np.ndarray, first: float, last: float, count: int) -> np.ndarray:
+def _mean_rows(values: Tensor, first: float, last: float, count: int) -> Tensor:
     """Means of `count` equal parts of the rows from `first` to `last`, which may be fractional.
 
     Args:
-        values: (N, M).
+        values: float32 (N, M).
 
     Returns:
         float32 (count, M).
     """
     edges = np.linspace(first, last, count + 1)
-    low, high = edges[:-1], edges[1:]
+    low, high = edges[:-1, None], edges[1:, None]
     size = (last - first) / count
-    means = np.zeros((count, values.shape[1]), np.float32)
-    for number in range(math.ceil(size) + 1):  # a part covers so many rows at most
-        row = low.astype(np.int64) + number
-        covered = np.clip(np.minimum(high, row + 1) - np.maximum(low, row), 0, None)
-        weights = (covered / size).astype(np.float32)
-        means += weights[:, None] * values[np.minimum(row, len(values) - 1)]
-    return means
+    rows = low.astype(np.int64) + np.arange(math.ceil(size) + 1)  # a part covers so many at most
+    covered = np.clip(np.minimum(high, rows + 1) - np.maximum(low, rows), 0, None)
+    weights = torch.from_numpy((covered / size).astype(np.float32))
+    inside = torch.from_numpy(np.minimum(rows, len(values) - 1))
+    return torch.nn.functional.embedding_bag(inside, values, mode="sum", per_sample_weights=weights)
 
 
 def resize_and_crop(
