@@ -152,7 +152,7 @@ class Manifest:
             raise ValueError(f"{where}: {state} field `{name}`; encode the set again with this version of the code")
         for name, kind in fields.items():
             allowed = values[name] is None and kind.endswith("| None")
-            if not allowed and not isinstance(values[name], _TYPES[kind.partition("[")[0]]):
+            if not allowed and not isinstance(values[name], _TYPES[kind.removesuffix(" | None").partition("[")[0]]):
                 raise ValueError(f"{where}: {name} is {values[name]!r}, expected {kind}")
         _check_encoder(where, "image_encoder", values["image_encoder"], _IMAGES.get(values["kind"], {}))
         if values["text_encoder"] is not None:

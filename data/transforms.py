@@ -98,8 +98,9 @@ def bicubic(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
     if whole != tuple(box):  # only in a JPEG that was decoded at a fraction
         inside = (left - whole[0], top - whole[1], right - whole[0], bottom - whole[1])
         return np.asarray(square.resize(size, Image.Resampling.BICUBIC, box=inside))
-    pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)
-    resized = torch.nn.functional.interpolate(pixels[None], size, mode="bicubic", antialias=True)
+    # In this order, which gives the strides of a batch in channels_last: the result has them, too, and is not permuted.
+    pixels = torch.from_numpy(np.array(square))[None].permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
 
 

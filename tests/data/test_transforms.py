@@ -105,7 +105,7 @@ def test_bicubic_equals_its_definition(spare, place, side, cut, resolution, seed
     inner = values[int(top) : int(top) + side, int(left) : int(left) + side].astype(float)
     weights = bicubic_weights(side, cut, side - cut, resolution)
     expected = np.einsum("iy,yxc,jx->ijc", weights, inner, weights, optimize=True)
-    assert found.shape == (resolution, resolution, 3) and found.dtype == np.uint8
+    assert found.shape == (resolution, resolution, 3) and found.dtype == np.uint8 and found.flags.c_contiguous
     assert np.abs(found - expected).max() <= 0.5 + 0.5 * np.abs(weights).sum(1).max() + 0.25
 
 
