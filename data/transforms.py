@@ -9,11 +9,9 @@ from PIL import Image
 from torch import Tensor
 
 from data.crops import CROPS, LARGEST, Box
+from data.sources.filters import JPEG_SCALES
 
 Crop = Literal["center", "random", "dvae", "transformer"]
-
-# A JPEG can be decoded at 1 / one of them of its size.
-JPEG_SCALES = (1, 2, 4, 8)
 
 
 def side_needed(resolution: int, crop: Crop) -> int:
@@ -25,7 +23,8 @@ def crop_box(size: tuple[int, int], resolution: int, crop: Crop, rng: np.random.
     """A square inside an image: (left, top, right, bottom) in its pixels.
 
     "center" and "random" take the largest square, the same for every resolution: resizing it to R x R is the same as
-    resizing the shorter side to R and cropping R x R from that. The others are those of `data.crops`.
+    resizing the shorter side to R and cropping R x R from that, but for the border's pixels. The others are those of
+    `data.crops`.
 
     Args:
         size: (width, height) in pixels.
@@ -62,7 +61,7 @@ def resize(
     """Resamples a square of an image, in one step.
 
     Args:
-        image: RGB; a JPEG may have been decoded at a fraction of `original_size` (see `JPEG_SCALES`).
+        image: RGB; a JPEG may have been decoded at a fraction of `original_size` (see `data.sources.filters`).
         box: (left, top, right, bottom) of the square, in pixels of `original_size`; may be fractional.
         resolution: side of the result in pixels.
         original_size: (width, height) that `box` refers to; the image's own if None.

@@ -7,7 +7,6 @@ from PIL import ExifTags, Image
 
 from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.captions import CaptionRules
-from data.transforms import JPEG_SCALES
 
 # Formats that are read. Pillow knows more, but some of them start other programs on the data (EPS runs Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -15,7 +14,10 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 # Pillow refuses to open anything larger (twice its MAX_IMAGE_PIXELS).
 PILLOW_MAX_PIXELS = 2 * 89_478_485
 
-# A JPEG is decoded at 1/2, 1/4 or 1/8 of its size only if its sides keep this many times the pixels that a crop needs.
+# A JPEG can be decoded at 1 / one of them of its size.
+JPEG_SCALES = (1, 2, 4, 8)
+
+# It is decoded at 1/2, 1/4 or 1/8 only if its sides keep this many times the pixels that a crop needs.
 # The last step is then a bicubic resampling, and no difference to full decoding is visible (PSNR over 40 dB).
 JPEG_MARGIN = 2
 
