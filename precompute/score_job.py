@@ -78,7 +78,10 @@ def claim(folder: Path, facts: dict[str, Any]) -> None:
 def score_shard(
     source: Source, shard: str, decoder: Filter, scorer: Reranker, batch: int, pool: ThreadPoolExecutor
 ) -> ShardScores:
-    """The scores of the samples of a shard that pass the filter. Images are central squares, resized to the model's."""
+    """The scores of the samples of a shard that pass the filter. Images are central squares, resized to the model's.
+
+    The threads of the pool decode a batch while the model works on the one before.
+    """
     side = max(scorer.size)
 
     def decode(sample: Sample) -> tuple[str, str, np.ndarray] | None:
@@ -90,8 +93,10 @@ def score_shard(
     keys: list[str] = []
     embeddings, similarities = [np.empty((0, 0), np.float16)], [np.empty(0, np.float32)]
     samples = (sample for sample in source.read(shard) if isinstance(sample, Sample))
-    while part := list(islice(samples, batch)):
-        pairs = [pair for pair in pool.map(decode, part) if pair is not None]
+    decoding = [pool.submit(decode, sample) for sample in islice(samples, batch)]
+    while decoding:
+        pairs = [pair for future in decoding if (pair := future.result()) is not None]
+        decoding = [pool.submit(decode, sample) for sample in islice(samples, batch)]
         if not pairs:
             continue
         found, captions, images = zip(*pairs, strict=True)

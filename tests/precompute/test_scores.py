@@ -2,6 +2,8 @@
 
 import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ from PIL import Image
 from data.files import write_json
 from data.score_files import ShardScores, read_scores, score_file, write_scores
 from data.sources.base import Rejected, Sample
+from data.sources.filters import Filter
 from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
 from precompute import duplicates, score_job, scores
@@ -57,6 +60,27 @@ def job(tmp_path_factory, clip_folder):
 
 def shards_of(root, split):
     return FolderSource(path=str(root / split)).shards()
+
+
+def test_images_are_decoded_while_the_model_works():
+    """Of three batches of two, each of the first two is scored only after the next one has begun to be decoded."""
+    begun = [threading.Event() for _ in range(6)]
+    samples = [Sample(str(i), Image.new("RGB", (16, 16), (i, i, i)), "a picture") for i in range(6)]
+
+    def decode(sample, shrink_to):
+        begun[int(sample.key)].set()
+        return Filter().decode(sample, shrink_to)
+
+    def embed(images, batch):
+        following = int(images[-1, 0, 0, 0]) + 1
+        assert following == 6 or begun[following].wait(60)
+        return np.ones((len(images), 4), np.float32)
+
+    scorer = SimpleNamespace(size=(16, 16), embed_images=embed, embed_captions=lambda captions, batch: np.ones((2, 4)))
+    source, decoder = SimpleNamespace(read=lambda shard: iter(samples)), SimpleNamespace(decode=decode)
+    with ThreadPoolExecutor(1) as pool:
+        found = score_job.score_shard(source, "a", decoder, scorer, 2, pool)
+    assert found.keys == list("012345") and found.similarities.tolist() == [4.0] * 6
 
 
 def test_scores_are_the_models(job, clip_folder):
