@@ -167,11 +167,7 @@ class EncodePipeline:
         batch = result.batch
         for position, rejected in batch.rejected:
             self._add(position.shard, position.number, rejected)
-        for row, image in enumerate(batch.images):
-            if row in result.rejected:
-                sample: EncodedSample | Rejected = Rejected(image.key, result.rejected[row], "also in fp32")
-            else:
-                sample = self._sample(result, row)
+        for image, sample in zip(batch.images, self._samples(result), strict=True):
             self._add(image.position.shard, image.position.number, sample)
         for end in batch.ends:
             if end.shard not in self.failed:
@@ -200,26 +196,39 @@ class EncodePipeline:
         if shard not in self.failed:
             self._writer(shard).add(number, sample)
 
-    def _sample(self, result: EncodedBatch, row: int) -> EncodedSample:
-        image, values = result.batch.images[row], result.encodings
-        columns: dict[str, Any] = {
-            "key": image.key,
-            "caption": image.caption,
-            "width": image.width,
-            "height": image.height,
+    def _samples(self, result: EncodedBatch) -> Iterator[EncodedSample | Rejected]:
+        """What becomes of each image of a batch, in order."""
+        if result.encodings is None:
+            return
+        stored = result.encodings.images
+        # Of the whole batch: PyTorch takes longer for a row of a tensor than NumPy for a row of an array.
+        arrays = {
+            f"{name}_{resolution}": array.numpy().astype(self.images.dtype, copy=False)
+            for resolution, kept in stored.items()
+            for name, array in kept.arrays.items()
         }
-        if values.text is not None:
-            columns["text"] = values.text[row].numpy()
-        for resolution, stored in values.images.items():
-            columns[f"crop_{resolution}"] = crop_column(self.images.kind, image.boxes[resolution])
-            for name, array in stored.arrays.items():
-                columns[f"{name}_{resolution}"] = array[row].numpy().astype(self.images.dtype, copy=False)
-        return EncodedSample(
-            columns,
-            {r: stored.sums[row].numpy() for r, stored in values.images.items() if stored.sums is not None},
-            tuple(resolution for resolution in values.images if image.short_side < resolution),
-            row in result.reencoded,
-        )
+        if result.encodings.text is not None:
+            arrays["text"] = result.encodings.text.numpy()
+        sums = {resolution: kept.sums.numpy() for resolution, kept in stored.items() if kept.sums is not None}
+        for row, image in enumerate(result.batch.images):
+            if row in result.rejected:
+                yield Rejected(image.key, result.rejected[row], "also in fp32")
+                continue
+            columns: dict[str, Any] = {
+                "key": image.key,
+                "caption": image.caption,
+                "width": image.width,
+                "height": image.height,
+                **{name: array[row] for name, array in arrays.items()},
+            }
+            for resolution in stored:
+                columns[f"crop_{resolution}"] = crop_column(self.images.kind, image.boxes[resolution])
+            yield EncodedSample(
+                columns,
+                {resolution: values[row] for resolution, values in sums.items()},
+                tuple(resolution for resolution in stored if image.short_side < resolution),
+                row in result.reencoded,
+            )
 
     # --- in the publisher thread ------------------------------------------------------------------------------
 

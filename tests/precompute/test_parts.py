@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from streaming import StreamingDataset
+from streaming import MDSWriter, StreamingDataset
 from torch.utils.data import DataLoader
 
 from data.files import write_json
@@ -23,6 +23,7 @@ from precompute.batch import DecodedBatch
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import DecodedBatches, assign, batches
+from precompute.mds_files import MDSFiles
 from precompute.output import STALE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
@@ -281,6 +282,25 @@ def test_a_shard_is_complete_when_all_its_parts_were_read(tmp_path):
     torn.end(1, parts=2)
     with pytest.raises(ValueError, match="one process read samples up to number 1, another up to number 2"):
         torn.end(2, parts=2)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:1"])
+def test_mds_files_are_those_of_streaming(tmp_path, compression):
+    columns = COLUMNS.encodings() | {"raw": "bytes", "tokens": "ndarray:uint16:2,3", "any": "ndarray:int32"}
+    options = {"compression": compression, "hashes": ["sha1", "xxh3_64"], "size_limit": 1500}
+    for kind in (MDSWriter, MDSFiles):
+        writer = kind(out=str(tmp_path / kind.__name__), columns=columns, **options)
+        for number in range(9):
+            row = sample(f"k\u00e9y {number}", number).columns | {"raw": bytes(number)}
+            row["tokens"] = np.arange(6, dtype=np.uint16).reshape(3, 2).T + np.uint16(number)  # not contiguous
+            row["any"] = np.arange(number + 1, dtype=np.int32)
+            writer.write(row)
+        for wrong in (row["tokens"].T, row["tokens"].astype(np.int16)):
+            with pytest.raises(ValueError):
+                writer.write(row | {"tokens": wrong})
+        writer.finish()
+    written = [{p.name: p.read_bytes() for p in (tmp_path / k.__name__).iterdir()} for k in (MDSWriter, MDSFiles)]
+    assert written[0] == written[1] and len(written[0]) > 3
 
 
 def test_after_an_error_of_the_writer_nothing_more_is_encoded():
