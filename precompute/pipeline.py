@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from recipes.encoders.base import ImageEncoder, TextEncoder
 
 NONFINITE_LATENT = "nonfinite_latent"
 NONFINITE_TEXT = "nonfinite_text"
+# Shards that may wait to be published; a kill of the job costs them. Workers that read shards of one size from the same
+# moment on complete them together, and if all but one had to be published first, the encoders would wait for that.
+WAITING = 16
 
 
 @dataclass
@@ -148,20 +152,28 @@ class EncodePipeline:
     # --- in the writer thread ---------------------------------------------------------------------------------
 
     def _write_all(self, publisher: ThreadPoolExecutor) -> None:
-        publication: Future | None = None
+        publications: deque[Future] = deque()
         try:
             while (result := self._results.get()) is not None:
                 self._write(result)
                 for shard in [shard for shard, writer in self.writers.items() if writer.complete]:
-                    if publication is not None:  # what waits is lost when the job is killed
-                        publication.result()
                     done = self.writers[shard].finish()  # where that fails, `run` removes what it has written
                     del self.writers[shard]
-                    publication = publisher.submit(self._publish, shard, done)
-            if publication is not None:
-                publication.result()
+                    publications.append(publisher.submit(self._publish, shard, done))
+                self._await(publications, WAITING)
+            self._await(publications, 0)
         except BaseException as error:  # raised again in the main thread
             self._error = error
+
+    def _await(self, publications: deque[Future], most: int) -> None:
+        """Waits until at most so many publications are left. After an error no other one begins."""
+        try:
+            while publications and (len(publications) > most or publications[0].done()):
+                publications.popleft().result()
+        except BaseException:
+            for publication in publications:
+                publication.cancel()
+            raise
 
     def _write(self, result: EncodedBatch) -> None:
         batch = result.batch

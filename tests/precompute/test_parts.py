@@ -5,13 +5,15 @@ import io
 import json
 import os
 import signal
+import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from streaming import MDSWriter, StreamingDataset
+from streaming import StreamingDataset
 from torch.utils.data import DataLoader
 
 from data.files import write_json
@@ -19,11 +21,10 @@ from data.log import every_rank, log
 from data.manifest import Manifest
 from data.ranks import Rank
 from data.sources.base import InputShard, Position, Rejected
-from precompute.batch import DecodedBatch
+from precompute.batch import DecodedBatch, ShardEnd
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import DecodedBatches, assign, batches
-from precompute.mds_files import MDSFiles
 from precompute.output import STALE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
@@ -284,25 +285,6 @@ def test_a_shard_is_complete_when_all_its_parts_were_read(tmp_path):
         torn.end(2, parts=2)
 
 
-@pytest.mark.parametrize("compression", [None, "zstd:1"])
-def test_mds_files_are_those_of_streaming(tmp_path, compression):
-    columns = COLUMNS.encodings() | {"raw": "bytes", "tokens": "ndarray:uint16:2,3", "any": "ndarray:int32"}
-    options = {"compression": compression, "hashes": ["sha1", "xxh3_64"], "size_limit": 1500}
-    for kind in (MDSWriter, MDSFiles):
-        writer = kind(out=str(tmp_path / kind.__name__), columns=columns, **options)
-        for number in range(9):
-            row = sample(f"k\u00e9y {number}", number).columns | {"raw": bytes(number)}
-            row["tokens"] = np.arange(6, dtype=np.uint16).reshape(3, 2).T + np.uint16(number)  # not contiguous
-            row["any"] = np.arange(number + 1, dtype=np.int32)
-            writer.write(row)
-        for wrong in (row["tokens"].T, row["tokens"].astype(np.int16)):
-            with pytest.raises(ValueError):
-                writer.write(row | {"tokens": wrong})
-        writer.finish()
-    written = [{p.name: p.read_bytes() for p in (tmp_path / k.__name__).iterdir()} for k in (MDSWriter, MDSFiles)]
-    assert written[0] == written[1] and len(written[0]) > 3
-
-
 def test_after_an_error_of_the_writer_nothing_more_is_encoded():
     position = Position(InputShard("train", "a"), 0)
     rejected = [(position, Rejected("k", "broken_image"))]
@@ -311,6 +293,32 @@ def test_after_an_error_of_the_writer_nothing_more_is_encoded():
     with pytest.raises(OSError, match="No space left"):
         EncodePipeline(None, None, fail(OSError(errno.ENOSPC, "No space left")), print, progress).run(source)
     assert len(list(source)) > 50
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_shards_that_are_complete_together_wait_to_be_published(tmp_path, fails):
+    """The encoders go on. After an upload that failed, the others are not tried: each would take as long."""
+    shards, read, begun = [InputShard("train", str(number)) for number in range(12)], threading.Event(), []
+
+    def source():
+        for shard in shards:
+            rejected = [(Position(shard, 0), Rejected("k", "broken_image"))]
+            yield DecodedBatch({}, torch.empty(0), [], rejected, [ShardEnd(shard, 1, 1)])
+        read.set()
+
+    def publish(shard):
+        begun.append(shard if read.wait(5) else "the encoders waited")
+        if fails:
+            time.sleep(0.2)
+            raise ValueError("the store is gone")
+
+    def open_writer(shard):
+        return ShardWriter(tmp_path / shard.shard, shard.shard, COLUMNS, Storage(), {})
+
+    pipeline = EncodePipeline(None, None, open_writer, publish, EncodeProgress(12, quiet=True))
+    with pytest.raises(ValueError, match="the store is gone") if fails else nullcontext():
+        pipeline.run(source())
+    assert (len(begun) < 4 and begun == shards[: len(begun)]) if fails else begun == shards
 
 
 def test_every_rank_speaks_of_its_own_part(monkeypatch, capsys):
