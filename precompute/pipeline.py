@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from recipes.encoders.base import ImageEncoder, TextEncoder
 
 NONFINITE_LATENT = "nonfinite_latent"
 NONFINITE_TEXT = "nonfinite_text"
+# Shards that may wait to be published; a kill of the job costs them. Workers that read shards of one size from the same
+# moment on complete them together, and if all but one had to be published first, the encoders would wait for that.
+WAITING = 16
 
 
 @dataclass
@@ -148,30 +152,34 @@ class EncodePipeline:
     # --- in the writer thread ---------------------------------------------------------------------------------
 
     def _write_all(self, publisher: ThreadPoolExecutor) -> None:
-        publication: Future | None = None
+        publications: deque[Future] = deque()
         try:
             while (result := self._results.get()) is not None:
                 self._write(result)
                 for shard in [shard for shard, writer in self.writers.items() if writer.complete]:
-                    if publication is not None:  # what waits is lost when the job is killed
-                        publication.result()
                     done = self.writers[shard].finish()  # where that fails, `run` removes what it has written
                     del self.writers[shard]
-                    publication = publisher.submit(self._publish, shard, done)
-            if publication is not None:
-                publication.result()
+                    publications.append(publisher.submit(self._publish, shard, done))
+                self._await(publications, WAITING)
+            self._await(publications, 0)
         except BaseException as error:  # raised again in the main thread
             self._error = error
+
+    def _await(self, publications: deque[Future], most: int) -> None:
+        """Waits until at most so many publications are left. After an error no other one begins."""
+        try:
+            while publications and (len(publications) > most or publications[0].done()):
+                publications.popleft().result()
+        except BaseException:
+            for publication in publications:
+                publication.cancel()
+            raise
 
     def _write(self, result: EncodedBatch) -> None:
         batch = result.batch
         for position, rejected in batch.rejected:
             self._add(position.shard, position.number, rejected)
-        for row, image in enumerate(batch.images):
-            if row in result.rejected:
-                sample: EncodedSample | Rejected = Rejected(image.key, result.rejected[row], "also in fp32")
-            else:
-                sample = self._sample(result, row)
+        for image, sample in zip(batch.images, self._samples(result), strict=True):
             self._add(image.position.shard, image.position.number, sample)
         for end in batch.ends:
             if end.shard not in self.failed:
@@ -200,26 +208,39 @@ class EncodePipeline:
         if shard not in self.failed:
             self._writer(shard).add(number, sample)
 
-    def _sample(self, result: EncodedBatch, row: int) -> EncodedSample:
-        image, values = result.batch.images[row], result.encodings
-        columns: dict[str, Any] = {
-            "key": image.key,
-            "caption": image.caption,
-            "width": image.width,
-            "height": image.height,
+    def _samples(self, result: EncodedBatch) -> Iterator[EncodedSample | Rejected]:
+        """What becomes of each image of a batch, in order."""
+        if result.encodings is None:
+            return
+        stored = result.encodings.images
+        # Of the whole batch: PyTorch takes longer for a row of a tensor than NumPy for a row of an array.
+        arrays = {
+            f"{name}_{resolution}": array.numpy().astype(self.images.dtype, copy=False)
+            for resolution, kept in stored.items()
+            for name, array in kept.arrays.items()
         }
-        if values.text is not None:
-            columns["text"] = values.text[row].numpy()
-        for resolution, stored in values.images.items():
-            columns[f"crop_{resolution}"] = crop_column(self.images.kind, image.boxes[resolution])
-            for name, array in stored.arrays.items():
-                columns[f"{name}_{resolution}"] = array[row].numpy().astype(self.images.dtype, copy=False)
-        return EncodedSample(
-            columns,
-            {r: stored.sums[row].numpy() for r, stored in values.images.items() if stored.sums is not None},
-            tuple(resolution for resolution in values.images if image.short_side < resolution),
-            row in result.reencoded,
-        )
+        if result.encodings.text is not None:
+            arrays["text"] = result.encodings.text.numpy()
+        sums = {resolution: kept.sums.numpy() for resolution, kept in stored.items() if kept.sums is not None}
+        for row, image in enumerate(result.batch.images):
+            if row in result.rejected:
+                yield Rejected(image.key, result.rejected[row], "also in fp32")
+                continue
+            columns: dict[str, Any] = {
+                "key": image.key,
+                "caption": image.caption,
+                "width": image.width,
+                "height": image.height,
+                **{name: array[row] for name, array in arrays.items()},
+            }
+            for resolution in stored:
+                columns[f"crop_{resolution}"] = crop_column(self.images.kind, image.boxes[resolution])
+            yield EncodedSample(
+                columns,
+                {resolution: values[row] for resolution, values in sums.items()},
+                tuple(resolution for resolution in stored if image.short_side < resolution),
+                row in result.reencoded,
+            )
 
     # --- in the publisher thread ------------------------------------------------------------------------------
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streaming import MDSWriter
-
 from data.disk_errors import about
 from data.manifest import REJECTED
 from data.sources.base import Rejected, rejected_line
+from precompute.mds_files import MDSFiles
 from precompute.output import DONE
 
 
@@ -51,7 +50,7 @@ class ShardFolder:
         self.rows = 0
         self._rejected: Counter[str] = Counter()
         self._rejected_lines: list[str] = []
-        self._mds = MDSWriter(
+        self._mds = MDSFiles(
             out=str(folder),
             columns=columns,
             compression=storage.compression,

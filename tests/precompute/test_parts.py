@@ -5,7 +5,9 @@ import io
 import json
 import os
 import signal
+import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,7 @@ from data.log import every_rank, log
 from data.manifest import Manifest
 from data.ranks import Rank
 from data.sources.base import InputShard, Position, Rejected
-from precompute.batch import DecodedBatch
+from precompute.batch import DecodedBatch, ShardEnd
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import DecodedBatches, assign, batches
@@ -291,6 +293,32 @@ def test_after_an_error_of_the_writer_nothing_more_is_encoded():
     with pytest.raises(OSError, match="No space left"):
         EncodePipeline(None, None, fail(OSError(errno.ENOSPC, "No space left")), print, progress).run(source)
     assert len(list(source)) > 50
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_shards_that_are_complete_together_wait_to_be_published(tmp_path, fails):
+    """The encoders go on. After an upload that failed, the others are not tried: each would take as long."""
+    shards, read, begun = [InputShard("train", str(number)) for number in range(12)], threading.Event(), []
+
+    def source():
+        for shard in shards:
+            rejected = [(Position(shard, 0), Rejected("k", "broken_image"))]
+            yield DecodedBatch({}, torch.empty(0), [], rejected, [ShardEnd(shard, 1, 1)])
+        read.set()
+
+    def publish(shard):
+        begun.append(shard if read.wait(5) else "the encoders waited")
+        if fails:
+            time.sleep(0.2)
+            raise ValueError("the store is gone")
+
+    def open_writer(shard):
+        return ShardWriter(tmp_path / shard.shard, shard.shard, COLUMNS, Storage(), {})
+
+    pipeline = EncodePipeline(None, None, open_writer, publish, EncodeProgress(12, quiet=True))
+    with pytest.raises(ValueError, match="the store is gone") if fails else nullcontext():
+        pipeline.run(source())
+    assert (len(begun) < 4 and begun == shards[: len(begun)]) if fails else begun == shards
 
 
 def test_every_rank_speaks_of_its_own_part(monkeypatch, capsys):

@@ -5,8 +5,8 @@ The same tars of JPEGs are read by this project's code, by webdataset with torch
 square and resize it by a bicubic filter with antialiasing. DALL-E's crops, four per image and averaged by area, are
 this project's alone.
 
-    python benchmarks/decoding.py                     # two minutes, 60 MB in the temporary folder
-    python benchmarks/decoding.py --sizes 4000x3000 --resolutions 256 512
+    python benchmarks/encode_reading.py                     # two minutes, 60 MB in the temporary folder
+    python benchmarks/encode_reading.py --sizes 4000x3000 --resolutions 256 512
 
 - A rate is images over CPU seconds of this process, which has one thread: the median over the rounds, in which readers
   take turns. It holds on a machine that does nothing else; programs that share its caches change it.
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                 for name, rate in rates.items():
                     row = {"image": size, "bytes/pixel": round(density, 2), "resolution": resolution, "reader": name}
                     rows.append({**row, "images/s": round(rate, 1), "ratio": round(rates[OURS] / rate, 2)})
-    write_results("decoding", "photographs", rows, f"ratio: rate of {OURS} over this one. One thread, CPU time.")
+    write_results("encode_reading", "photographs", rows, f"ratio: rate of {OURS} over this one. One thread, CPU time.")
     return rows
 
 
