@@ -19,7 +19,7 @@ def test_times_every_reader_on_the_same_images(tmp_path, monkeypatch, capsys):
 def test_readers_that_differ_are_not_compared(tmp_path, monkeypatch):
     encode_reading.write_tar(tmp_path / "a.tar", (40, 30), 3)
     black = {"other": lambda tar, resolution: iter([torch.zeros(3, 1, resolution, resolution, 3, dtype=torch.uint8)])}
-    monkeypatch.setattr(decoding, "READERS", black)
+    monkeypatch.setattr(encode_reading, "READERS", black)
     with pytest.raises(ValueError, match="other delivers other images than this project"):
         encode_reading.run(tmp_path / "a.tar", 16, rounds=1)
 
