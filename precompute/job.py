@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
 from precompute.totals import counts_text
+from precompute.upload import Uploads
 from precompute.writer import ShardWriter, Storage
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
@@ -64,11 +66,8 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         if texts is not None:
             store_null_text(output.out / NULL_TEXT, texts)
 
-    for shard in own:
-        output = sets[shard.label]
-        if output.is_encoded(shard.shard) and not output.is_done(shard.shard):  # by a job that made no copy
-            output.upload(shard.shard, output.folder(shard.shard))
-    todo = [shard for shard in own if not sets[shard.label].is_done(shard.shard)]
+    encoded = {shard for shard in own if sets[shard.label].is_encoded(shard.shard)}
+    todo = [shard for shard in own if shard not in encoded]
     encoders = ", ".join(f"{encoder.id} ({encoder.precision})" for encoder in (images, texts) if encoder is not None)
     every_rank.info(
         f"encode: rank {rank.rank} of {rank.world} on {device}: {len(todo)} of {len(shards)} shards to do, {encoders}"
@@ -80,14 +79,22 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         folder = sets[shard.label].partial(shard.shard, rank.rank)
         return ShardWriter(folder, shard.shard, columns, storage, options[shard.label])
 
+    def upload(shard: InputShard) -> None:
+        uploads.add(partial(sets[shard.label].upload, shard.shard))
+
     def publish(shard: InputShard) -> None:
         sets[shard.label].publish(shard.shard, rank.rank)
+        upload(shard)
 
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
     progress = EncodeProgress(len(todo), known, quiet=rank.rank != 0)
     pipeline = EncodePipeline(images, texts, open_writer, publish, progress)
-    if todo:
-        _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank)
+    with Uploads() as uploads:
+        for shard in own:
+            if shard in encoded and not sets[shard.label].is_done(shard.shard):
+                upload(shard)  # a job that made no copy, or was ended before
+        if todo:
+            _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank)
     for shard, problem in pipeline.failed.items():
         sets[shard.label].note_unreadable(shard.shard, problem)
     failed = {shard.shard: problem for shard, problem in pipeline.failed.items()}

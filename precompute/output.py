@@ -71,18 +71,17 @@ class OutputSet:
         """Whether a finished shard is in the folder, and in the copy where one is made."""
         return self.is_encoded(shard) and (self.copy is None or self.copy.has(self.folder(shard)))
 
-    def upload(self, shard: str, folder: Path) -> None:
-        """Uploads what training reads of a shard, and what says how it was made.
-
-        Args:
-            shard: its id.
-            folder: in which it is, which may have another name yet.
+    def upload(self, shard: str) -> None:
+        """Uploads what training reads of a finished shard, and what says how it was made. Does nothing where no copy is
+        made, or the shard is in it.
 
         Raises:
             ValueError: see `Copy.add`.
         """
-        names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
-        self.copy.add(folder, f"shards/{shard}", names)
+        if self.copy is not None and not self.is_done(shard):
+            folder = self.folder(shard)
+            names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
+            self.copy.add(folder, f"shards/{shard}", names)
 
     def remaining(self) -> list[str]:
         """Shards that are not done yet, in order.
@@ -182,15 +181,8 @@ class OutputSet:
             )
 
     def publish(self, shard: str, rank: int) -> None:
-        """Renames the folder of a written shard to its final name, once it is in the copy. Does nothing where another
-        rank was first.
-
-        Raises:
-            ValueError: see `Copy.add`.
-        """
+        """Renames the folder of a written shard to its final name. Does nothing where another rank was first."""
         partial, final = self.partial(shard, rank), self.folder(shard)
-        if self.copy is not None and not self.is_done(shard):
-            self.upload(shard, partial)
         # On disk before the rename: after a power failure a finished shard must not be empty.
         to_disk(partial)
         if final.is_dir() and not self.is_encoded(shard):

@@ -25,8 +25,8 @@ from recipes.encoders.base import ImageEncoder, TextEncoder
 
 NONFINITE_LATENT = "nonfinite_latent"
 NONFINITE_TEXT = "nonfinite_text"
-# Shards that may wait to be published; a kill of the job costs them. Workers that read shards of one size from the same
-# moment on complete them together, and if all but one had to be published first, the encoders would wait for that.
+# Shards that may wait to be published, that is, to be brought to the disk; a kill of the job costs them. Workers that
+# read shards of one size from the same moment on complete them together, and the encoders shall not wait for that.
 WAITING = 16
 
 
@@ -53,8 +53,8 @@ class EncodePipeline:
         images: the image encoder, on its device.
         texts: the text encoder, on the same device; None where captions are not embedded.
         open_writer: returns the writer of a shard's output.
-        publish: called with a shard whose folder is complete, for one shard at a time, in a thread of its own: a shard
-            may have to be uploaded.
+        publish: called with a shard whose folder is complete, for one shard at a time, in a thread of its own: it takes
+            a while to bring a shard to the disk.
         progress: counts images and shards.
 
     Attributes:
@@ -166,14 +166,9 @@ class EncodePipeline:
             self._error = error
 
     def _await(self, publications: deque[Future], most: int) -> None:
-        """Waits until at most so many publications are left. After an error no other one begins."""
-        try:
-            while publications and (len(publications) > most or publications[0].done()):
-                publications.popleft().result()
-        except BaseException:
-            for publication in publications:
-                publication.cancel()
-            raise
+        """Waits until at most so many publications are left."""
+        while publications and (len(publications) > most or publications[0].done()):
+            publications.popleft().result()
 
     def _write(self, result: EncodedBatch) -> None:
         batch = result.batch

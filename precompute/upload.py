@@ -1,15 +1,18 @@
-"""The copy of an encoded set in an object store: shards as they are finished, the manifest last."""
+"""The copy of an encoded set in an object store: shards when they are finished, the manifest last."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 
 from data.downloads import advice
 from data.errors import one_line
 from data.files import write_text
+from data.log import every_rank
 from data.stores import STORES, Store, open_store, require_account, scheme_of
 
 RETRIES = 4  # of streaming's uploaders, for stores that `data.stores` has no client of
@@ -66,6 +69,46 @@ class Copy:
                 f"upload: {address} cannot be written ({one_line(error)}); {what}, then start the job again"
             ) from error
         write_text(folder / MARKER, self.address)
+
+
+class Uploads:
+    """Uploads, one after the other, in a thread of their own. A context that waits for all of them at its end.
+
+    After an error none is begun, nor where the context ends by one: the next start of the job makes up for them.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "uploader")
+        self._begun: list[Future] = []
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        left = sum(not upload.done() for upload in self._begun)
+        if kind is None and left > 1 and self._error is None:
+            every_rank.info(f"encode: {left} shards are still to be uploaded")
+        self._thread.shutdown(cancel_futures=kind is not None)
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def add(self, upload: Callable[[], None]) -> None:
+        """Begins `upload` after all others.
+
+        Raises:
+            The error of an earlier one.
+        """
+        if self._error is not None:
+            raise self._error
+        self._begun.append(self._thread.submit(self._run, upload))
+
+    def _run(self, upload: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                upload()
+            except BaseException as error:  # raised again in another thread
+                self._error = error
 
 
 def _upload_by_streaming(address: str, folder: Path, names: list[str]) -> None:

@@ -140,7 +140,7 @@ def test_interrupted_job_continues_where_it_stopped(encoded, read, recipe, tmp_p
 
 
 def test_the_next_shard_is_encoded_while_one_is_published(recipe, tmp_path, monkeypatch):
-    """It may have to be uploaded."""
+    """Its way to the disk takes a while."""
     publish, add = OutputSet.publish, ShardWriter.add
     encoded, events = threading.Event(), []
 

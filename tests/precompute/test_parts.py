@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +27,7 @@ from precompute.decode import DecodedBatches, assign, batches
 from precompute.output import STALE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
-from precompute.upload import Copy
+from precompute.upload import Copy, Uploads
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.config.recipe import load_config
 from tests.disks import on_disk_before_named
@@ -61,6 +60,7 @@ def write(output: OutputSet, shard: str, samples: list, options: dict, rank: int
     assert writer.complete
     writer.finish()
     output.publish(shard, rank)
+    output.upload(shard)
 
 
 def fail(error: Exception):
@@ -295,10 +295,8 @@ def test_after_an_error_of_the_writer_nothing_more_is_encoded():
     assert len(list(source)) > 50
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_shards_that_are_complete_together_wait_to_be_published(tmp_path, fails):
-    """The encoders go on. After an upload that failed, the others are not tried: each would take as long."""
-    shards, read, begun = [InputShard("train", str(number)) for number in range(12)], threading.Event(), []
+def test_encoders_do_not_wait_for_shards_that_are_complete_together(tmp_path):
+    shards, read = [InputShard("train", str(number)) for number in range(12)], threading.Event()
 
     def source():
         for shard in shards:
@@ -306,19 +304,49 @@ def test_shards_that_are_complete_together_wait_to_be_published(tmp_path, fails)
             yield DecodedBatch({}, torch.empty(0), [], rejected, [ShardEnd(shard, 1, 1)])
         read.set()
 
-    def publish(shard):
-        begun.append(shard if read.wait(5) else "the encoders waited")
-        if fails:
-            time.sleep(0.2)
-            raise ValueError("the store is gone")
-
     def open_writer(shard):
         return ShardWriter(tmp_path / shard.shard, shard.shard, COLUMNS, Storage(), {})
 
-    pipeline = EncodePipeline(None, None, open_writer, publish, EncodeProgress(12, quiet=True))
-    with pytest.raises(ValueError, match="the store is gone") if fails else nullcontext():
-        pipeline.run(source())
-    assert (len(begun) < 4 and begun == shards[: len(begun)]) if fails else begun == shards
+    def publish(shard):
+        published.append(shard if read.wait(60) else "the encoders waited")
+
+    published = []
+    EncodePipeline(None, None, open_writer, publish, EncodeProgress(12, quiet=True)).run(source())
+    assert published == shards
+
+
+def test_uploads_go_on_beside_the_job():
+    """In order, all before the context ends. After an error no other one begins, and who adds the next one is told."""
+    done, may_go = [], threading.Event()
+    with Uploads() as uploads:
+        uploads.add(lambda: may_go.wait(60) and done.append(0))
+        uploads.add(lambda: done.append(1))
+        assert not done  # `add` has not waited for the first one
+        may_go.set()
+    assert done == [0, 1]
+
+    def fail():
+        raise ValueError("the store is gone")
+
+    with pytest.raises(ValueError, match="the store is gone"), Uploads() as uploads:
+        uploads.add(fail)
+        uploads.add(lambda: done.append(2))
+    with pytest.raises(ValueError, match="the store is gone"), Uploads() as uploads:
+        uploads.add(fail)
+        while True:
+            uploads.add(lambda: done.append(3))
+
+    def until_the_next_is_cancelled():
+        while not uploads._begun[1].cancelled():
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt), Uploads() as uploads:
+        may_go.clear()
+        uploads.add(lambda: may_go.wait(60) and until_the_next_is_cancelled())
+        uploads.add(lambda: done.append(4))
+        may_go.set()
+        raise KeyboardInterrupt
+    assert done == [0, 1]
 
 
 def test_every_rank_speaks_of_its_own_part(monkeypatch, capsys):
