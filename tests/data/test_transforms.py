@@ -1,6 +1,10 @@
 """data/transforms.py: crop boxes and the single resample."""
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from data.sources.base import Sample
 from data.sources.filters import Filter
 from data.transforms import bicubic, crop_box, resize, resize_and_crop
 
+ROOT = Path(__file__).resolve().parents[2]
 sides = st.integers(1, 5000)
 
 
@@ -107,6 +112,28 @@ def test_bicubic_equals_its_definition(spare, place, side, cut, resolution, seed
     expected = np.einsum("iy,yxc,jx->ijc", weights, inner, weights, optimize=True)
     assert found.shape == (resolution, resolution, 3) and found.dtype == np.uint8 and found.flags.c_contiguous
     assert np.abs(found - expected).max() <= 0.5 + 0.5 * np.abs(weights).sum(1).max() + 0.25
+
+
+RESIZED = """
+import hashlib
+import numpy as np
+from PIL import Image
+from data.transforms import resize_and_crop
+pixels = np.random.default_rng(0).integers(0, 256, (97, 131, 3), np.uint8)
+image = Image.fromarray(pixels)
+squares = [resize_and_crop(image, side).tobytes() for side in (16, 64, 97, 120)]
+digest = hashlib.sha256(b"".join(squares)).hexdigest()
+"""
+
+
+def test_pixels_do_not_depend_on_the_processor():
+    """PyTorch's kernel for processors without vector instructions gives the same bytes as the one in use."""
+    here: dict = {}
+    exec(RESIZED, here)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-c", RESIZED + "print(digest)"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == here["digest"]
 
 
 def test_box_selects_what_it_says():
