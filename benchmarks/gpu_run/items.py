@@ -47,6 +47,7 @@ def items(small: bool) -> list[Item]:
         trained("unet_512", "starting point", 120, profiled=True),
         encoding(512),
         Item("tests", "suite:marked_tests", 150, {"processes": 1 if small else 4}),
+        encode_job(small),
     ]
     found += [
         other("attention", "decoder", 120, ["--parts", "attention", "--rounds", "10"], ["--rounds", "1"]),
@@ -101,6 +102,13 @@ def levers(subject: str, small: bool) -> Iterator[Item]:
 def encoding(resolution: int) -> Item:
     """The VAE's rate at a resolution."""
     return Item(f"VAE encoding at {resolution}", "encoding:rates", 120, {"resolution": resolution})
+
+
+def encode_job(small: bool) -> Item:
+    """The rate of a whole encode job."""
+    large = {"resolution": 256, "sizes": [(1024, 768)], "images": 24_576}
+    tiny = {"resolution": 64, "sizes": [(96, 72)], "images": 16}
+    return Item("encode job", "encode_job:rates", 120, tiny if small else large)
 
 
 def other(name: str, module: str, limit: float, arguments: list[str], small: list[str]) -> Item:

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import adam16, gpu
-from benchmarks.gpu_run import device, numbers, operators, suite, trained
+from benchmarks.gpu_run import device, encode_job, numbers, operators, suite, trained
 from benchmarks.gpu_run.context import Context, benchmark
 from benchmarks.gpu_run.items import FAMILIES, Item
 from benchmarks.gpu_run.numbers import SameDraws
@@ -395,3 +395,11 @@ def test_what_is_not_there_is_refused(unprepared, capsys):
         with pytest.raises(SystemExit):
             gpu.main(["--here"])
         assert "PyTorch sees no GPU" in capsys.readouterr().err
+
+
+def test_the_second_half_of_a_whole_encode_job_is_measured(tmp_path):
+    context = Context(tmp_path, True)
+    encode_job.rates(context, resolution=64, sizes=[(96, 72)], images=8)
+    (row,) = context.records.lines("row")
+    assert row["values"]["image"] == "96x72" and row["values"]["images"] == 8 and row["values"]["images/s"] > 0
+    assert encode_job._rate([(0.0, 2), (1.0, 4), (2.0, 8), (4.0, 16)]) == {"images": 16, "images/s": 4.0}
