@@ -152,10 +152,11 @@ def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begu
     (begun / "config.yaml").unlink()  # a process that was killed while it wrote
     with pytest.raises(ValueError, match="seed was 17, is 3"):
         prepare_folder(quick_recipe(begun, *BEGUN, "seed=3"), "composer")
-    keep_record(new, Data)
+    keep_record(old, Data)
     newest = begun / "checkpoints" / "ep0-ba4-rank0.pt"
     newest.touch()
     keep_with(begun, newest)  # and killed before the link points to it
+    keep_record(new, Data)
     assert prepare_folder(new, "composer") == ["optimizer.lr"]
     CheckpointFiles(newest.parent, KINDS["composer"], keep=1).newest_is(newest, 4)
     assert prepare_folder(new, "composer") == []
@@ -231,13 +232,16 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "ep0-ba3-rank0.pt").touch()
     weights = json.loads((latent_sets / "train" / "manifest.json").read_text())["image_encoder"]["weights_hash"]
-    (run / ENCODED).write_text(json.dumps({"image_weights": weights}))
+    for folder, value in ((run, "of a start that saved nothing"), (run / "records" / "ep0-ba3", weights)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ENCODED).write_text(json.dumps({"image_weights": value}))
     for changes, where in (
         ([f"output={run}", "checkpoints.autoresume=true"], run),
         ([f"output={tmp_path}/new", f"checkpoints.load_path={run}/checkpoints/ep0-ba3-rank0.pt"], run),
     ):
         changed = quick_recipe(run, "evals.val=null", f"data.streams.train.path={other}", *changes)
-        with pytest.raises(ValueError, match=f"data: not encoded as that of {where}, whose checkpoint is loaded"):
+        said = f"data: not encoded as that of {where}, whose checkpoint is loaded: .*, the recipe expects {weights}"
+        with pytest.raises(ValueError, match=said):
             build_trainer(changed)
     assert recipe.checkpoints.resumes
 

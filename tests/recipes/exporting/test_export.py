@@ -17,6 +17,8 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.engines.conversion import convert
+from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.exporting import write
@@ -191,6 +193,13 @@ def test_checkpoints_of_both_engines(small_recipe, tmp_path, engine, sharded):
     assert found.average.keys() == {name for name, _ in task.named_parameters()}
     assert all(torch.equal(tensor, known[name]) for name, tensor in found.weights.items())
     assert all(torch.equal(tensor, known[name] / 2) for name, tensor in found.average.items())
+    if sharded:  # as a full one of either engine, too, with the rest of the lever's state
+        for reader in ("composer", "lightning"):
+            new = convert(path, reader)
+            average = read_checkpoint(new).average
+            assert average.keys() == found.average.keys()
+            assert all(torch.equal(tensor, found.average[name]) for name, tensor in average.items())
+        assert read_file(new)["levers"]["ScheduledEMA"]["begun"] == 3
 
 
 def test_only_the_weights_of_a_sharded_checkpoint_are_read(small_recipe, tmp_path, monkeypatch):

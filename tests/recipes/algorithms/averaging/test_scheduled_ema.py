@@ -11,7 +11,7 @@ from composer.utils import dist as composer_dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from recipes.algorithms.averaging.average import Average, HostAverage
+from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
@@ -259,7 +259,9 @@ def test_parameters_of_16_bits_have_a_32_bit_average(kind):
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     model.extra = nn.Parameter(torch.randn(5))  # and a 32-bit one beside them
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     average = kind(model)
+    assert average.bytes == bytes_of_average(model) == 4 * (64 * 64 + 5)
     first = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(1)
@@ -271,7 +273,7 @@ def test_parameters_of_16_bits_have_a_32_bit_average(kind):
     assert average.shadow[0].dtype == torch.float32
     assert (average.shadow[0] - want).abs().max() < 1e-5
     with torch.no_grad():
-        torch._foreach_add_([*model.parameters()], 1)  # a step without an update
+        torch._foreach_add_(average.parameters, 1)  # a step without an update
     raw, kept = weights(model), [t.clone() for t in average.shadow]
     average.put_in()
     assert torch.equal(model.weight, kept[0].bfloat16())
