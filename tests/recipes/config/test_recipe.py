@@ -190,8 +190,9 @@ def test_numbers(small):
 
 
 def test_overrides_win(small):
-    config = small("training.duration=5ba", "callbacks.progress.seconds=1", "model.channels=[4]", "seed=1", "seed=2")
-    assert config.training.duration == "5ba"
+    changes = ["training.duration=5ba", "callbacks.progress.seconds=1", "model.channels=[4]", "run_name=a=b=c"]
+    config = small(*changes, "seed=1", "seed=2")
+    assert config.training.duration == "5ba" and config.run_name == "a=b=c"
     assert config.training.global_batch == 10
     assert config.callbacks["progress"].args == {"seconds": 1.0}
     assert config.model.args == {"channels": [4]}

@@ -10,7 +10,7 @@ from recipes.config.recipe import to_yaml
 from recipes.engines import rehearsal
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
-from recipes.engines.record import ENCODED, check_copy, check_record, keep_record, keep_with
+from recipes.engines.record import ENCODED, changes_of, check_copy, check_record, keep_record, keep_with
 from recipes.engines.rehearsal import rehearse
 from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import KINDS
@@ -61,6 +61,7 @@ def test_a_dry_run_refuses_what_may_not_go_on(begun, quick_recipe, monkeypatch):
         "training.engine=lightning",
         "training.microbatch=4",
         "training.eval_every=2ba",
+        "evals.val=null",
         "data.workers=3",
         "checkpoints.every=1ba",
         "callbacks.progress.seconds=3",
@@ -85,6 +86,8 @@ def test_what_nothing_depends_on_may_change(begun, quick_recipe, change):
         ("callbacks.b={name: scheduled_value, value: beta, start: 0, end: 1}", "callbacks.b was None"),
         ("data.caption_dropout=0.5", "data.caption_dropout was 0.1, is 0.5"),
         ("training.grad_clip=1", "training.grad_clip was None, is 1.0"),
+        ("training.global_batch=16", "training.global_batch was 8, is 16"),
+        ("training.precision=fp32", "training.precision was 'auto', is 'fp32'"),
     ],
 )
 def test_a_changed_recipe_is_refused_by_its_keys(begun, quick_recipe, change, said):
@@ -103,6 +106,11 @@ def test_a_change_may_be_allowed_by_its_key_or_one_above(begun, quick_recipe):
         assert set(check_record(recipe)) == {"seed", "optimizer.lr", "optimizer.weight_decay"}
     with pytest.raises(ValueError, match=r"seed was 17, is 3; give another output, or .*allow_changes=\[seed\]"):
         check_record(quick_recipe(begun, *BEGUN, *changes, "checkpoints.allow_changes=[optimizer]"))
+
+
+def test_a_callback_that_acts_on_training_may_not_be_removed_either(begun, quick_recipe):
+    before = quick_recipe(begun, "callbacks.b={name: scheduled_value, value: beta, start: 0, end: 1}")
+    assert [key for key, *_ in changes_of(before, quick_recipe(begun, "callbacks.progress=null"))] == ["callbacks.b"]
 
 
 @pytest.mark.parametrize(
@@ -144,10 +152,11 @@ def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begu
     (begun / "config.yaml").unlink()  # a process that was killed while it wrote
     with pytest.raises(ValueError, match="seed was 17, is 3"):
         prepare_folder(quick_recipe(begun, *BEGUN, "seed=3"), "composer")
-    keep_record(new, Data)
+    keep_record(old, Data)
     newest = begun / "checkpoints" / "ep0-ba4-rank0.pt"
     newest.touch()
     keep_with(begun, newest)  # and killed before the link points to it
+    keep_record(new, Data)
     assert prepare_folder(new, "composer") == ["optimizer.lr"]
     CheckpointFiles(newest.parent, KINDS["composer"], keep=1).newest_is(newest, 4)
     assert prepare_folder(new, "composer") == []
@@ -223,13 +232,16 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "ep0-ba3-rank0.pt").touch()
     weights = json.loads((latent_sets / "train" / "manifest.json").read_text())["image_encoder"]["weights_hash"]
-    (run / ENCODED).write_text(json.dumps({"image_weights": weights}))
+    for folder, value in ((run, "of a start that saved nothing"), (run / "records" / "ep0-ba3", weights)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ENCODED).write_text(json.dumps({"image_weights": value}))
     for changes, where in (
         ([f"output={run}", "checkpoints.autoresume=true"], run),
         ([f"output={tmp_path}/new", f"checkpoints.load_path={run}/checkpoints/ep0-ba3-rank0.pt"], run),
     ):
         changed = quick_recipe(run, "evals.val=null", f"data.streams.train.path={other}", *changes)
-        with pytest.raises(ValueError, match=f"data: not encoded as that of {where}, whose checkpoint is loaded"):
+        said = f"data: not encoded as that of {where}, whose checkpoint is loaded: .*, the recipe expects {weights}"
+        with pytest.raises(ValueError, match=said):
             build_trainer(changed)
     assert recipe.checkpoints.resumes
 

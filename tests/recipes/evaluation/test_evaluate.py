@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import yaml
 
+from recipes.config.build import build
 from recipes.config.recipe import load_config
 from recipes.evaluation import command
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.run import evaluate
 from recipes.exporting.write import write_export
 from recipes.models.latent_diffusion.pipeline import DiffusionPipeline
+from recipes.scoring.reference import content, read_reference
 from tests.recipes.errors import last_error
 from tests.recipes.exporting.runs import a_run
 
@@ -87,7 +89,8 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
         result["images"] == 7 and result["seeds"] == "3 to 9" and result["reference"].startswith("12 pictures of tars")
     )
     assert str(clip_folder) in result["extractor"] and len(result["extractor hash"]) == 64
-    assert len(result["reference content"]) == 64 and "bicubic" in result["resize of the reference"]
+    samples = read_reference(build(read(path).reference.source), 12, 3)
+    assert result["reference content"] == content(samples) and "bicubic" in result["resize of the reference"]
 
     # Nothing is drawn again, and the reference is not read through the network again.
     def forbidden(*_, **__):

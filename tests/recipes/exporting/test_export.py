@@ -5,6 +5,7 @@ import filecmp
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
+from recipes.engines.conversion import convert
+from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.exporting import write
 from recipes.exporting.checkpoints import find_checkpoint, read_checkpoint
-from recipes.exporting.native import from_export, training_data
+from recipes.exporting.native import training_data
 from recipes.generation.exports import draw, find_export, load_pipeline
 from recipes.models.language.task import load_language
 from recipes.models.latent_diffusion.unet import UNet
@@ -89,21 +92,29 @@ def test_a_trained_run_draws_the_same_pictures_in_diffusers(exported, tmp_path, 
 )
 def test_a_copy_of_an_export_has_one_kind_of_weights_and_says_which(tmp_path, asked, copied, said):
     record = {"family": "latent_diffusion", "denoiser": "unet", "network": "unet"}
+    record |= {"run_name": "run", "batches": 5, "samples": 40}
     for name in ("unet", "unet_ema"):
         (tmp_path / "export" / name).mkdir(parents=True)
         (tmp_path / "export" / name / "config.json").write_text(name)
-    for name, text in {"export.json": json.dumps(record), "done.json": "{}", "manifest.json": "{}"}.items():
+    for name, text in {"export.json": json.dumps(record), "done.json": "{}", "vocabulary.json": "{}"}.items():
         (tmp_path / "export" / name).write_text(text)
-    from_export(tmp_path / "export", tmp_path / "copy", asked)
+    write.write_export(tmp_path / "export", tmp_path / "copy", weights=asked, layout="native")
     files = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*.json")}
-    assert files == {"export.json", "manifest.json", "unet/config.json"}  # done.json is of the run
+    assert files == {"export.json", "vocabulary.json", "unet/config.json"}  # done.json is of the run
     assert (tmp_path / "copy" / "unet" / "config.json").read_text() == copied
     assert json.loads((tmp_path / "copy" / "export.json").read_text())["weights"] == said
+    assert f"| Weights | {said} |" in (tmp_path / "copy" / "README.md").read_text()
 
 
 def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
+    def of_a_frozen_bias_and_16_bits(state):
+        del state["levers"]["ScheduledEMA"]["average"]["denoiser.network.conv_in.bias"]
+        state["weights"][f"denoiser.network.{of_16_bits}"] = state["weights"][f"denoiser.network.{of_16_bits}"].half()
+        return state
+
+    of_16_bits = "conv_in.weight"
     recipe = small_recipe(tmp_path / "run", EMA)
-    path, task = a_run(recipe)
+    path, task = a_run(recipe, earlier=of_a_frozen_bias_and_16_bits)
     export(path, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
@@ -113,10 +124,14 @@ def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
     assert scheduler["prediction_type"] == recipe.model.args["objective"].args.get("prediction", "epsilon")
     written = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
     known = task.denoiser.network.state_dict()
-    assert all(torch.equal(written[name], known[name] / 2) for name in known)  # the average
-    export(path, tmp_path / "raw", "--weights", "raw")
+    averaged = {name: tensor / (1 if name == "conv_in.bias" else 2) for name, tensor in known.items()}
+    assert all(torch.equal(written[name], averaged[name]) for name in known)
+    export(path, tmp_path / "raw", "--weights", "raw", "--layout", "native")
     written = load_file(tmp_path / "raw" / "unet" / "diffusion_pytorch_model.safetensors")
+    known[of_16_bits] = known[of_16_bits].half().float()
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
     assert all(torch.equal(written[name], known[name]) for name in known)
+    assert "as trained" in (tmp_path / "raw" / "README.md").read_text()
     assert not list((tmp_path / "out").rglob("*.bin")) and not list((tmp_path / "out").rglob("*.pt"))
     card = (tmp_path / "out" / "README.md").read_text()
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -126,6 +141,7 @@ def test_a_pipeline_holds_all_its_parts(small_recipe, tmp_path):
         "averaged",
         "16 pixels",
         "library_name: diffusers",
+        "pipeline_tag: text-to-image",
         manifest["image_encoder"]["weights_hash"],
         manifest["text_encoder"]["weights_hash"],
         'StableDiffusionPipeline.from_pretrained("out")',
@@ -177,6 +193,13 @@ def test_checkpoints_of_both_engines(small_recipe, tmp_path, engine, sharded):
     assert found.average.keys() == {name for name, _ in task.named_parameters()}
     assert all(torch.equal(tensor, known[name]) for name, tensor in found.weights.items())
     assert all(torch.equal(tensor, known[name] / 2) for name, tensor in found.average.items())
+    if sharded:  # as a full one of either engine, too, with the rest of the lever's state
+        for reader in ("composer", "lightning"):
+            new = convert(path, reader)
+            average = read_checkpoint(new).average
+            assert average.keys() == found.average.keys()
+            assert all(torch.equal(tensor, found.average[name]) for name, tensor in average.items())
+        assert read_file(new)["levers"]["ScheduledEMA"]["begun"] == 3
 
 
 def test_only_the_weights_of_a_sharded_checkpoint_are_read(small_recipe, tmp_path, monkeypatch):
@@ -254,6 +277,12 @@ def test_a_token_model_draws_in_three_lines(token_recipe, tmp_path, capsys):
     exec(code.replace('"out"', f'"{out}"'), names)
     assert names["images"].shape == (1, 32, 32, 3) and names["images"].dtype == np.uint8
     assert (names["images"] == draw(out, ["red heart"], seeds=[0], guidance=1.0)).all()
+    # Where the vocabulary has gone, an export has it.
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(re.sub("vocabulary: .*json", "vocabulary: gone.json", config.read_text()))
+    assert "gone.json: no such vocabulary; give a folder" in refuse(capsys, path, tmp_path / "again")
+    export(path, tmp_path / "again", "--data", out)
+    assert filecmp.cmp(out / "vocabulary.json", tmp_path / "again" / "vocabulary.json", shallow=False)
 
 
 def test_other_models_keep_their_own_format(tmp_path, drawings):
@@ -285,6 +314,7 @@ def test_a_language_model_has_its_vocabulary(text_sets, tmp_path, capsys):
     config.write_text(config.read_text().replace(str(text_sets), "gone"))
     assert "vocabulary.json: not there" in refuse(capsys, path, tmp_path / "again")
     shutil.copytree(tmp_path / "out", tmp_path / "run" / "export")
+    assert "vocabulary.json: not there" in refuse(capsys, path, tmp_path / "again", "--data", tmp_path)
     export(path, tmp_path / "again")
     assert (tmp_path / "again" / "vocabulary.json").read_bytes() == vocabulary
 
@@ -383,7 +413,9 @@ def test_data_and_encoders_that_have_gone(small_recipe, tmp_path, latent_sets, c
     tensors = load_file(data / "text_encoder" / "open_clip_model.safetensors")
     tensors["ln_final.bias"] += 1
     save_file(tensors, data / "text_encoder" / "open_clip_model.safetensors")
-    assert "are not those that encoded the set" in refuse(capsys, path, out, "--data", data)
+    for layout in ("diffusers", "native"):
+        error = refuse(capsys, path, out, "--data", data, "--layout", layout)
+        assert "are not those that encoded the set" in error
     # Without the data, unless the run's own export is there.
     shutil.rmtree(data)
     assert "--data FOLDER" in refuse(capsys, path, tmp_path / "again")
@@ -399,6 +431,11 @@ def test_a_store_that_cannot_be_reached(small_recipe, tmp_path, latent_sets, cap
     recipe = load_config(tmp_path / "run" / "recipe.yaml", [f"data.streams={{train: {stream}}}"], Recipe, missing=[])
     path, _ = a_run(recipe, average=False)
     assert "--data FOLDER" in refuse(capsys, path, tmp_path / "out")
-    shutil.copytree(latent_sets / "train", tmp_path / "run" / "export")
+    own = tmp_path / "run" / "export"
+    shutil.copytree(latent_sets / "train", own)
+    manifest = json.loads((own / "manifest.json").read_text())
+    encoder = manifest["text_encoder"]["component"]
+    shutil.copytree(encoder["path"], own / "text_encoder")
+    (own / "manifest.json").write_text(json.dumps(manifest).replace(encoder["path"], "gone"))
     export(path, tmp_path / "out")
     assert (tmp_path / "out" / "model_index.json").is_file()

@@ -10,6 +10,7 @@ from diffusers import UNet2DConditionModel
 
 from callbacks.export import export
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
+from recipes.generation import exports
 from recipes.generation.exports import find_export, find_network, load_pipeline
 from recipes.models.kl_autoencoder.task import KLAutoencoder
 from recipes.models.latent_diffusion.ddpm import DDPM
@@ -18,7 +19,7 @@ from recipes.models.latent_diffusion.unet import unet
 from tests.recipes.engines.composer.inside import lever_of
 
 
-def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
+def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path, monkeypatch):
     def export_of(task, folder, first):
         raw = first(task).clone()
 
@@ -42,6 +43,10 @@ def test_exports_hold_both_kinds_of_weights_or_the_averaged_ones(tmp_path):
         assert torch.equal(read.conv_in.bias, raw + shift)
     assert find_network(folder, None) == find_network(folder, "ema") == folder / "unet_ema"
     assert find_network(folder, "raw") == folder / "unet"
+    with monkeypatch.context() as patch:
+        asked = SimpleNamespace(generate=lambda captions: captions)
+        patch.setattr(exports, "load_pipeline", lambda *arguments: setattr(asked, "of", arguments) or asked)
+        assert exports.draw(folder, ["a dot"], weights="raw") == ["a dot"] and asked.of[::3] == (folder, "raw")
 
     vae = KLAutoencoder(channels=[8, 8], blocks=1, norm_groups=4)
     raw = export_of(vae, tmp_path / "vae", lambda task: task.network.decoder.conv_in.bias)

@@ -11,7 +11,7 @@ from composer.utils import dist as composer_dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from recipes.algorithms.averaging.average import Average, HostAverage
+from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.engines.composer.model import ComposerTask
 from recipes.models.task import Task
@@ -127,7 +127,7 @@ def closed_form(steps, start, every, keep):
 def test_it_is_the_closed_form(device, arguments, start, every, keep):
     ema = ScheduledEMA(device=device, **arguments)
     made = fit(ema)
-    assert ema.begun == start
+    assert ema.begun == start and type(ema.average) is (HostAverage if device == "cpu" else Average)
     want = closed_form(made.recorder.steps, start, every, keep)
     assert (flat(ema.average) - want).abs().max() <= 1e-6 * want.abs().max()
     assert (flat(ema.average) - made.recorder.steps[-1]).abs().max() > 0
@@ -248,6 +248,8 @@ def test_a_checkpoint_of_another_model_is_refused():
     tensors = average.tensors()
     with pytest.raises(ValueError, match=r"other parameters: net.0.bias"):
         average.load({name: t for name, t in tensors.items() if name != "net.0.bias"})
+    with pytest.raises(ValueError, match=r"other parameters: net.9.bias"):
+        average.load(tensors | {"net.9.bias": torch.zeros(8)})
     with pytest.raises(ValueError, match=r"net.0.bias has shape \(2,\), the model \(8,\)"):
         average.load(tensors | {"net.0.bias": torch.zeros(2)})
 
@@ -257,7 +259,9 @@ def test_parameters_of_16_bits_have_a_32_bit_average(kind):
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     model.extra = nn.Parameter(torch.randn(5))  # and a 32-bit one beside them
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     average = kind(model)
+    assert average.bytes == bytes_of_average(model) == 4 * (64 * 64 + 5)
     first = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(1)
@@ -268,11 +272,19 @@ def test_parameters_of_16_bits_have_a_32_bit_average(kind):
     want = keep * first.double() + (1 - keep) * model.weight.double()
     assert average.shadow[0].dtype == torch.float32
     assert (average.shadow[0] - want).abs().max() < 1e-5
-    raw, kept = model.weight.detach().clone(), average.shadow[0].clone()
+    with torch.no_grad():
+        torch._foreach_add_(average.parameters, 1)  # a step without an update
+    raw, kept = weights(model), [t.clone() for t in average.shadow]
     average.put_in()
-    assert torch.equal(model.weight, kept.bfloat16())
+    assert torch.equal(model.weight, kept[0].bfloat16())
     average.take_out()
-    assert torch.equal(model.weight, raw) and torch.equal(average.shadow[0], kept)
+    assert torch.equal(weights(model), raw) and all(map(torch.equal, average.shadow, kept))
+    # No mixture of both kinds stays where memory ends in between.
+    put_in = average._put_in
+    average._put_in = lambda number, current: 1 / 0 if number else put_in(number, current)
+    with pytest.raises(ZeroDivisionError):
+        average.put_in()
+    assert torch.equal(weights(model), raw) and all(map(torch.equal, average.shadow, kept))
 
 
 def test_what_needs_the_average_waits_for_its_thread():
@@ -328,6 +340,7 @@ def test_contradictions_are_refused(arguments, message):
         ({"decay": 0.9, "last": "20sp"}, "last: 20sp cannot be taken from a run of 12ba"),
         ({"decay": 0.9, "start": "10ba", "every": 5}, "every: 5 none of its updates"),
         ({"half_life": "20sp"}, "half_life must be a number of batches"),
+        ({"half_life": "0ba"}, "half_life must be a number of batches above 0, got 0ba"),
     ],
 )
 def test_a_start_that_the_run_does_not_have_is_refused(arguments, message):
@@ -375,12 +388,14 @@ def test_checkpoints_of_earlier_versions_load():
     assert torch.equal(flat(ema.average), before + 1) and torch.equal(weights(model), before)
 
 
-def test_updates_run_inside_the_contexts_of_watchers():
-    entered = []
+def test_updates_run_inside_the_contexts_of_watchers_and_steps_wait_for_copies(monkeypatch):
+    entered, steps = [], []
+    monkeypatch.setattr(Average, "before_step", lambda average: steps.append(average))
     ema = ScheduledEMA(decay=0.9, start="4ba", every=3)
     ema.watch(lambda: nullcontext(entered.append(ema.average is None)))
     fit(ema)
     assert entered == [True, False, False]  # batches 4 (it begins), 7 and 10
+    assert steps == 8 * [ema.average]  # batches 5 to 12
 
 
 @pytest.mark.slow

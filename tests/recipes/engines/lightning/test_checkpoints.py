@@ -99,7 +99,8 @@ def test_a_run_goes_on_with_all_of_its_state(tmp_path, fsdp):
     run.optimizer.param_groups[0]["initial_lr"] = 0.02  # as a callback may change it
     save_at(first, run, 2)
     lever = Counter()
-    second, again, batches = new_checkpoints(tmp_path, lever, keep=1, fsdp=fsdp, autoresume=True)
+    settings = {"keep": 1, "autoresume": True, "load_path": str(tmp_path)}  # where the run may once have begun
+    second, again, batches = new_checkpoints(tmp_path, lever, fsdp=fsdp, **settings)
     again.scaler = torch.amp.GradScaler("cpu")
     assert again.counts == run.counts and again.counts.batch == 2
     batches.position = None
