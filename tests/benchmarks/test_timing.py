@@ -16,6 +16,7 @@ SAYS = (
 # They know of GPUs, and time nothing that they run themselves.
 OTHERS = {"gpu.py", "reporting.py", "steady.py", "training.py", "soak.py"}
 OTHERS |= {"gpu_run/context.py", "gpu_run/operators.py", "gpu_run/preload.py", "gpu_run/subjects.py"}
+OTHERS |= {"gpu_run/encode_job.py"}  # the job says it
 OTHERS |= {"stub_gpu/build.py", "stub_gpu/use.py"}
 
 
