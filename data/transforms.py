@@ -80,8 +80,8 @@ def resize(
 def bicubic(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
     """Resamples by the antialiased bicubic filter (a = -0.5): its support grows with the input pixels per output pixel.
 
-    It is Pillow's filter, computed by PyTorch where the box lies on whole pixels: ten times as fast with AVX2, and
-    bit-equal on processors without it. Pixels outside of the box do not count.
+    It is Pillow's filter, computed by PyTorch where the box lies on whole pixels: PyTorch uses AVX2, and gives the same
+    bytes on processors without it. Pixels outside of the box do not count.
 
     Args:
         image: RGB.
