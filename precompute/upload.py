@@ -89,7 +89,11 @@ class Uploads:
         left = sum(not upload.done() for upload in self._begun)
         if kind is None and left > 1 and self._error is None:
             every_rank.info(f"encode: {left} shards are still to be uploaded")
-        self._thread.shutdown(cancel_futures=kind is not None)
+        try:
+            self._thread.shutdown(cancel_futures=kind is not None)
+        except BaseException:  # Ctrl-C while it waits: Python would finish all uploads before it exits
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            raise
         if kind is None and self._error is not None:
             raise self._error
 

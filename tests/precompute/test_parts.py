@@ -346,6 +346,19 @@ def test_uploads_go_on_beside_the_job():
         uploads.add(lambda: done.append(4))
         may_go.set()
         raise KeyboardInterrupt
+    may_go.clear()
+    with pytest.raises(KeyboardInterrupt), Uploads() as uploads:  # that comes while the context waits
+        shutdown = uploads._thread.shutdown
+
+        def interrupted(**options):
+            uploads._thread.shutdown = shutdown
+            raise KeyboardInterrupt
+
+        uploads._thread.shutdown = interrupted
+        uploads.add(lambda: may_go.wait(60) and until_the_next_is_cancelled())
+        uploads.add(lambda: done.append(5))
+    assert uploads._begun[1].cancelled()
+    may_go.set()
     assert done == [0, 1]
 
 
