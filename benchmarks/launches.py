@@ -38,8 +38,8 @@ from recipes.algorithms.resilience import guard
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
+from recipes.engines.dry_run_checks import MetaRun
 from recipes.engines.parts import Place, build_levers, the_one
-from recipes.engines.rehearsal import MetaRun
 from recipes.training.clock import Clock
 from recipes.training.levers import Levers
 
@@ -151,7 +151,7 @@ def count_step(recipe: Recipe, passes: int) -> Step:
             fuse_group_norms(task, measured=False)  # the lever leaves it on a CPU
         levers.compile(levers_run)
         run = StepRun(wrapped(task), task, precision, passes, optimizer)
-        levers.at("begin", run)
+        levers.call("begin", run)
         batch = batch_for(task, SAMPLES, 32)
         _step(run, levers, batch, Launches(), Launches(), Launches())
         step = Step(Launches(), Launches(), Launches())
@@ -194,23 +194,23 @@ def _step(
     """One step, as the engines make it."""
     run.pass_number = -1
     with counting(rest, kernels=True):
-        levers.at("before_passes", run)
+        levers.call("before_passes", run)
         run.optimizer.zero_grad(set_to_none=True)
     for _ in range(run.passes):
         run.batch, run.pass_number = batch, run.pass_number + 1
         with counting(forward, kernels=True):
-            levers.at("before_forward", run)
+            levers.call("before_forward", run)
             with run.autocast():
                 loss = run.module(batch)["total"] / run.passes
-            levers.at("after_forward", run)
+            levers.call("after_forward", run)
         with counting(backward, kernels=True):
-            levers.at("before_backward", run)
+            levers.call("before_backward", run)
             loss.backward()
-            levers.at("after_backward", run)
+            levers.call("after_backward", run)
     with counting(rest, kernels=True):
         levers.finish_gradients(run)
         run.optimizer.step()
-        levers.at("step_end", run)
+        levers.call("step_end", run)
 
 
 def row(name: str, step: Step) -> dict[str, Any]:

@@ -24,15 +24,15 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=path_of, nargs="+", help="folders of runs, such as runs/openmoji_diffusion")
     parser.add_argument("--out", type=path_of, default=Path("report.html"), help="page to write (default: %(default)s)")
-    parser.add_argument("--moments", type=int, default=12, help="grids taken of each run (default: %(default)s)")
+    parser.add_argument("--grids", type=int, default=12, help="grids taken of each run (default: %(default)s)")
     parser.add_argument("--side", type=int, default=192, help="largest side of a picture in px (default: %(default)s)")
     options = parser.parse_args(arguments)
-    for name in ("moments", "side"):
+    for name in ("grids", "side"):
         if getattr(options, name) < 1:
             fail([f"--{name}: {getattr(options, name)}; give 1 or more"])
     check_out(options.out)
     with user_errors():
-        write_text(options.out, page(read_runs(options.runs, options.moments, options.side)))
+        write_text(options.out, page(read_runs(options.runs, options.grids, options.side)))
     print(options.out)
 
 

@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> int:
 
         findings = [*machine_checks(clear)]
         if command is not None:
-            from recipes.engines.rehearsal import rehearse
+            from recipes.engines.dry_run_checks import check_on_meta
             from recipes.planning.recipe_checks import recipe_checks
 
-            findings += recipe_checks(command.config, command.missing, rehearse)
+            findings += recipe_checks(command.config, command.missing, check_on_meta)
         findings = [*findings, *link_checks(findings)]  # which also tells what other machines have found
         if os.environ.get("RANK", "0") == "0":
             print("\n".join(map(str, findings)))

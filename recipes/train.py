@@ -36,11 +36,11 @@ def main() -> None:
     # From here on imports take seconds. All errors in the config have been reported above.
     with user_errors():
         if command.dry_run:
-            from recipes.engines.rehearsal import rehearse
+            from recipes.engines.dry_run_checks import check_on_meta
             from recipes.planning.dry_run import describe_run
 
             raise_errors(cheap_recipe_checks(recipe))
-            rehearse(recipe)
+            check_on_meta(recipe)
             if os.environ.get("RANK", "0") == "0":
                 print(describe_run(recipe, command.missing))
             return

@@ -35,13 +35,13 @@ class Picture:
     size: tuple[int, int]
 
 
-def read_pictures(run: Path, config: Mapping[str, Any], moments: int, side: int) -> dict[str, list[Picture]]:
+def read_pictures(run: Path, config: Mapping[str, Any], most: int, side: int) -> dict[str, list[Picture]]:
     """What a run has drawn, over its course: prompt, or title of a grid -> pictures.
 
     Args:
         run: folder of the run.
         config: plain values of its config.
-        moments: number of grids that are taken, evenly over those that there are, the first and the last among them.
+        most: number of grids that are taken, evenly over those that there are, the first and the last among them.
         side: largest side of a picture in pixels; of a whole grid, four times that.
     """
     found: dict[str, list[Picture]] = {}
@@ -50,7 +50,7 @@ def read_pictures(run: Path, config: Mapping[str, Any], moments: int, side: int)
         if isinstance(callback, Mapping) and callback.get("name") in GRIDS:
             prompts, columns = [str(prompt) for prompt in callback.get("prompts") or []], callback.get("columns")
             columns = columns if isinstance(columns, int) and columns > 0 else None
-            for batch, grid in _grids(run / "samples", moments):
+            for batch, grid in _grids(run / "samples", most):
                 cells = cut_grid(grid, prompts, columns)
                 if cells is None:
                     log.warning(f"{run}: the grid of batch {batch} is not one of the prompts in config.yaml; left out")
@@ -58,18 +58,18 @@ def read_pictures(run: Path, config: Mapping[str, Any], moments: int, side: int)
                 for prompt, cell in dict(zip(prompts, cells, strict=True)).items():
                     found.setdefault(prompt, []).append(_picture(batch, cell, side))
     for folder, title in WHOLE.items():
-        pictures = [_picture(batch, grid, 4 * side) for batch, grid in _grids(run / folder, moments)]
+        pictures = [_picture(batch, grid, 4 * side) for batch, grid in _grids(run / folder, most)]
         found |= {title: pictures} if pictures else {}
     return found
 
 
-def _grids(folder: Path, moments: int) -> list[tuple[int, Image.Image]]:
+def _grids(folder: Path, most: int) -> list[tuple[int, Image.Image]]:
     """(batch, grid), in the order of the batches."""
     files = {int(m[1]): file for file in folder.glob("ba*.png") if (m := re.fullmatch(r"ba(\d+)\.png", file.name))}
     batches = sorted(files)
-    if len(batches) > moments:
-        places = [round(i * (len(batches) - 1) / max(1, moments - 1)) for i in range(moments)]
-        batches = [batches[place] for place in (places if moments > 1 else [-1])]
+    if len(batches) > most:
+        places = [round(i * (len(batches) - 1) / max(1, most - 1)) for i in range(most)]
+        batches = [batches[place] for place in (places if most > 1 else [-1])]
     grids = []
     for batch in batches:
         try:

@@ -58,12 +58,12 @@ def _last(curve: Curve) -> float:
     return float(curve.batches[-1])
 
 
-def read_runs(folders: list[Path], moments: int, side: int) -> list[Run]:
+def read_runs(folders: list[Path], most: int, side: int) -> list[Run]:
     """The runs in some folders.
 
     Args:
         folders: of the runs.
-        moments, side: see `read_pictures`.
+        most, side: see `read_pictures`.
 
     Raises:
         FileNotFoundError: a folder is not a run's.
@@ -90,7 +90,7 @@ def read_runs(folders: list[Path], moments: int, side: int) -> list[Run]:
         curves = read_curves(folder / "tensorboard")
         if not curves:
             raise ValueError(f"{folder}: no figures in {folder / 'tensorboard'}; train with the logger tensorboard")
-        runs.append(Run(label, recipe, curves, read_pictures(folder, config, moments, side)))
+        runs.append(Run(label, recipe, curves, read_pictures(folder, config, most, side)))
     return runs
 
 

@@ -13,7 +13,7 @@ from recipes.training.run import Run
 
 
 class Callback(Hooks):
-    """The base class of callbacks. At each moment, callbacks act after levers.
+    """The base class of callbacks. Each hook is called on callbacks after levers.
 
     Attributes:
         alone: whether a run has at most one of the class: the files or figures of two would have the same names.

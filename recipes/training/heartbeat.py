@@ -21,13 +21,13 @@ class Heartbeat(NamedTuple):
         process: its number.
         until: when it no longer counts as well, unless it says otherwise before: of `time.monotonic`, in seconds, which
             all processes of a machine share.
-        moment: its last sign of life, of `recipes.training.hooks.Hooks`, or "start".
+        hook: the last one that was called, of `recipes.training.hooks.Hooks`, or "start".
         on_gpu: whether it trains on a GPU, of which it has one.
     """
 
     process: int
     until: float
-    moment: str
+    hook: str
     on_gpu: bool
 
 
@@ -39,11 +39,11 @@ class HeartbeatFile:
         self._path = Path(folder) / str(os.getpid()) if folder else None
         self._start = _start_of(os.getpid())
 
-    def write(self, until: float, moment: str, on_gpu: bool) -> None:
+    def write(self, until: float, hook: str, on_gpu: bool) -> None:
         """Replace the file. Training goes on where that cannot be done, and one line says so."""
         if self._path is None:
             return
-        text = json.dumps({"start": self._start, "until": until, "moment": moment, "on_gpu": on_gpu})
+        text = json.dumps({"start": self._start, "until": until, "hook": hook, "on_gpu": on_gpu})
         partial = self._path.with_name(f".{self._path.name}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The moments of a run at which levers and callbacks act, in their order."""
+"""The hooks of a run: the methods of levers and callbacks that it calls, in their order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from recipes.training.run import Run
 class Hooks:
     """The base class of levers and callbacks. Its methods do nothing unless a subclass overrides them.
 
-    A run calls the methods in this order. Only callbacks have `gradients_ready`; levers have four other methods at this
-    moment (see `recipes.training.lever.Lever`)::
+    A run calls the methods in this order. Only callbacks have `gradients_ready`; levers have four other methods in its
+    place (see `recipes.training.lever.Lever`)::
 
         loaded
         begin

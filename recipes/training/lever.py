@@ -10,7 +10,7 @@ class Lever(Hooks):
     """The base class of levers, the components of `recipes.algorithms` and of the `training` section.
 
     In addition to the methods of `Hooks`, levers have methods that change the model before training, and gradients
-    after the last backward pass of a batch. At each moment levers act before callbacks.
+    after the last backward pass of a batch. Each hook is called on levers before callbacks.
     `recipes.training.levers.Levers` defines the order of all levers of a run.
 
     Attributes:

@@ -10,7 +10,7 @@ from recipes.training.watchdog import alive
 
 
 class Levers:
-    """All levers of a run. At each moment, they act in the order in which the recipe names them."""
+    """All levers of a run. Each hook is called on them in the order in which the recipe names them."""
 
     def __init__(self, levers: Sequence[Lever], first: Sequence[Lever] = ()) -> None:
         """
@@ -32,23 +32,23 @@ class Levers:
 
     def prepare(self, run: Run) -> None:
         """Change and shard the task. The optimizer has the new parameters afterwards; checkpoints are loaded later."""
-        self.at("check_machine", run)
-        self.at("change_modules", run)
-        self.at("shard", run)
+        self.call("check_machine", run)
+        self.call("change_modules", run)
+        self.call("shard", run)
 
     def compile(self, run: Run) -> None:
         """Compile after all other changes: compiled forwards call the modules as they are now."""
-        self.at("compile", run)
+        self.call("compile", run)
 
     def finish_gradients(self, run: Run) -> None:
         """Unscale, average and clip gradients: everything between the last backward pass and the optimizer's step."""
-        self.at("unscale_gradients", run)
-        self.at("average_gradients", run)
-        self.at("clip_gradients", run)
-        self.at("before_step", run)
+        self.call("unscale_gradients", run)
+        self.call("average_gradients", run)
+        self.call("clip_gradients", run)
+        self.call("before_step", run)
 
-    def at(self, moment: str, run: Run) -> None:
-        """Call the method of `Lever` with this name on all levers."""
-        alive(moment, run)
+    def call(self, hook: str, run: Run) -> None:
+        """Call a hook, the method of `Lever` with this name, on all levers."""
+        alive(hook, run)
         for lever in (*self._first, *self._levers):
-            getattr(lever, moment)(run)
+            getattr(lever, hook)(run)

@@ -30,12 +30,12 @@ EXIT_CODE = 86  # a run that hung was ended
 FOLDER = "stacks"  # in the folder of the run
 GRACE = 10.0  # seconds between the report and the end, in which other ranks report
 ROOT = Path(__file__).resolve().parents[2]
-# Moments after which a run soon comes to the next one. After others it may export, draw, save a checkpoint or validate.
+# Hooks after which a run soon comes to the next one. After others it may export, draw, save a checkpoint or validate.
 QUICK = frozenset(
     ("before_data", "batch_start", "before_passes", "before_forward", "after_forward", "before_backward")
     + ("after_backward", "unscale_gradients", "average_gradients", "clip_gradients", "before_step")
 )
-LONG = 3600.0  # seconds that a run may take after other moments, before it counts as hung
+LONG = 3600.0  # seconds that a run may take after other hooks, before it counts as hung
 # What paths of installed packages and of Python's own files begin with.
 _INSTALLED = re.compile(r".*/(?:site-packages|dist-packages|lib/python[\d.]+)/")
 
@@ -45,12 +45,12 @@ class Progress(NamedTuple):
 
     Attributes:
         time: of `time.monotonic`, in seconds.
-        moment: of `recipes.training.hooks.Hooks`, or "start".
+        hook: of `recipes.training.hooks.Hooks`, or "start".
         run: says which batch it was; None before there is a run.
     """
 
     time: float
-    moment: str
+    hook: str
     run: Run | None
 
 
@@ -58,11 +58,11 @@ _last = Progress(0.0, "start", None)
 _stepped = False  # whether the first batch is done, which may have compiled the model
 
 
-def alive(moment: str, run: Run | None) -> None:
-    """This process goes on. `recipes.training.levers.Levers` says so at each moment."""
+def alive(hook: str, run: Run | None) -> None:
+    """This process goes on. `recipes.training.levers.Levers` says so before each hook."""
     global _last, _stepped
-    _last = Progress(time.monotonic(), moment, run)
-    _stepped = moment != "start" and (_stepped or moment == "step_end")
+    _last = Progress(time.monotonic(), hook, run)
+    _stepped = hook != "start" and (_stepped or hook == "step_end")
 
 
 def hung_at(last: Progress, stepped: bool, seconds: float) -> float:
@@ -73,7 +73,7 @@ def hung_at(last: Progress, stepped: bool, seconds: float) -> float:
         stepped: whether it has completed a batch since it started.
         seconds: of silence that are usual at most within a batch.
     """
-    quick = stepped and last.moment in QUICK
+    quick = stepped and last.hook in QUICK
     return last.time + (seconds if quick else max(seconds, LONG))
 
 
@@ -130,7 +130,7 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
         last, now = _last, time.monotonic()
         silent = now - last.time
         # The run has its device when it has done a batch.
-        heartbeat.write(well_until(last, _stepped, now, seconds), last.moment, _stepped and last.run.on_gpu)
+        heartbeat.write(well_until(last, _stepped, now, seconds), last.hook, _stepped and last.run.on_gpu)
         if reported is not None and last is reported:
             # After the report, since the other ranks report, too.
             if ends and now > hung_at(last, _stepped, seconds) + GRACE:
@@ -163,7 +163,7 @@ def position(last: Progress) -> str:
     """Where a run was at its last sign of life, in words."""
     if last.run is None:
         return "its start"
-    return f"{last.moment} after batch {last.run.clock.batch}"
+    return f"{last.hook} after batch {last.run.clock.batch}"
 
 
 def calls(stack: traceback.StackSummary) -> str:

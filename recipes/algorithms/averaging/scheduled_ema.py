@@ -86,7 +86,7 @@ class ScheduledEMA(Lever):
         """Run each update inside of `context()`, for instance to measure its time."""
         self._watchers.append(context)
 
-    # --- moments -------------------------------------------------------------------------------
+    # --- hooks ---------------------------------------------------------------------------------
 
     def change_modules(self, run: Run) -> None:
         self.task = run.task

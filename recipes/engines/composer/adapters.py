@@ -18,8 +18,8 @@ from recipes.training.hooks import Hooks
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 
-# Composer's events -> the moments of `Hooks`. What is not here, levers alone have (see `RunLevers`).
-MOMENTS = {
+# Composer's events -> the methods of `Hooks`. What is not here, levers alone have (see `RunLevers`).
+HOOKS = {
     Event.AFTER_LOAD: "loaded",
     Event.FIT_START: "begin",
     Event.BEFORE_DATALOADER: "before_data",
@@ -51,7 +51,7 @@ class RunLevers(Algorithm):
         self.run = run
 
     def match(self, event: Event, state: State) -> bool:
-        return event in MOMENTS or event in (Event.INIT, Event.BEFORE_LOAD)
+        return event in HOOKS or event in (Event.INIT, Event.BEFORE_LOAD)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
@@ -69,7 +69,7 @@ class RunLevers(Algorithm):
                 self.run.begin_batch()
             elif event == Event.BEFORE_FORWARD:
                 self.run.begin_pass()
-            self.levers.at(MOMENTS[event], self.run)
+            self.levers.call(HOOKS[event], self.run)
 
 
 class _LeverState(Algorithm):
@@ -94,14 +94,14 @@ class _LeverState(Algorithm):
 
 
 class _RunCallback(ComposerCallback):
-    """A callback's moments and state; see `run_callback`."""
+    """A callback's hooks and state; see `run_callback`."""
 
     callback: Callback
     run: ComposerRun
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in MOMENTS:
-            getattr(self.callback, MOMENTS[event])(self.run)
+        if event in HOOKS:
+            getattr(self.callback, HOOKS[event])(self.run)
 
     def state_dict(self) -> dict[str, Any]:
         return packed(self.callback.state_dict())

@@ -12,7 +12,7 @@ from torch import Tensor
 from data.loading import Batch, Loading
 from recipes.engines.lightning.data import EvalBatches, RunBatches
 from recipes.engines.lightning.generators import seed_all
-from recipes.engines.lightning.moments import BetweenBatches, Moments
+from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.training.microbatches import samples_of, split
@@ -33,7 +33,7 @@ class TaskModule(pl.LightningModule):
         self,
         parts: Parts,
         run: LightningRun,
-        moments: Moments,
+        hooks: HookCalls,
         between: BetweenBatches,
         batches: RunBatches,
         *,
@@ -43,7 +43,7 @@ class TaskModule(pl.LightningModule):
         Args:
             parts: of the run.
             run: what levers and callbacks see.
-            moments: of levers and callbacks.
+            hooks: of levers and callbacks.
             between: what happens between batches.
             batches: training data.
             seed: of the run; each rank adds its own number.
@@ -52,7 +52,7 @@ class TaskModule(pl.LightningModule):
         self.task = parts.task
         self._parts = parts
         self._run = run
-        self._moments = moments
+        self._hooks = hooks
         self._between = between
         self._batches = batches
         self._seed = seed
@@ -94,7 +94,7 @@ class TaskModule(pl.LightningModule):
         run = self._run
         batch = run.batch  # with what `with_batch_means` added
         microbatches = run.divide()
-        self._moments.at("before_passes")
+        self._hooks.call("before_passes")
         run.optimizer.zero_grad(set_to_none=True)
         # The number of samples of all ranks stays on the device, so that the host does not wait for it.
         samples = torch.full((), samples_of(batch), dtype=torch.int64, device=run.device)
@@ -112,7 +112,7 @@ class TaskModule(pl.LightningModule):
         run.batch = batch
         if run.scaler is not None:
             run.scaler.unscale_(run.optimizer)
-        self._moments.gradients_finished()
+        self._hooks.gradients_finished()
         sums = torch.cat(list(losses.values()))
         all_reduce(sums)
         figures = HostCopy(torch.cat([sums.double(), samples.double().reshape(1)]))
@@ -126,18 +126,18 @@ class TaskModule(pl.LightningModule):
     def _microbatch(self, share: Tensor) -> dict[str, Tensor]:
         """Forward and backward pass of the microbatch at hand; returns its losses times its share of the batch."""
         run = self._run
-        self._moments.at("before_forward")
+        self._hooks.call("before_forward")
         with run.autocast():
             losses = run.module(run.batch)
-        self._moments.at("after_forward")
-        self._moments.at("before_backward")
+        self._hooks.call("after_forward")
+        self._hooks.call("before_backward")
         total = losses["total"]
         share = share.to(total.dtype)  # rounded as a number of the host is
         shares = {name: loss.detach().clone().mean() * share for name, loss in losses.items()}
         if run.scaler is not None:
             total = run.scaler.scale(total)
         self.manual_backward(total * share)
-        self._moments.at("after_backward")
+        self._hooks.call("after_backward")
         return shares
 
     def _step(self) -> None:

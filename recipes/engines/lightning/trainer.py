@@ -19,8 +19,8 @@ from recipes.engines.counts import epoch_batches, in_present_batches
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import restore_generators, seed_all
+from recipes.engines.lightning.hook_calls import BetweenBatches, HookCalls
 from recipes.engines.lightning.module import TaskModule
-from recipes.engines.lightning.moments import BetweenBatches, Moments
 from recipes.engines.lightning.processes import local_rank, local_world_size, start_process_group
 from recipes.engines.lightning.run import LightningRun
 from recipes.engines.lightning.strategies import strategy_of
@@ -127,11 +127,11 @@ def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTrainin
         microbatch=parts.microbatch,
         loggers=loggers,
     )
-    moments = Moments(parts, run)
+    hooks = HookCalls(parts, run)
     batches = RunBatches(
         parts.data,
         run,
-        before_data=lambda: moments.at("before_data"),
+        before_data=lambda: hooks.call("before_data"),
         end_epoch=lambda: between.end_epoch(),
         global_batch=recipe.training.global_batch,
     )
@@ -142,14 +142,14 @@ def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTrainin
     between = BetweenBatches(
         parts,
         run,
-        moments,
+        hooks,
         eval_every=recipe.training.eval_every,
         load=lambda: load_and_seed(checkpoints, recipe.seed),
         first_batch=lambda: restore_saved(checkpoints),
         save=checkpoints.save_if_due,
         end_if_asked=lambda: end_if_asked(run, checkpoints.save_now if recipe.checkpoints.save else None),
     )
-    module = TaskModule(parts, run, moments, between, batches, seed=recipe.seed)
+    module = TaskModule(parts, run, hooks, between, batches, seed=recipe.seed)
     return LightningTraining(new_trainer(recipe, place, run, between, parts), module, run, parts, loggers)
 
 

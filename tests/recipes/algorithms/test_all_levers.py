@@ -58,7 +58,7 @@ def test_a_lever_that_finds_nothing_to_change_raises(name, monkeypatch):
         levers = Levers([build(component_of(name), **given)])
         levers.prepare(run)
         levers.compile(run)
-        levers.at("begin", run)
+        levers.call("begin", run)
     assert "\n" not in str(error.value)
 
 

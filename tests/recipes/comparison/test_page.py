@@ -141,7 +141,7 @@ def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
         ("silent", "train with the logger tensorboard"),
         ("yaml", "not readable as YAML"),
         ("picture", "not readable as a picture"),
-        ("moments", "--moments: 0; give 1 or more"),
+        ("grids", "--grids: 0; give 1 or more"),
         ("folder", "is a folder; give the name of a file"),
     ],
 )
@@ -149,8 +149,8 @@ def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys):
     other, options = tmp_path / "other", []
     if case == "twice":
         other = folders[0]
-    elif case == "moments":
-        options = ["--moments", "0"]
+    elif case == "grids":
+        options = ["--grids", "0"]
     elif case == "folder":
         other = folders[1]
         options = ["--out", str(tmp_path)]

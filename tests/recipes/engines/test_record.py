@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from recipes.config.recipe import to_yaml
-from recipes.engines import rehearsal
+from recipes.engines import dry_run_checks
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
+from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.record import ENCODED, changes_of, check_copy, check_record, keep_record, keep_with
-from recipes.engines.rehearsal import rehearse
 from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import KINDS
 
@@ -44,13 +44,13 @@ def test_a_bucket_without_a_recipe_is_said(quick_recipe, tmp_path, capsys):
 def test_a_dry_run_refuses_what_may_not_go_on(begun, quick_recipe, monkeypatch):
     before = sorted(begun.rglob("*"))
     with pytest.raises(ValueError, match="rank0.pt: not a checkpoint .*; remove .*, and the next start begins anew$"):
-        rehearse(quick_recipe(begun, *BEGUN))
-    monkeypatch.setattr(rehearsal, "check_start", lambda *_: None)
-    rehearse(quick_recipe(begun, *BEGUN))
+        check_on_meta(quick_recipe(begun, *BEGUN))
+    monkeypatch.setattr(dry_run_checks, "check_start", lambda *_: None)
+    check_on_meta(quick_recipe(begun, *BEGUN))
     for change, said in (("optimizer.lr=1e-3", "optimizer.lr was 0.002"), ("training.engine=lightning", "by Composer")):
         with pytest.raises(ValueError, match=f"^checkpoints.autoresume: .*{said}"):
-            rehearse(quick_recipe(begun, *BEGUN, change))
-        rehearse(quick_recipe(begun, *BEGUN, change, "checkpoints.autoresume=false"))
+            check_on_meta(quick_recipe(begun, *BEGUN, change))
+        check_on_meta(quick_recipe(begun, *BEGUN, change, "checkpoints.autoresume=false"))
     assert sorted(begun.rglob("*")) == before
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from recipes.config.recipe import FSDP
-from recipes.engines.rehearsal import rehearse
+from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.resuming import prepare_folder, remove_halves
 from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
@@ -114,7 +114,7 @@ def test_a_damaged_or_foreign_checkpoint_costs_one_line_that_helps(quick_recipe,
         (second, "seed=1", rf"not a checkpoint of the engine {second}; .*py {newest} --to {second}`"),
     ):
         another = quick_recipe(tmp_path / "other", *changes, f"training.engine={name}", change)
-        for start in (lambda recipe: trainers[recipe.training.engine].build_trainer(recipe).fit(), rehearse):
+        for start in (lambda recipe: trainers[recipe.training.engine].build_trainer(recipe).fit(), check_on_meta):
             with pytest.raises(ValueError, match=f"^{newest}: {said}"):
                 start(another)
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])

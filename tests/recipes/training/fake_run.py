@@ -1,4 +1,4 @@
-"""A run without an engine, for tests of levers and callbacks: `FakeRun`, and `train` with all its moments."""
+"""A run without an engine, for tests of levers and callbacks: `FakeRun`, and `train` with all their hooks."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -85,7 +85,7 @@ class FakeRun(Run):
 
 
 def train(run, data, callbacks=(), levers=(), microbatch=None, evals=None, eval_every=None, load=None):
-    """Train a task by plain PyTorch, through all moments of `recipes.training.hooks.Hooks` in their order.
+    """Train a task by plain PyTorch, through all hooks of `recipes.training.hooks.Hooks` in their order.
 
     Args:
         run: a FakeRun; the loss of its task is `total`.
@@ -98,10 +98,10 @@ def train(run, data, callbacks=(), levers=(), microbatch=None, evals=None, eval_
     """
     levers = Levers(levers)
 
-    def at(moment):
-        levers.at(moment, run)
+    def at(hook):
+        levers.call(hook, run)
         for callback in callbacks:
-            getattr(callback, moment)(run)
+            getattr(callback, hook)(run)
 
     levers.prepare(run)
     levers.compile(run)

@@ -57,7 +57,7 @@ def test_nothing_is_written_unless_a_folder_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("moment", "stepped", "expected"),
+    ("hook", "stepped", "expected"),
     [
         ("before_backward", True, 400),  # hangs after the watchdog's seconds
         ("before_backward", False, 100 + LONG),  # the first batch compiles
@@ -66,21 +66,21 @@ def test_nothing_is_written_unless_a_folder_is_named(tmp_path, monkeypatch):
         ("start", False, 100 + LONG),
     ],
 )
-def test_how_long_a_silent_process_counts_as_well(moment, stepped, expected):
-    last = Progress(100.0, moment, None)
+def test_how_long_a_silent_process_counts_as_well(hook, stepped, expected):
+    last = Progress(100.0, hook, None)
     assert well_until(last, stepped, now=10_000.0, seconds=300.0) == expected
     assert well_until(last, stepped, now=101.0, seconds=30.0) <= 131  # its watchdog must have run, too
 
 
-def test_moments_that_end_soon_are_those_of_a_batch(monkeypatch):
+def test_hooks_that_end_soon_are_those_of_a_batch(monkeypatch):
     seen = []
-    monkeypatch.setattr("recipes.training.levers.alive", lambda moment, run: seen.append(moment))
+    monkeypatch.setattr("recipes.training.levers.alive", lambda hook, run: seen.append(hook))
     levers, run = Levers([]), FakeRun()
     levers.finish_gradients(run)
-    for moment in ("before_data", "batch_start", "before_passes", "before_forward", "after_forward"):
-        levers.at(moment, run)
-    for moment in ("before_backward", "after_backward"):
-        levers.at(moment, run)
+    for hook in ("before_data", "batch_start", "before_passes", "before_forward", "after_forward"):
+        levers.call(hook, run)
+    for hook in ("before_backward", "after_backward"):
+        levers.call(hook, run)
     assert set(seen) == QUICK
 
 
@@ -88,15 +88,15 @@ def test_the_watchdog_writes_it_and_removes_it(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "beats"))
     levers, run = Levers([]), FakeRun()
 
-    def beat(moment):
-        levers.at(moment, run)
+    def beat(hook):
+        levers.call(hook, run)
         end = time.monotonic() + 60
         while time.monotonic() < end:
             for found in heartbeats(tmp_path / "beats"):
-                if found.moment == moment:
+                if found.hook == hook:
                     return found
             time.sleep(0.01)
-        raise TimeoutError(moment)
+        raise TimeoutError(hook)
 
     with watched(0.4, tmp_path):
         before = time.monotonic()

@@ -9,15 +9,15 @@ from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 from tests.recipes.training.fake_run import FakeRun
 
-MOMENTS = [name for name in vars(Hooks) if not name.startswith("_") and "state_dict" not in name]
+HOOKS = [name for name in vars(Hooks) if not name.startswith("_") and "state_dict" not in name]
 
 
 def recorder(name, seen):
     """A lever that keeps what it was called for, and by which run."""
 
     class Recorder(Lever):
-        def __getattribute__(self, moment):
-            return lambda run: seen.append((name, moment, run))
+        def __getattribute__(self, hook):
+            return lambda run: seen.append((name, hook, run))
 
     return Recorder()
 
@@ -30,7 +30,7 @@ def recorded():
 
     def calls():
         assert all(given is run for _, _, given in seen)
-        found = [(name, moment) for name, moment, _ in seen]
+        found = [(name, hook) for name, hook, _ in seen]
         seen.clear()
         return found
 
@@ -40,8 +40,8 @@ def recorded():
 def test_modules_change_before_anything_is_sharded_and_compiling_comes_last(recorded):
     levers, run, calls = recorded
     levers.prepare(run)
-    moments = ("check_machine", "change_modules", "shard")
-    assert calls() == [(lever, moment) for moment in moments for lever in ("one", "two")]
+    hooks = ("check_machine", "change_modules", "shard")
+    assert calls() == [(lever, hook) for hook in hooks for lever in ("one", "two")]
     levers.compile(run)
     assert calls() == [("one", "compile"), ("two", "compile")]
 
@@ -53,11 +53,11 @@ def test_gradients_are_unscaled_then_averaged_then_clipped(recorded):
     assert calls() == [(name, stage) for stage in stages for name in ("one", "two")]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_other_moments_reach_levers_in_the_recipes_order(recorded, moment):
+@pytest.mark.parametrize("hook", HOOKS)
+def test_other_hooks_reach_levers_in_the_recipes_order(recorded, hook):
     levers, run, calls = recorded
-    levers.at(moment, run)
-    assert calls() == [("one", moment), ("two", moment)]
+    levers.call(hook, run)
+    assert calls() == [("one", hook), ("two", hook)]
 
 
 def test_they_are_what_they_were_made_of():

@@ -61,9 +61,9 @@ def test_the_rank_the_batch_and_the_calls_are_named(tmp_path, monkeypatch):
         worker.start()
         assert started.wait(60)
         run = FakeRun().at(7)
-        Levers([]).at("before_data", run)
+        Levers([]).call("before_data", run)
         wait_for(lambda: lines() and file.is_file() and f"data worker {worker.pid}" in file.read_text())
-        Levers([]).at("batch_start", run)
+        Levers([]).call("batch_start", run)
         wait_for(lambda: any("goes on" in line for line in lines()))
         worker.kill()
         worker.join()
@@ -83,28 +83,28 @@ def test_it_goes_on_where_it_cannot_write(tmp_path):
     printed = tmp_path / "err"
     with standard_error_in(printed), watched(0.2, tmp_path):
         run = FakeRun().at(7)
-        for moment, line in (("batch_start", "could not be written (File exists)"), ("step_end", "goes on after")):
-            alive(moment, run)
+        for hook, line in (("batch_start", "could not be written (File exists)"), ("step_end", "goes on after")):
+            alive(hook, run)
             wait_for(lambda line=line: line in printed.read_text())
 
 
-@pytest.mark.parametrize("moment, status", [("before_forward", 86), ("step_end", 7), ("start", 7)])
-def test_a_run_that_hangs_in_a_batch_ends_where_it_is_asked_to(tmp_path, monkeypatch, moment, status):
-    """After other moments it may compile, save a checkpoint or export, so that it only reports for the first hour."""
+@pytest.mark.parametrize("hook, status", [("before_forward", 86), ("step_end", 7), ("start", 7)])
+def test_a_run_that_hangs_in_a_batch_ends_where_it_is_asked_to(tmp_path, monkeypatch, hook, status):
+    """After other hooks it may compile, save a checkpoint or export, so that it only reports for the first hour."""
     monkeypatch.setattr(watchdog, "GRACE", 0.1)
     child = os.fork()
     if not child:
         os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
         with watched(1.0, tmp_path, ends=True):
-            if moment != "start":
-                for sign in ("step_end", moment):
+            if hook != "start":
+                for sign in ("step_end", hook):
                     alive(sign, FakeRun().at(7))
             wait_for(lambda: os.path.getsize(tmp_path / "err"))
             time.sleep(60 if status == 86 else 1)
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
     first, *more = (tmp_path / "err").read_text().splitlines()
-    assert "no progress" in first and f"since {'its start' if moment == 'start' else moment}" in first
+    assert "no progress" in first and f"since {'its start' if hook == 'start' else hook}" in first
     assert [("ended by training.watchdog_ends" in line) for line in more] == [True] * (status == watchdog.EXIT_CODE)
 
 

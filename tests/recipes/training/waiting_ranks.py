@@ -113,7 +113,7 @@ def a_hang(folder):
     os.dup2(new, 2)
     with pytest.MonkeyPatch.context() as patch, watched(0.3, folder):
         patch.setenv("RANK", str(rank))
-        Levers([]).at("average_gradients" if rank == 0 else "before_data", FakeRun().at(7))
+        Levers([]).call("average_gradients" if rank == 0 else "before_data", FakeRun().at(7))
         if rank == 1:
             both = [folder / "stacks" / f"rank-{number}.txt" for number in range(2)]
             until(lambda: all(path.is_file() for path in both))

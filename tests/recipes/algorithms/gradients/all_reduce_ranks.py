@@ -71,8 +71,8 @@ def averaged(wire, steps=1, shares=True):
     run = FakeRun(task)
     lever = BlockAllReduce(task, wire=wire)
     levers = Levers([lever])
-    levers.at("begin", run)
-    levers.at("begin", run)  # the same trainer may fit a second time
+    levers.call("begin", run)
+    levers.call("begin", run)  # the same trainer may fit a second time
     send = dist.all_reduce
     for _ in range(steps):
         events = []
@@ -88,11 +88,11 @@ def averaged(wire, steps=1, shares=True):
                 run.pass_number += 1
                 x, uses = batch_of(dist.get_rank(), number)
                 hook = task.first.register_full_backward_pre_hook(lambda *_, events=events: events.append("first"))
-                levers.at("before_forward", run)
+                levers.call("before_forward", run)
                 loss = task(x, uses)
-                levers.at("before_backward", run)
+                levers.call("before_backward", run)
                 loss.backward()
-                levers.at("after_backward", run)
+                levers.call("after_backward", run)
                 hook.remove()
     task(x, uses)  # a pass that is not of training sends nothing
     return task, events
@@ -128,7 +128,7 @@ def graphs(folder):
         plain, net = Net().double(), Net().double()
         run = FakeRun(net)
         levers = Levers([BlockAllReduce(net), CudaGraphs(net)])
-        levers.at("begin", run)
+        levers.call("begin", run)
         for passes in (1, PASSES, PASSES, 1):
             for model in (plain, net):
                 model.zero_grad(set_to_none=True)
@@ -137,10 +137,10 @@ def graphs(folder):
                     torch.manual_seed(10 * number + dist.get_rank())
                     run.pass_number += 1
                     for moment in ("before_forward", "before_backward") if model is net else ():
-                        levers.at(moment, run)
+                        levers.call(moment, run)
                     model(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
                     if model is net:
-                        levers.at("after_backward", run)
+                        levers.call("after_backward", run)
             for one, two in zip(plain.parameters(), net.parameters(), strict=True):
                 expected = torch.zeros_like(one) if one.grad is None else one.grad / 2
                 dist.all_reduce(expected)

@@ -21,13 +21,13 @@ def one_ranks_gradients(folder):
     run = FakeRun(task, optimizer=torch.optim.AdamW(task.parameters()))
     levers = Levers([], first=[Guard(3, str(folder))])
     for batch, value in enumerate((1.0, float("nan") if dist.get_rank() else 1.0), 1):
-        levers.at("batch_start", run)
+        levers.call("batch_start", run)
         for parameter in task.parameters():
             parameter.grad = torch.full_like(parameter, value)
         levers.finish_gradients(run)
         assert (task.bias.grad is None) == (batch == 2)
         run.loss = 1.0
-        levers.at("step_end", run.at(batch))
+        levers.call("step_end", run.at(batch))
         assert run.nonfinite == batch - 1 and not run.stopping
 
 
@@ -39,7 +39,7 @@ def one_ranks_signal(folder):
     for batch in (1, 2, 3):
         if batch == 2 and dist.get_rank():
             stop._caught = "SIGTERM"
-        levers.at("batch_start", run)
+        levers.call("batch_start", run)
         levers.finish_gradients(run)
         assert run.stopping == (batch >= 2)
     stop._caught = None

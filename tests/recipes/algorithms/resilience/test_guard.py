@@ -25,7 +25,7 @@ from tests.recipes.training.fake_run import FakeRun
 
 def step(run, levers, batch, value=1.0):
     """One batch whose gradients and loss are a value."""
-    levers.at("batch_start", run)
+    levers.call("batch_start", run)
     run.batch = {"seed": torch.tensor([3, 5])}
     for parameter in run.task.parameters():
         parameter.grad = torch.full_like(parameter, value)
@@ -33,7 +33,7 @@ def step(run, levers, batch, value=1.0):
     run.optimizer.step()
     run.loss = value
     run.at(batch)
-    levers.at("step_end", run)
+    levers.call("step_end", run)
 
 
 def new_run(tmp_path, limit=3, precision="fp32", fused=True):
@@ -103,21 +103,21 @@ def test_the_host_reads_whether_gradients_are_finite_after_the_update(tmp_path, 
     monkeypatch.setattr(HostCopy, "tolist", lambda copy: reads.append(copy) or copy._numbers.tolist())
     run, levers = new_run(tmp_path, limit=3)
     for batch, value, early in [(1, 1.0, 0), (2, math.nan, 0), (3, math.nan, 0), (4, 1.0, 1), (5, 1.0, 0)]:
-        levers.at("batch_start", run)
+        levers.call("batch_start", run)
         for parameter in run.task.parameters():
             parameter.grad = torch.full_like(parameter, value)
         levers.finish_gradients(run)
         assert len(reads) == early
         run.optimizer.step()
         run.loss = value
-        levers.at("step_end", run.at(batch))
+        levers.call("step_end", run.at(batch))
         assert len(reads) == 1
         reads.clear()
 
 
 def test_one_bad_value_is_enough(tmp_path):
     run, levers = new_run(tmp_path, fused=False)
-    levers.at("batch_start", run)
+    levers.call("batch_start", run)
     run.task.weight.grad, run.task.bias.grad = torch.ones(2, 2), torch.ones(2)
     run.task.weight.grad[1, 0] = math.nan
     levers.finish_gradients(run)
@@ -180,24 +180,24 @@ def test_a_run_that_ends_so_is_an_error(tmp_path):
     step(run, levers, 9)
     step(run, levers, 10, math.nan)
     with pytest.raises(ValueError, match="1 batches in a row were not finite, since batch 10 .*checkpoint is none"):
-        levers.at("end", run)
+        levers.call("end", run)
     assert json.loads((tmp_path / REPORT).read_text())["last_good_checkpoint"] is None
 
 
 def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
     run, levers = new_run(tmp_path, precision="amp_fp16")
     run.scale = 2.0
-    levers.at("batch_start", run)
+    levers.call("batch_start", run)
     for parameter in run.task.parameters():
         parameter.grad = torch.full_like(parameter, math.inf)
     levers.finish_gradients(run)
     assert run.task.bias.grad is not None
     run.loss = 1.0
-    levers.at("step_end", run.at(1))
+    levers.call("step_end", run.at(1))
     assert run.nonfinite == 0
-    levers.at("batch_start", run)
+    levers.call("batch_start", run)
     run.loss = math.nan
-    levers.at("step_end", run.at(2))
+    levers.call("step_end", run.at(2))
     assert run.nonfinite == 1
 
 
@@ -207,12 +207,12 @@ def test_under_fp16_gradients_that_no_scale_makes_finite_end_the_run(tmp_path):
     run.scale = 2.0**16
     with pytest.raises(ValueError, match="3 batches in a row were not finite, since batch 17 .loss 0.5"):
         for batch in range(1, 100):
-            levers.at("batch_start", run)
+            levers.call("batch_start", run)
             for parameter in run.task.parameters():
                 parameter.grad = torch.full_like(parameter, math.nan)
             levers.finish_gradients(run)
             run.loss, run.scale = 0.5, run.scale / 2
-            levers.at("step_end", run.at(batch))
+            levers.call("step_end", run.at(batch))
     assert run.clock.batch == 19
 
 

@@ -22,7 +22,7 @@ from recipes.engines import parts
 from recipes.engines.composer import trainer as composer_trainer
 from recipes.engines.composer.run import clock_of
 from recipes.engines.composer.trainer import build_trainer
-from recipes.engines.rehearsal import rehearse
+from recipes.engines.dry_run_checks import check_on_meta
 from tests.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -268,7 +268,7 @@ def test_replicas_that_nothing_averages_are_refused(quick_recipe, tmp_path, monk
     assert parts.new_sharding(recipe, place, None, []).replicas == 2
 
 
-@pytest.mark.parametrize("starts", [build_trainer, rehearse], ids=["run", "dry run"])
+@pytest.mark.parametrize("starts", [build_trainer, check_on_meta], ids=["run", "dry run"])
 def test_a_sharded_checkpoint_of_another_run(sharded, quick_recipe, tmp_path, starts):
     """Without `fsdp` Composer took the folder for a damaged file, and the message said to remove it. Of a deeper model
     it read the layers that the recipe has."""

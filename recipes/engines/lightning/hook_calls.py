@@ -15,8 +15,8 @@ from recipes.engines.parts import Parts
 from recipes.training.clock import Interval
 
 
-class Moments:
-    """Calls levers, then callbacks, at each moment of `recipes.training.hooks.Hooks`."""
+class HookCalls:
+    """Calls the hooks of levers, then those of callbacks; see `recipes.training.hooks.Hooks`."""
 
     def __init__(self, parts: Parts, run: LightningRun) -> None:
         """
@@ -27,11 +27,11 @@ class Moments:
         self._parts = parts
         self._run = run
 
-    def at(self, moment: str) -> None:
-        """A moment that levers and callbacks have."""
-        self._parts.levers.at(moment, self._run)
+    def call(self, hook: str) -> None:
+        """Call a hook that levers and callbacks have."""
+        self._parts.levers.call(hook, self._run)
         for callback in self._parts.callbacks.values():
-            getattr(callback, moment)(self._run)
+            getattr(callback, hook)(self._run)
 
     def gradients_finished(self) -> None:
         """All microbatches of a batch are done; the optimizer steps next."""
@@ -47,7 +47,7 @@ class BetweenBatches(pl.Callback):
         self,
         parts: Parts,
         run: LightningRun,
-        moments: Moments,
+        hooks: HookCalls,
         *,
         eval_every: str | None,
         load: Callable[[], None],
@@ -59,7 +59,7 @@ class BetweenBatches(pl.Callback):
         Args:
             parts: of the run.
             run: where counts are kept.
-            moments: of levers and callbacks.
+            hooks: of levers and callbacks.
             eval_every: interval of validation; None: only the end of the run.
             load: loads the checkpoint, where there is one; the model is in place and the optimizer built.
             first_batch: called when the first batch has arrived.
@@ -68,7 +68,7 @@ class BetweenBatches(pl.Callback):
         """
         self._parts = parts
         self._run = run
-        self._moments = moments
+        self._hooks = hooks
         self._eval_due = Interval(eval_every)
         self._load = load
         self._first_batch: Callable[[], None] | None = first_batch
@@ -83,15 +83,15 @@ class BetweenBatches(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
         self._load()
-        self._moments.at("loaded")
+        self._hooks.call("loaded")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._moments.at("begin")
+        self._hooks.call("begin")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Not at on_fit_end, when the model has left its device.
         self._log_time()
-        self._moments.at("end")
+        self._hooks.call("end")
 
     # --- batches -------------------------------------------------------------------------------
 
@@ -102,13 +102,13 @@ class BetweenBatches(pl.Callback):
             self._first_batch()
             self._first_batch = None
         self._run.begin_batch(batch)
-        self._moments.at("batch_start")
+        self._hooks.call("batch_start")
         self._log_time()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._moments.at("step_end")
+        self._hooks.call("step_end")
         self._validate_if_due()
         self._save()
         self._end_if_asked()
@@ -120,7 +120,7 @@ class BetweenBatches(pl.Callback):
     def end_epoch(self) -> None:
         """Count the present epoch, which is complete."""
         self._run.epoch_done()
-        self._moments.at("epoch_end")
+        self._hooks.call("epoch_end")
         self._validate_if_due()
         self._save()
 
@@ -153,7 +153,7 @@ class BetweenBatches(pl.Callback):
             if dataloader_idx > 0:
                 self._end_set()
             self._run.eval_label = self._labels[dataloader_idx]
-            self._moments.at("eval_start")
+            self._hooks.call("eval_start")
             self._metrics = {
                 name: figure.to(self._run.device) for name, figure in figures_of(self._run.task).items()
             }
@@ -162,10 +162,10 @@ class BetweenBatches(pl.Callback):
         """Evaluate a microbatch of a validation set, which is on the device and transformed."""
         run = self._run
         run.batch = microbatch
-        self._moments.at("eval_before_forward")
+        self._hooks.call("eval_before_forward")
         with run.autocast():
             run.outputs = run.task.evaluate(microbatch)
-        self._moments.at("eval_after_forward")
+        self._hooks.call("eval_after_forward")
         with run.autocast():
             for metric in self._metrics.values():
                 metric.update(run.outputs, microbatch.get(WEIGHT))
@@ -178,4 +178,4 @@ class BetweenBatches(pl.Callback):
         figures = {name: metric.compute() for name, metric in self._metrics.items()}
         run.log({f"metrics/{run.eval_label}/{name}": value for name, value in figures.items()})
         run.eval_figures = {name: float(value) for name, value in figures.items()}
-        self._moments.at("eval_end")
+        self._hooks.call("eval_end")

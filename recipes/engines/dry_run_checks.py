@@ -37,7 +37,7 @@ from recipes.training.clock import Clock
 from recipes.training.run import Precision, Run
 
 
-def rehearse(recipe: Recipe) -> None:
+def check_on_meta(recipe: Recipe) -> None:
     """Build what needs no data, and prepare the model for training: what `survey` checks, and the rest of a start.
 
     Where the recipe leaves the choice between GPU and CPU to the machine, it must be right for one of them.
@@ -56,13 +56,13 @@ def rehearse(recipe: Recipe) -> None:
     with _quiet():
         for use_gpu in kinds:
             try:
-                return _rehearse(recipe, use_gpu, found.length.epoch_steps)
+                return _check_on_meta(recipe, use_gpu, found.length.epoch_steps)
             except ValueError as error:
                 errors.append(error)
     raise errors[0]
 
 
-def _rehearse(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
+def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> None:
     training = recipe.training
     devices = Devices.of_environment(training)
     place = Place(use_gpu, resolve(training.precision, use_gpu=use_gpu), local_world_size=1, planned=devices)

@@ -7,7 +7,7 @@ import pytest
 
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
-from recipes.engines.rehearsal import rehearse
+from recipes.engines.dry_run_checks import check_on_meta
 from recipes.planning.dry_run import problems
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,7 +36,7 @@ def read(yaml, *overrides):
 def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    rehearse(read(yaml.removesuffix(".yaml"), "training.global_batch=2048"))
+    check_on_meta(read(yaml.removesuffix(".yaml"), "training.global_batch=2048"))
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
 
 
@@ -142,8 +142,8 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
 def test_what_the_run_refuses(yaml, overrides, message):
     recipe = read(yaml, *overrides)
     with pytest.raises(ValueError, match=message):
-        rehearse(recipe)
-    (line,) = problems(recipe, rehearse)
+        check_on_meta(recipe)
+    (line,) = problems(recipe, check_on_meta)
     assert "\n" not in line
 
 
@@ -220,7 +220,7 @@ def test_what_the_run_refuses(yaml, overrides, message):
 def test_numbers_out_of_range(yaml, override, message):
     """They are refused by name, before anything runs, and not by a library's traceback."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        rehearse(read(yaml, "training.precision=fp32", override))
+        check_on_meta(read(yaml, "training.precision=fp32", override))
 
 
 @pytest.mark.parametrize(
@@ -238,23 +238,23 @@ def test_numbers_out_of_range(yaml, override, message):
 )
 def test_what_another_machine_can_do(overrides, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    rehearse(read("openmoji_unet", "training.device=auto", *overrides))
+    check_on_meta(read("openmoji_unet", "training.device=auto", *overrides))
 
 
 @pytest.mark.parametrize("more", [[], ["training.fsdp={replicas: machines}"]])
 def test_powersgd_with_one_replica(more, monkeypatch):
     recipe = read("openmoji_dalle", "algorithms.x={name: powersgd, rank: 8, clip: 2}", "training.grad_clip=null", *more)
-    rehearse(recipe)  # which was told nothing of the processes
+    check_on_meta(recipe)  # which was told nothing of the processes
     monkeypatch.setenv("WORLD_SIZE", "8" if more else "1")
     with pytest.raises(ValueError, match="^powersgd: there is only one replica .*, and clip by training.grad_clip=2$"):
-        rehearse(recipe)
+        check_on_meta(recipe)
 
 
 def test_loggers_are_not_opened(tmp_path, monkeypatch):
     """MLflow would get a run that never trains, and W&B a folder."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     loggers = "loggers={a: {name: mlflow, experiment: test}, b: {name: wandb, project: test}}"
-    rehearse(read("openmoji_vae", loggers))
+    check_on_meta(read("openmoji_vae", loggers))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -262,21 +262,21 @@ def test_a_file_in_the_place_of_a_folder(tmp_path):
     (tmp_path / "file").touch()
     for output in ("file", "file/run"):
         with pytest.raises(ValueError, match=f"^output: {tmp_path}/file is a file, .*; give another folder$"):
-            rehearse(read("openmoji_vae", f"output={output}"))
+            check_on_meta(read("openmoji_vae", f"output={output}"))
 
 
 def test_lengths_in_epochs_of_data_that_is_not_here():
     """Nobody knows whether they fit."""
-    rehearse(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))
+    check_on_meta(read("openmoji_diffusion", "schedule={name: cosine, warmup: 1ep}"))
 
 
 def test_weights_that_are_here(small_recipe, quick_recipe, tmp_path, recwarn):
     """They are compared with the model, and not read into memory."""
     weights = f"checkpoints.load_weights={tmp_path}/export"
     build(quick_recipe(tmp_path).model).export(tmp_path / "export")
-    rehearse(quick_recipe(tmp_path / "run", weights))
+    check_on_meta(quick_recipe(tmp_path / "run", weights))
     assert not [warning for warning in recwarn if "meta" in str(warning.message)]
     with pytest.raises(ValueError, match="width is 32, the recipe's network has 64|does not fit the model"):
-        rehearse(quick_recipe(tmp_path / "run", weights, "model.denoiser.width=64"))
+        check_on_meta(quick_recipe(tmp_path / "run", weights, "model.denoiser.width=64"))
     with pytest.raises(FileNotFoundError, match="no such weights"):
-        rehearse(small_recipe(tmp_path / "run", weights))
+        check_on_meta(small_recipe(tmp_path / "run", weights))
