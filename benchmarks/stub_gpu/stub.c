@@ -257,8 +257,10 @@ int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   return 0;
 }
 
-/* An event is the time at which the host has recorded it, so that what is timed by events is the host's time. */
-struct event { double time; long launches; };
+/* An event is the time at which the host has recorded it, so that what is timed by events is the host's time. One that
+ * is recorded while a stream is captured is a place in that graph, and any other is none: a stream may not wait for an
+ * event of the other kind. */
+struct event { double time; long launches; unsigned long long capture; };
 
 static double now(void) {
   struct timespec time;
@@ -269,9 +271,18 @@ int cudaEventCreate(void **event) { *event = calloc(1, sizeof(struct event)); re
 int cudaEventCreateWithFlags(void **event, unsigned flags) { return cudaEventCreate(event); }
 int cudaEventDestroy(void *event) { free(event); return 0; }
 int cudaEventRecord(void *event, void *stream) {
-  *(struct event *)event = (struct event){now(), launches};
+  *(struct event *)event = (struct event){now(), launches, capturing && stream == capturing ? capture : 0};
   return 0;
 }
+int cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
+int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
+  struct event *known = event;
+  if (!capturing || !known->time) return 0;
+  int inside = known->capture == capture;
+  if (inside && stream != capturing) return 906; /* the other stream would become part of the graph, too */
+  return !inside && stream == capturing ? 905 : 0; /* the graph would wait for what is not in it */
+}
+int cudaEventQuery(void *event) { return capturing && ((struct event *)event)->capture == capture ? 907 : 0; }
 int cudaEventElapsedTime(float *time, void *from, void *to) {
   double passed = ((struct event *)to)->time - ((struct event *)from)->time;
   *time = passed > 1e-3 ? passed : 1e-3;

@@ -66,6 +66,9 @@ class ComposerRun(Run):
     def begin_pass(self) -> None:
         """Count a microbatch, whose forward pass begins."""
         self.pass_number += 1
+        # With its last results Composer keeps autograd's nodes of the parameters, which this pass would use again. They
+        # belong to the stream on which they were made, and a CUDA graph cannot have work of two streams.
+        self._state.outputs = self._state.loss = None
 
     @property
     def clock(self) -> Clock:

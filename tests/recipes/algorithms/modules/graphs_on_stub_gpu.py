@@ -7,6 +7,7 @@ import torch._inductor.config
 
 from benchmarks.stub_gpu.use import Counts, compute_decisions_on_host
 from recipes.algorithms.graphs.cuda_graphs import CudaGraphs
+from recipes.algorithms.microbatch.search import MicrobatchSearch
 from recipes.algorithms.modules.compile import Compile
 from recipes.training.lever import Lever
 from tests.recipes.algorithms.modules.test_compile import Deep, train
@@ -38,6 +39,12 @@ def main():
             train(launches, *levers, task=task, device="gpu", microbatch=microbatch, precision="fp32")
             kept = len(levers[-1].gradients.copies) if levers else 0
             print("row:", json.dumps([microbatch, name, launches.of_batches[-1], kept, launches.counts.strays]))
+    task = Deep()
+    graphs = CudaGraphs(task)
+    search = MicrobatchSearch(task, 8, compiled=[graphs])  # which trains without graphs first
+    train(search, graphs, task=task, device="gpu", precision="fp32")
+    captured = sum(forward.graphs.backward_graph is not None for forward in graphs.forwards)
+    print("searched:", json.dumps([search.settled, captured]))
 
 
 if __name__ == "__main__":

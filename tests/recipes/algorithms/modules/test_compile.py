@@ -330,6 +330,7 @@ def test_graphs_are_launched_in_place_of_kernels(stub_gpu):
         # One launch per pass of each of three blocks, and what copies the input and computes the loss.
         assert found[microbatch, "both"][0] == found[microbatch, "cuda_graphs"][0]
     assert {strays for *_, strays in rows} == {0}
+    assert "searched: [true, 3]" in done.stdout
 
 
 def test_a_recipe_compiles_its_unet(small_recipe, fit, tmp_path):

@@ -152,9 +152,13 @@ def test_dependent_columns_are_not_for_cholesky_factors():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("name", ILL)
-def test_on_a_gpu_columns_are_orthonormal(name, tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
-    (by_factors,), good = cholesky_qr([ILL[name].cuda()])
-    assert good == (name != "hilbert")
-    for basis in (*householder([ILL[name].cuda()]), *([by_factors] if good else [])):
-        assert defect(basis.cpu()) < 1e-5 and missed(basis.cpu(), ILL[name]) < 1e-5
+def test_on_a_gpu_columns_are_orthonormal(name, tf32):
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32  # pytest's monkeypatch would delete it afterwards, which fails
+    try:
+        (by_factors,), good = cholesky_qr([ILL[name].cuda()])
+        assert good == (name != "hilbert")
+        for basis in (*householder([ILL[name].cuda()]), *([by_factors] if good else [])):
+            assert defect(basis.cpu()) < 1e-5 and missed(basis.cpu(), ILL[name]) < 1e-5
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
