@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 from composer import Callback, Logger, State
-from composer.utils import reproducibility
+from composer.utils import dist, reproducibility
 
 from recipes.engines.lazy import copied
+from recipes.training.ranks import rank
 
 
 class Generators(Callback):
@@ -22,8 +23,11 @@ class Generators(Callback):
         self.saved: list[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        # Of all ranks. A run that ends before its first batch, as one that was complete, passes on what it got.
-        return {"generators": reproducibility.get_rng_state() if self.saved is None else self.saved}
+        # Of all ranks. A run that ends before its first batch, as one that was complete, passes on what each rank got:
+        # of a sharded checkpoint each has read its own state only.
+        if self.saved is None or rank() >= len(self.saved):
+            return {"generators": reproducibility.get_rng_state()}  # which gathers, too
+        return {"generators": dist.all_gather_object(self.saved[rank()])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Of ranks that a sharded checkpoint has no state of there is an empty form; see `LoadPlanner`.
