@@ -18,7 +18,7 @@ from callbacks.export import Export
 from data.files import write_text
 from data.loading import Loading
 from data.sources.base import Sample
-from recipes.engines import bucket, checkpoint_files, resuming
+from recipes.engines import bucket, checkpoint_files, resuming, shared_folder
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.resuming import prepare_folder
@@ -79,7 +79,7 @@ def tells(call, what):
 def a_slow_bucket(folder):
     """No collective waits for it, when a checkpoint is fetched at the start, copied in the run, and named by its
     address. What it refuses reaches both ranks."""
-    checkpoints = SimpleNamespace(bucket="s3://sets/run", resumes=True, keep=1)
+    checkpoints = SimpleNamespace(bucket="s3://sets/run", resumes=True, save=True, keep=1)
     recipe = SimpleNamespace(checkpoints=checkpoints, output=str(folder))
     (folder / "ep0-ba9").touch()
     with pytest.MonkeyPatch.context() as patch:
@@ -124,6 +124,20 @@ def a_hang(folder):
     moment = "average_gradients" if rank == 0 else "before_data"
     assert line.startswith(f"rank {rank}: ") and f"since {moment} after batch 7: waits in " in line, line
     assert ("distributed_c10d.py" in line and " all_reduce" in line) == (rank == 0), line
+
+
+def a_folder_of_each_machine(folder):
+    """All ranks say that they could not resume, and a folder that all see is left as it was."""
+    checkpoints = SimpleNamespace(bucket=None, resumes=True, save=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_folder, "PATIENCE", 0)
+        for own, save in (("both", True), (str(dist.get_rank()), False)):
+            checkpoints.save = save
+            prepare_folder(SimpleNamespace(checkpoints=checkpoints, output=str(folder / own)), "lightning")
+        assert not list((folder / "both").iterdir())
+        checkpoints.save = True
+        with pytest.raises(ValueError, match=f"^output: .* cannot see .*/{dist.get_rank()} of .*; give a folder on a"):
+            prepare_folder(SimpleNamespace(checkpoints=checkpoints, output=str(folder / own)), "lightning")
 
 
 @contextmanager
@@ -303,6 +317,7 @@ CHECKS = {
     "what ranks tell each other": what_they_tell_each_other,
     "waiting: a slow bucket": a_slow_bucket,
     "waiting: a hang": a_hang,
+    "waiting: a folder of each machine": a_folder_of_each_machine,
     "waiting: slow checkpoints of Lightning": slow_checkpoints_of_lightning,
     "waiting: a slow full checkpoint of Composer": a_slow_full_checkpoint_of_composer,
     "waiting: a full disk": a_full_disk,
