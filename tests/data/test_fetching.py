@@ -14,13 +14,17 @@ SAMPLES = 12
 COLUMNS = {"number": "int", "filler": "bytes"}
 
 
+def write_set(folder, samples=SAMPLES):
+    """A set of several shards."""
+    with MDSWriter(out=str(folder), columns=COLUMNS, size_limit=1500, hashes=["sha1"]) as writer:
+        for number in range(samples):
+            writer.write({"number": number, "filler": bytes(300)})
+    return folder
+
+
 @pytest.fixture
 def remote(tmp_path):
-    """A set of several shards."""
-    with MDSWriter(out=str(tmp_path / "remote"), columns=COLUMNS, size_limit=1500, hashes=["sha1"]) as writer:
-        for number in range(SAMPLES):
-            writer.write({"number": number, "filler": bytes(300)})
-    return tmp_path / "remote"
+    return write_set(tmp_path / "remote")
 
 
 @pytest.fixture
@@ -72,6 +76,22 @@ def test_a_shard_is_prepared_once_and_not_for_each_sample(open_set, tmp_path, mo
     assert not (tmp_path / "cache" / dataset.shards[0].raw_data.basename).exists()
     dataset.prepare_shard(0, blocking=False)
     assert dataset[0]["number"] == 0 and prepared[-1] == 0
+
+
+def test_a_set_that_is_nowhere_else_is_neither_evicted_nor_listed(open_set, remote, tmp_path, monkeypatch):
+    """streaming takes its folder for a cache, and removes its shards to make room for those of others."""
+    wide, walk, listed = write_set(tmp_path / "wide", 4 * SAMPLES), os.walk, []
+    before = sorted(remote.iterdir())
+    monkeypatch.setattr(os, "walk", lambda folder: listed.append(folder) or walk(folder))
+    largest = max(file.stat().st_size for file in wide.glob("*.mds"))
+    limit = sum((folder / "index.json").stat().st_size for folder in (remote, wide)) + 4 * largest
+    places = {"local": str(tmp_path / "cache"), "remote": str(wide)}, {"local": str(remote)}
+    with own_names():
+        streams = [WholeStream(**place) for place in places]
+        dataset = FetchingDataset(streams=streams, batch_size=4, cache_limit=limit, predownload=4)
+    assert len(list(dataset)) == 5 * SAMPLES
+    assert len(list(wide.glob("*.mds"))) > 4 >= len(list((tmp_path / "cache").glob("*.mds")))
+    assert sorted(remote.iterdir()) == before and listed == [str(tmp_path / "cache") + "/"]
 
 
 def test_nothing_of_an_epochs_size_is_kept_until_the_process_ends(open_set):
