@@ -32,6 +32,10 @@ from data.downloads import fetch
 from data.errors import WorkersError, one_line
 from data.mds_index import read_index
 
+# Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
+# run takes a machine for lost.
+INDEX_WAIT = 600.0
+
 
 class NotFetched(WorkersError, RuntimeError):
     """A shard could not be fetched or decompressed. Its message's last line says which, and why."""
@@ -53,10 +57,13 @@ class WholeStream(Stream):
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
         """See `Stream.get_shards`. Raises a ValueError as `read_index`, or where the set has no samples."""
-        folder = Path(self.local, self.split)
+        folder, timeout = Path(self.local, self.split), self.download_timeout
+        if not world.is_local_leader:  # it waits for the leader's attempts, which are several and have pauses
+            self.download_timeout = max(timeout, INDEX_WAIT)
         try:
             return super().get_shards(world, allow_unsafe_types)
         finally:  # also where it failed: this says why
+            self.download_timeout = timeout
             if (folder / "index.json").is_file() and not any(shard["samples"] for shard in read_index(folder)):
                 raise ValueError(f"{folder}: a set without samples; leave it out, or encode it again")
 
@@ -94,7 +101,8 @@ class FetchingDataset(StreamingDataset):
         self._failure: str | None = None
         self._prepared: set[int] = set()  # shards that this process has prepared
         if self._unique_rank_world.is_local_leader:
-            self.cache_usage -= sum(stream.held for stream in self.streams)  # which are in no cache
+            held = sum(stream.held for stream in self.streams if isinstance(stream, WholeStream))
+            self.cache_usage -= held  # which is in no cache
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """See `StreamingDataset.prepare_shard`. A shard that could not be fetched can be tried again.

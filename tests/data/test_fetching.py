@@ -6,6 +6,7 @@ import threading
 import pytest
 from streaming import MDSWriter, StreamingDataset
 from streaming.base.dataset import _ShardState
+from streaming.base.world import World
 
 from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.shared_names import own_names
@@ -120,6 +121,17 @@ def test_a_shard_that_cannot_be_fetched_is_an_error_each_time(open_set, remote):
     (remote / dataset.shards[1].raw_data.basename).unlink()
     with pytest.raises(NotFetched, match="a shard could not be fetched or decompressed: shard.00001.mds"):
         list(dataset)
+
+
+def test_ranks_wait_for_all_attempts_to_fetch_an_index(remote, tmp_path):
+    """streaming lets them wait for as long as one attempt may take without a byte."""
+    cache = tmp_path / "cache"
+    stream = WholeStream(local=str(cache), remote=str(remote), download_timeout=0.05)
+    fetching = threading.Timer(0.2, os.symlink, (remote / "index.json", cache / "index.json"))
+    cache.mkdir(exist_ok=True)
+    fetching.start()
+    world = World(num_nodes=1, ranks_per_node=2, workers_per_rank=1, worker=1)
+    assert len(stream.get_shards(world, False)) == 3 and stream.download_timeout == 0.05
 
 
 def test_a_file_is_in_the_cache_whole_or_not_at_all(open_set, tmp_path, monkeypatch):
