@@ -1,4 +1,5 @@
-"""Selects what each rank writes of a sharded checkpoint: its shards, and the first rank everything else."""
+"""Selects what each rank writes of a sharded checkpoint: its shards, unless a replica before has the same ones; and the
+first rank everything else."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class SavePlanner(DefaultSavePlanner):
 
     Values that are no shards are the same on all ranks, such as counts and the states of all ranks' random number
     generators, of which there are more with each rank. So the number of plans would grow as its square: with 1,024
-    ranks, millions in the memory of the first one, in each checkpoint.
+    ranks, millions in the memory of the first one, in each checkpoint. Replicas of a model have the same shards.
     """
 
     def set_up_planner(
@@ -23,5 +24,13 @@ class SavePlanner(DefaultSavePlanner):
         """See DefaultSavePlanner; the coordinator is the first rank."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         if not is_coordinator:
-            self.state_dict = {name: value for name, value in self.state_dict.items() if isinstance(value, DTensor)}
+            self.state_dict = {name: value for name, value in self.state_dict.items() if _is_first_shard(value)}
             self.mappings = {name: self.mappings[name] for name in self.state_dict}
+
+
+def _is_first_shard(value: Any) -> bool:
+    """Whether a value is a shard of this rank, and of no replica before its own."""
+    if not isinstance(value, DTensor):
+        return False
+    places = value.device_mesh.get_coordinate() or []
+    return not any(place for place, of in zip(places, value.placements, strict=False) if of.is_replicate())

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from callbacks import fid
 from callbacks.export import Export
@@ -22,6 +25,7 @@ from recipes.engines import bucket, checkpoint_files, resuming, shared_folder
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.resuming import prepare_folder
+from recipes.engines.save_planner import SavePlanner
 from recipes.models.task import Task
 from recipes.scoring.extractors import Features
 from recipes.training import ranks
@@ -211,6 +215,18 @@ def a_slow_full_checkpoint_of_composer(folder):
     assert list(saved["state"]) == ["of 0", "algorithms"] and len(saved["rng"]) == 2
 
 
+def replicas_in_a_sharded_checkpoint(folder):
+    """Of two replicas the first one writes the shards, and of two halves each rank its own."""
+    for shape, of_the_second in (((2, 1), []), ((1, 2), ["weight"])):
+        mesh, planner = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")), SavePlanner()
+        weight = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
+        dcp.save({"weight": weight, "batch": 3}, checkpoint_id=folder / str(shape), planner=planner)
+        assert [*planner.state_dict] == (["weight", "batch"] if dist.get_rank() == 0 else of_the_second)
+        read = {"weight": torch.zeros(4), "batch": 0}
+        dcp.load(read, checkpoint_id=folder / str(shape))
+        assert read["weight"].tolist() == [0, 1, 2, 3] and read["batch"] == 3
+
+
 @contextmanager
 def parts_written_by(first, other):
     """Inside, both ranks do something before they write their parts of a sharded checkpoint of Composer."""
@@ -320,6 +336,7 @@ CHECKS = {
     "waiting: a folder of each machine": a_folder_of_each_machine,
     "waiting: slow checkpoints of Lightning": slow_checkpoints_of_lightning,
     "waiting: a slow full checkpoint of Composer": a_slow_full_checkpoint_of_composer,
+    "replicas in a sharded checkpoint": replicas_in_a_sharded_checkpoint,
     "waiting: a full disk": a_full_disk,
     "waiting: a full disk of a rank": a_full_disk_of_a_rank,
     "waiting: a slow export": a_slow_export,
