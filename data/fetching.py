@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any
@@ -57,15 +58,22 @@ class WholeStream(Stream):
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
         """See `Stream.get_shards`. Raises a ValueError as `read_index`, or where the set has no samples."""
-        folder, timeout = Path(self.local, self.split), self.download_timeout
-        if not world.is_local_leader:  # it waits for the leader's attempts, which are several and have pauses
-            self.download_timeout = max(timeout, INDEX_WAIT)
+        folder = Path(self.local, self.split)
         try:
-            return super().get_shards(world, allow_unsafe_types)
+            with nullcontext() if world.is_local_leader else self._patient():
+                return super().get_shards(world, allow_unsafe_types)
         finally:  # also where it failed: this says why
-            self.download_timeout = timeout
             if (folder / "index.json").is_file() and not any(shard["samples"] for shard in read_index(folder)):
                 raise ValueError(f"{folder}: a set without samples; leave it out, or encode it again")
+
+    @contextmanager
+    def _patient(self) -> Iterator[None]:
+        """A context in which a process waits for the attempts of another one, which are several and have pauses."""
+        timeout, self.download_timeout = self.download_timeout, max(self.download_timeout, INDEX_WAIT)
+        try:
+            yield
+        finally:
+            self.download_timeout = timeout
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
         """See `Stream.set_up_local`. A set that is nowhere else counts as whole; what it lacks, readers find.
