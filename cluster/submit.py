@@ -141,6 +141,11 @@ def text_of(options: argparse.Namespace, command: str) -> str:
                 f"{key}: not set, and the disks of rented machines go with them; name an address in a bucket, or add "
                 "file_mounts to the task that --dry-run prints"
             )
+        if job.machines > 1 and not options.dry_run:
+            raise ValueError(
+                f"--machines {job.machines}: rented machines share no folder, and a job on several needs one for what "
+                "it writes; give 1, or add file_mounts for runs to the task that --dry-run prints"
+            )
         return task_text(job, options.accelerator)
     if job.image is not None and not job.mounts:
         raise ValueError(f"--mount: nothing of {job.output} would outlive the container; mount runs/ and the data")

@@ -60,13 +60,16 @@ class ColumnReader(MDSReader):
         shard: streaming's reader of the same shard.
         columns: names of the array columns, by their names in the batch.
         texts: names of the text columns.
+        looks: whether the size of the file is looked up, and not only what the index says of it.
 
     Raises:
         ValueError: the shard is no MDS shard, a column is missing, an array column has no fixed shape and dtype, a
             text column is not of type str, or the file has no room for its samples.
     """
 
-    def __init__(self, shard: Reader, columns: Mapping[str, str], texts: Sequence[str] = ("key",)) -> None:
+    def __init__(
+        self, shard: Reader, columns: Mapping[str, str], texts: Sequence[str] = ("key",), looks: bool = True
+    ) -> None:
         if not isinstance(shard, MDSReader):
             raise ValueError(f"{shard.dirname}: encoded sets are MDS shards, and this is a {type(shard).__name__}")
         super().__init__(
@@ -105,15 +108,15 @@ class ColumnReader(MDSReader):
             size = _size(column, encoding, self.path)
             fixed, variable = (fixed, variable + 1) if size is None else (fixed + size, variable)
         self._fixed_bytes, self._variable_columns = fixed, variable
-        self._check_size()
+        self._check_size(looks)
         self._texts = [begins[text] for text in texts]
         self._arrays = [(name, *begins[column], self.arrays[name].bytes) for name, column in columns.items()]
 
-    def _check_size(self) -> None:
+    def _check_size(self, looks: bool) -> None:
         """The index says how large a sample is, and whoever reads it takes memory for it: the file must be as large."""
         needed = 4 + self.samples * (4 + 4 * self._variable_columns + self._fixed_bytes)
         known = min(self.raw_data.bytes, MEMORY)
-        if os.path.isfile(self.path):  # others are fetched, or decompressed
+        if looks and os.path.isfile(self.path):  # others are fetched, or decompressed
             known = min(known, os.path.getsize(self.path))
         if needed > known:
             raise ValueError(
@@ -204,14 +207,26 @@ class ColumnReader(MDSReader):
 
 
 def column_readers(
-    shards: Sequence[Reader], columns: Mapping[str, str], texts: Sequence[str] = ("key",)
+    shards: Sequence[Reader],
+    columns: Mapping[str, str],
+    texts: Sequence[str] = ("key",),
+    rank: int = 0,
+    ranks: int = 1,
 ) -> list[ColumnReader]:
     """A `ColumnReader` for each shard.
+
+    Args:
+        shards: streaming's readers.
+        columns: see `ColumnReader`.
+        texts: see `ColumnReader`.
+        rank: number of this process among `ranks` that open the same set: each looks up the sizes of its share of the
+            files. A shared file system would otherwise be asked for all of them by all at the same moment.
+        ranks: number of these processes.
 
     Raises:
         ValueError: as `ColumnReader`; also if an array column has another shape or dtype in some of the shards.
     """
-    readers = [ColumnReader(shard, columns, texts) for shard in shards]
+    readers = [ColumnReader(shard, columns, texts, number % ranks == rank) for number, shard in enumerate(shards)]
     for reader in readers:
         for name, array in reader.arrays.items():
             first = readers[0].arrays[name]

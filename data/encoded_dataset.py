@@ -74,7 +74,8 @@ class EncodedDataset(FetchingDataset):
                 raise ValueError(f"data: {one_line(error)}") from None
         self.weighted = weighted
         self._weights: np.ndarray | None = None  # (samples stored,) float32, of the epoch that is being read
-        self.shards = column_readers(self.shards, columns, texts)
+        world = self._unique_rank_world
+        self.shards = column_readers(self.shards, columns, texts, world.rank, world.num_ranks)
         for shard, stream in zip(self.shards, self.stream_per_shard.tolist(), strict=True):
             # streaming checks what it fetches or decompresses; files that were there before, it takes as they are.
             if self.streams[stream].remote is None:

@@ -1,10 +1,14 @@
-"""A data set that fetches shards while it is read, without four ways in which streaming then waits for ever.
+"""A data set that fetches shards while it is read, without four ways in which streaming then waits for ever, and one in
+which it removes sets.
 
 With several workers and a `cache_limit`, a worker that waits for a shard which another one is fetching can sleep
 through the moment in which it is there: it is evicted again, and nobody fetches it for the one that waits. After a
 shard could not be fetched, it counts as being fetched from then on, so all others that need it wait. The end of the
 epoch waits until the threads that fetch have said that they are done, which a failed one does not. And where there is
 nothing left to evict, the lock of the cache stays taken.
+
+To make room in a cache, streaming removes the shards that were not read for the longest time, also of sets that it has
+not fetched: their own folders count as caches.
 """
 
 from __future__ import annotations
@@ -12,10 +16,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from streaming import Stream, StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
@@ -25,6 +32,10 @@ from streaming.base.world import World
 from data.downloads import fetch
 from data.errors import WorkersError, one_line
 from data.mds_index import read_index
+
+# Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
+# run takes a machine for lost.
+INDEX_WAIT = 600.0
 
 
 class NotFetched(WorkersError, RuntimeError):
@@ -38,16 +49,42 @@ class WholeStream(Stream):
     came for the file, and after a process was killed the next one does.
 
     The index need not be trusted: streaming would fail on any damage, and take files from outside of the folder.
+
+    Attributes:
+        held: bytes of a set that is nowhere else, on the first process of a machine.
     """
+
+    held = 0
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
         """See `Stream.get_shards`. Raises a ValueError as `read_index`, or where the set has no samples."""
         folder = Path(self.local, self.split)
         try:
-            return super().get_shards(world, allow_unsafe_types)
+            with nullcontext() if world.is_local_leader else self._patient():
+                return super().get_shards(world, allow_unsafe_types)
         finally:  # also where it failed: this says why
             if (folder / "index.json").is_file() and not any(shard["samples"] for shard in read_index(folder)):
                 raise ValueError(f"{folder}: a set without samples; leave it out, or encode it again")
+
+    @contextmanager
+    def _patient(self) -> Iterator[None]:
+        """A context in which a process waits for the attempts of another one, which are several and have pauses."""
+        timeout, self.download_timeout = self.download_timeout, max(self.download_timeout, INDEX_WAIT)
+        try:
+            yield
+        finally:
+            self.download_timeout = timeout
+
+    def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
+        """See `Stream.set_up_local`. A set that is nowhere else counts as whole; what it lacks, readers find.
+
+        On a file system that many machines share, a walk through the folders of all shards takes each of them minutes.
+        """
+        if self.remote is None and all(shard.compression is None for shard in shards):
+            cache_usage_per_shard[:] = [shard.get_raw_size() for shard in shards]
+        else:
+            super().set_up_local(shards, cache_usage_per_shard)
+        self.held = 0 if self.remote is not None else int(cache_usage_per_shard.sum())
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         path = Path(self.local, self.split, to_basename or from_basename)
@@ -71,6 +108,9 @@ class FetchingDataset(StreamingDataset):
         super().__init__(**arguments)
         self._failure: str | None = None
         self._prepared: set[int] = set()  # shards that this process has prepared
+        if self._unique_rank_world.is_local_leader:
+            held = sum(stream.held for stream in self.streams if isinstance(stream, WholeStream))
+            self.cache_usage -= held  # which is in no cache
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """See `StreamingDataset.prepare_shard`. A shard that could not be fetched can be tried again.
@@ -98,6 +138,14 @@ class FetchingDataset(StreamingDataset):
             finally:
                 lock.release()
             raise
+
+    def _evict_coldest_shard(self) -> None:
+        """See `StreamingDataset._evict_coldest_shard`, of shards that can be fetched again."""
+        fetched = np.array([stream.remote is not None for stream in self.streams])[self.stream_per_shard]
+        here = np.flatnonzero(fetched & (self._shard_states.numpy() == _ShardState.LOCAL))
+        if not here.size:
+            raise ValueError("the cache has no room for a shard, and none that could be removed; raise cache_limit")
+        self._evict_shard(here[self._shard_access_times.numpy()[here].argmin()])
 
     def _prepare_thread(self, it: _Iterator) -> None:
         """As streaming's, but the end of the epoch does not wait for it after a shard could not be fetched."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import environ, uname
 from pathlib import Path
+from zlib import crc32
 
 import torch.distributed as dist
 from streaming.base.shared import prefix
@@ -29,15 +30,18 @@ _caches: dict[Path, ExitStack] = {}  # that this process has locked, until it en
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """A context in which a StreamingDataset gets names that no other one has. Every rank must enter it."""
+    """A context in which a StreamingDataset gets names that no other one has, and its ranks on other machines others.
+    Every rank must enter it."""
     drawn = [secrets.randbits(BITS)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(drawn, src=0)
     if environ.get("LOCAL_RANK", "0") == "0":
         clear()
-    hold(drawn[0])
+    # streaming's locks are files in the folder for temporary files, which machines may share.
+    number = drawn[0] ^ crc32(uname().nodename.encode())
+    hold(number)
     numbers = prefix._each_prefix_int
-    prefix._each_prefix_int = lambda: itertools.count(drawn[0])
+    prefix._each_prefix_int = lambda: itertools.count(number)
     try:
         yield
     finally:

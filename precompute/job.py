@@ -124,8 +124,12 @@ def _finish(
     """
     unreadable: dict[str, str] = {}
     for label, output in sets.items():
-        remaining = output.remaining()
-        broken = {shard: problem for shard, problem in output.unreadable().items() if shard in remaining}
+        # In this order: of two ranks that end at the same time, one then sees what both have left.
+        remaining = output.absent()
+        problems = output.unreadable()
+        if rank.world == 1 or not set(remaining) - problems.keys():  # most ranks end before, without a look at each
+            remaining = output.remaining()
+        broken = {shard: problem for shard, problem in problems.items() if shard in remaining}
         left = len(remaining) - len(broken)
         if left and rank.world > 1:
             # The last rank to finish names what could not be read: the launcher stops the others when one fails.

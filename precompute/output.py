@@ -83,13 +83,14 @@ class OutputSet:
             names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
             self.copy.add(folder, f"shards/{shard}", names)
 
-    def remaining(self) -> list[str]:
-        """Shards that are not done yet, in order.
+    def absent(self) -> list[str]:
+        """Shards of which there is no finished folder, in order. The folders of others are not looked into.
 
         Raises:
             ValueError: the output folder, or a folder above it, is a file.
         """
-        # One listing instead of one look-up per shard: jobs on network file systems have tens of thousands of shards.
+        # One listing instead of one look-up per shard: jobs on network file systems have tens of thousands of shards,
+        # which all ranks ask for at the same time.
         try:
             present = {entry.name for entry in os.scandir(self.out / "shards")}
         except FileNotFoundError:
@@ -97,7 +98,12 @@ class OutputSet:
         except NotADirectoryError:
             message = f"out: {self.out / 'shards'} cannot be a folder, a file is there; give another `out`"
             raise ValueError(message) from None
-        return [shard for shard in self.shards if shard not in present or not self.is_done(shard)]
+        return [shard for shard in self.shards if shard not in present]
+
+    def remaining(self) -> list[str]:
+        """Shards that are not done yet, in order. Raises as `absent`."""
+        absent = set(self.absent())
+        return [shard for shard in self.shards if shard in absent or not self.is_done(shard)]
 
     def samples_per_shard(self) -> float | None:
         """Average number of samples, rejected ones included, of a few finished shards; None without any."""
@@ -119,7 +125,7 @@ class OutputSet:
         """
         embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
         needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
-        if self.remaining() or not all((self.out / name).is_file() for name in needed):
+        if self.absent() or self.remaining() or not all((self.out / name).is_file() for name in needed):
             return False
         if self.copy is not None and not self.copy.has(self.out):
             return False
@@ -169,7 +175,9 @@ class OutputSet:
         if path.is_file():
             yield _read_json(path, remove=path)
         else:
-            yield from (self._done(shard)["options"] for shard in self.shards if self.is_encoded(shard))
+            absent = set(self.absent())
+            present = (shard for shard in self.shards if shard not in absent)
+            yield from (self._done(shard)["options"] for shard in present if self.is_encoded(shard))
 
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
         options = _as_json(options)

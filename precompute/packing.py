@@ -106,7 +106,7 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
         if not sets[label].is_done(shard):
             _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label])
     for label, output in sets.items():
-        left = len(output.remaining())
+        left = len(output.absent() or output.remaining())
         if left:
             every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
         else:

@@ -17,6 +17,7 @@ from recipes.engines.checkpoint_files import OLD, PARTIAL, remove
 from recipes.engines.plain_pickles import DamagedCheckpoint
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
 from recipes.engines.same_model import Saved, saved_at
+from recipes.engines.shared_folder import check_shared
 from recipes.training.checkpoint_names import KINDS, Kind, check_engine, newest_of_all
 from recipes.training.ranks import by_first_rank
 
@@ -39,10 +40,13 @@ def prepare_folder(recipe: Recipe, engine: str) -> list[str]:
         begins.
 
     Raises:
-        ValueError: the run must not go on, or the bucket does not answer.
+        ValueError: the run must not go on, the bucket does not answer, or machines do not share the folder.
     """
     # The other ranks may see an older state of a shared folder, or one that the first rank is changing.
-    return by_first_rank(lambda: _prepare(recipe, engine))
+    changed = by_first_rank(lambda: _prepare(recipe, engine))
+    if recipe.checkpoints.save:
+        check_shared(Path(recipe.output))
+    return changed
 
 
 def _prepare(recipe: Recipe, engine: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
 from data.mds_index import read_index
 from data.ranges import bytes_of
+from data.stale_memory import MEMORY
 from data.text_manifest import NAME as TEXT_MANIFEST
 from recipes.config.recipe import Recipe
 from recipes.config.schema import read_signature
@@ -22,6 +24,7 @@ INDEX = "index.json"
 # What each worker reads, and has fetched ahead; a cache with less room fetches shards again and again.
 SHARDS_AT_A_TIME = 8
 LEAST_SHARDS = 4  # with less, streaming does not begin
+ORDER_BYTES = 8  # per sample: streaming keeps the order of an epoch in shared memory while its workers take their parts
 
 
 def fetch_indexes(recipe: Recipe) -> Iterator[Finding]:
@@ -142,8 +145,9 @@ def shards(recipe: Recipe) -> Iterator[Finding]:
     """Whether the training data has parts enough for the processes that read it.
 
     streaming gives each machine a share of an epoch's samples, whose ranks take turns at them, and their workers at
-    batches. So workers need no shards of their own: a shard is fetched once per machine. There are two limits.
-    A machine fetches whole shards, however few of their samples are its own, and a worker with no batch has no work.
+    batches. So workers need no shards of their own: a shard is fetched once per machine. There are three limits.
+    A machine fetches whole shards, however few of their samples are its own, a worker with no batch has no work, and
+    the order of an epoch must fit into shared memory.
     """
     label, data = next(_data(recipe))
     streams = [stream for key, stream in _streams(recipe) if key.startswith(f"{label}.")]
@@ -170,6 +174,15 @@ def shards(recipe: Recipe) -> Iterator[Finding]:
             "shards",
             f"{label}.workers: {workers} per rank, and an epoch has {count_text(batches, 'batch', 'batches')} of each "
             f"rank, so {workers - batches} do nothing: give {batches}",
+        )
+        return
+    order, room = ORDER_BYTES * samples, shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0
+    if not chosen and 0 < room < order:
+        yield Finding(
+            "warning",
+            "shards",
+            f"{label}: an epoch's order takes {size_text(order)} in {MEMORY} of each machine, {size_text(room)} are "
+            f"free: start the container with a larger --shm-size, or set {label}.epoch_size",
         )
         return
     yield Finding("ok", "shards", f"{text}, {count_text(world * workers, 'worker')}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,8 +25,10 @@ def cheap_recipe_checks(recipe: Recipe) -> Iterator[Finding]:
     yield from caches(recipe)
     yield from hashes(recipe)
     yield from shards(recipe)
-    # A checkpoint is as large as the last one; before the first one only the doctor, who builds the model, knows.
-    if recipe.checkpoints.save and (held := held_checkpoints(recipe)):
+    # A checkpoint is as large as the last one; before the first one only the doctor, who builds the model, knows. One
+    # rank looks: a sharded checkpoint has a file of each rank, and so many ranks would ask a file system for all.
+    first = os.environ.get("RANK", "0") == "0"
+    if first and recipe.checkpoints.save and (held := held_checkpoints(recipe)):
         found = disk(Path(recipe.output), max(held))
         # No more than a warning: a run that has ended writes nothing, and what a killed one left is removed first.
         yield dataclasses.replace(found, level="warning") if found.level == "error" else found

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _calls = count()  # of `by_first_rank`, the same on all ranks
-_LOST = re.compile(r".*(Connection (closed|reset) by peer|remote process exit).*")  # as gloo and NCCL say it
+# As gloo, NCCL and the key-value store say it.
+_LOST = re.compile(r".*(Connection (closed|reset) by peer|remote process exit|ailed to recv, got 0|Broken pipe).*")
 _OPERATIONS = {"SUM": dist.ReduceOp.SUM, "MIN": dist.ReduceOp.MIN, "MAX": dist.ReduceOp.MAX}
 
 

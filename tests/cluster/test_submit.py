@@ -320,7 +320,10 @@ def test_what_rented_machines_write_has_to_outlive_them(monkeypatch):
     monkeypatch.setattr("cluster.submit.submit", lambda scheduler, text: submitted.append(scheduler) or 0)
     rent = ["--machines", "1", "--accelerator", "H200"]
     assert "checkpoints.bucket: not set" in error_of("skypilot", TRAIN, *rent)
-    assert "upload: not set" in error_of("skypilot", ENCODE, *rent) and not submitted
+    assert "upload: not set" in error_of("skypilot", ENCODE, *rent)
+    several = ["--machines", "2", *rent[2:]]
+    assert "share no folder" in error_of("skypilot", TRAIN, "checkpoints.bucket=s3://runs/sd2", *several)
+    assert not submitted
     assert main(["skypilot", TRAIN, "checkpoints.bucket=s3://runs/sd2", *rent]) == 0
     assert main(["skypilot", ENCODE, "upload=s3://sets/sd2", *rent]) == 0
     assert submitted == ["skypilot", "skypilot"]

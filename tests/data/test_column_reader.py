@@ -1,5 +1,6 @@
 """Chosen columns of MDS shards, against streaming's own reader."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,10 @@ def test_columns_are_those_of_streamings_reader(tmp_path):
         assert sample.arrays["first"].tobytes() == row["b"].tobytes()
         assert sample.arrays["second"].tobytes() == row["d"].tobytes()
     assert readers[0].arrays["second"].shape == (2, 2)
+    os.truncate(readers[1].path, 8)
+    column_readers(shards, {"first": "b"}, ("a",), rank=0, ranks=2)  # each process looks at its share of the files
+    with pytest.raises(ValueError, match="shard.00001.mds: .* has room for 8;"):
+        column_readers(shards, {"first": "b"}, ("a",), rank=1, ranks=2)
 
 
 def rewrite(folder: Path, **columns: str) -> StreamingDataset:

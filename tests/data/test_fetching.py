@@ -6,6 +6,7 @@ import threading
 import pytest
 from streaming import MDSWriter, StreamingDataset
 from streaming.base.dataset import _ShardState
+from streaming.base.world import World
 
 from data.fetching import FetchingDataset, NotFetched, WholeStream
 from data.shared_names import own_names
@@ -14,13 +15,17 @@ SAMPLES = 12
 COLUMNS = {"number": "int", "filler": "bytes"}
 
 
+def write_set(folder, samples=SAMPLES):
+    """A set of several shards."""
+    with MDSWriter(out=str(folder), columns=COLUMNS, size_limit=1500, hashes=["sha1"]) as writer:
+        for number in range(samples):
+            writer.write({"number": number, "filler": bytes(300)})
+    return folder
+
+
 @pytest.fixture
 def remote(tmp_path):
-    """A set of several shards."""
-    with MDSWriter(out=str(tmp_path / "remote"), columns=COLUMNS, size_limit=1500, hashes=["sha1"]) as writer:
-        for number in range(SAMPLES):
-            writer.write({"number": number, "filler": bytes(300)})
-    return tmp_path / "remote"
+    return write_set(tmp_path / "remote")
 
 
 @pytest.fixture
@@ -74,6 +79,22 @@ def test_a_shard_is_prepared_once_and_not_for_each_sample(open_set, tmp_path, mo
     assert dataset[0]["number"] == 0 and prepared[-1] == 0
 
 
+def test_a_set_that_is_nowhere_else_is_neither_evicted_nor_listed(open_set, remote, tmp_path, monkeypatch):
+    """streaming takes its folder for a cache, and removes its shards to make room for those of others."""
+    wide, walk, listed = write_set(tmp_path / "wide", 4 * SAMPLES), os.walk, []
+    before = sorted(remote.iterdir())
+    monkeypatch.setattr(os, "walk", lambda folder: listed.append(folder) or walk(folder))
+    largest = max(file.stat().st_size for file in wide.glob("*.mds"))
+    limit = sum((folder / "index.json").stat().st_size for folder in (remote, wide)) + 4 * largest
+    places = {"local": str(tmp_path / "cache"), "remote": str(wide)}, {"local": str(remote)}
+    with own_names():
+        streams = [WholeStream(**place) for place in places]
+        dataset = FetchingDataset(streams=streams, batch_size=4, cache_limit=limit, predownload=4)
+    assert len(list(dataset)) == 5 * SAMPLES
+    assert len(list(wide.glob("*.mds"))) > 4 >= len(list((tmp_path / "cache").glob("*.mds")))
+    assert sorted(remote.iterdir()) == before and listed == [str(tmp_path / "cache") + "/"]
+
+
 def test_nothing_of_an_epochs_size_is_kept_until_the_process_ends(open_set):
     dataset = open_set()
     before = set(map(id, threading._threading_atexits))
@@ -100,6 +121,17 @@ def test_a_shard_that_cannot_be_fetched_is_an_error_each_time(open_set, remote):
     (remote / dataset.shards[1].raw_data.basename).unlink()
     with pytest.raises(NotFetched, match="a shard could not be fetched or decompressed: shard.00001.mds"):
         list(dataset)
+
+
+def test_ranks_wait_for_all_attempts_to_fetch_an_index(remote, tmp_path):
+    """streaming lets them wait for as long as one attempt may take without a byte."""
+    cache = tmp_path / "cache"
+    stream = WholeStream(local=str(cache), remote=str(remote), download_timeout=0.05)
+    fetching = threading.Timer(0.2, os.symlink, (remote / "index.json", cache / "index.json"))
+    cache.mkdir(exist_ok=True)
+    fetching.start()
+    world = World(num_nodes=1, ranks_per_node=2, workers_per_rank=1, worker=1)
+    assert len(stream.get_shards(world, False)) == 3 and stream.download_timeout == 0.05
 
 
 def test_a_file_is_in_the_cache_whole_or_not_at_all(open_set, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -50,6 +51,17 @@ def test_outside_names_are_streamings_own():
     with own_names():
         assert next(prefix._each_prefix_int()) != first
     assert prefix._each_prefix_int is before
+
+
+def test_machines_of_a_run_have_other_names(monkeypatch):
+    """Their locks would be the same files where they share the folder for temporary files."""
+    monkeypatch.setattr("secrets.randbits", lambda bits: 1 << 40)  # what the first rank tells the others
+    found = []
+    for machine in ("gpu-1", "gpu-2", "gpu-1"):
+        monkeypatch.setattr("data.shared_names.uname", lambda machine=machine: SimpleNamespace(nodename=machine))
+        with own_names():
+            found.append(next(prefix._each_prefix_int()))
+    assert found[0] == found[2] != found[1]
 
 
 def test_a_cache_is_used_by_one_run(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from precompute.batch import DecodedBatch, ShardEnd
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import DecodedBatches, assign, batches
+from precompute.job import _finish
 from precompute.output import STALE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
@@ -218,6 +219,22 @@ def test_what_killed_ranks_have_left_is_removed_from_finished_shards(tmp_path):
         os.utime(output.partial(shard, rank), times=(time.time() - age,) * 2)
     output.merge(FIELDS, {}, leave_out=["b"])
     assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == ["a", "a.tmp-2", "b.tmp-3"]
+
+
+def test_ranks_look_into_no_folder_while_others_are_missing(tmp_path, monkeypatch):
+    """A thousand ranks start and end at the same time, and each would look into a hundred thousand folders."""
+    looked = []
+    monkeypatch.setattr(OutputSet, "is_encoded", lambda self, shard: looked.append(shard))
+    output = OutputSet(tmp_path, ["a", "b", "c"])
+    output.claim({"x": 1})
+    output.folder("a").mkdir()
+    assert not output.is_complete({})
+    _finish(None, {"train": output}, Rank(0, 2), {}, {}, {})
+    assert looked == []
+    output.note_unreadable("b", "broken")
+    output.note_unreadable("c", "broken")
+    _finish(None, {"train": output}, Rank(0, 2), {}, {}, {})
+    assert looked == ["a"]
 
 
 def test_a_folder_without_its_marker_is_replaced(tmp_path):

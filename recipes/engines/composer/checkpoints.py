@@ -12,15 +12,14 @@ from composer import Callback, Event, State
 from composer.callbacks import CheckpointSaver
 from composer.loggers import Logger
 from composer.utils import reproducibility
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 from data.log import log
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, first_rank_writes, whole
 from recipes.engines.composer.run import ComposerRun
 from recipes.engines.lever_states import LEVERS, gathered, separated
+from recipes.engines.save_planner import SavePlanner
 from recipes.training.checkpoint_names import KINDS
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import is_first_rank
 
 
 class WholeCheckpoints(CheckpointSaver):
@@ -77,9 +76,7 @@ def _write(state: State, path: Path, sharded: bool) -> None:
         if sharded:
             levers, saved[LEVERS] = separated(levers)
             saved["state"]["algorithms"] = [*levers.items()]
-            if not is_first_rank():
-                del saved["rng"]
-            dcp.save(saved, checkpoint_id=partial, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+            dcp.save(saved, checkpoint_id=partial, planner=SavePlanner(dedup_save_to_lowest_rank=True))
             return
         saved["state"]["algorithms"] = [*gathered(levers).items()]
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 from composer import Callback, Logger, State
-from composer.utils import reproducibility
+from composer.utils import dist, reproducibility
 
 from recipes.engines.lazy import copied
+from recipes.training.ranks import rank, world_size
 
 
 class Generators(Callback):
@@ -19,17 +20,19 @@ class Generators(Callback):
     """
 
     def __init__(self) -> None:
-        self.saved: list[dict[str, Any]] | None = None
+        self.saved: dict[str, Any] | None = None  # of this rank
 
     def state_dict(self) -> dict[str, Any]:
         # Of all ranks. A run that ends before its first batch, as one that was complete, passes on what it got.
-        return {"generators": reproducibility.get_rng_state() if self.saved is None else self.saved}
+        states = reproducibility.get_rng_state() if self.saved is None else dist.all_gather_object(self.saved)
+        return {"generators": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Of ranks that a sharded checkpoint has no state of there is an empty form; see `LoadPlanner`.
-        self.saved = copied([saved for saved in state["generators"] if isinstance(saved["numpy"][1], np.ndarray)])
+        saved = state["generators"][rank()] if rank() < len(state["generators"]) else None
+        # Where a sharded checkpoint has no state of this rank, there is an empty form; see `LoadPlanner`.
+        self.saved = copied(saved) if saved is not None and isinstance(saved["numpy"][1], np.ndarray) else None
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if self.saved is not None:
-            reproducibility.load_rng_state(self.saved)
+            reproducibility.load_rng_state([self.saved] * world_size())
             self.saved = None

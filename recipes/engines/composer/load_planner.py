@@ -2,25 +2,30 @@
 
 PyTorch's loader reads what the present state has, and refuses a checkpoint that lacks a part of it. States of callbacks
 and levers that have not begun have nothing yet, and the checkpoint may be of fewer ranks. Therefore this planner asks
-for what the checkpoint has.
+for what the checkpoint has. Of the random number generators of all ranks, each rank asks for its own: the first rank
+collects what all ranks ask for.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from composer.utils import FSDP2Config
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from recipes.engines.composer.generators import Generators
 from recipes.engines.lever_states import LEVERS, State, forms
+from recipes.training.ranks import rank
 
 CALLBACKS = ("state", "callbacks")
-GENERATORS = ".".join((*CALLBACKS, Generators.__name__, ""))  # what the names of their states begin with
+# Names of the states of generators: of this repository's callback, and Composer's own.
+OF_A_RANK = re.compile(rf"({'.'.join((*CALLBACKS, Generators.__name__, 'generators'))}|rng)\.(?P<rank>\d+)\.")
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -52,8 +57,16 @@ class LoadPlanner(DefaultLoadPlanner):
             state_dict[LEVERS] = self.levers
         super().set_up_planner(state_dict, metadata, is_coordinator)
         # Ranks that the checkpoint has no generators of keep their own.
-        saved = metadata.state_dict_metadata
-        self.state_dict = {n: v for n, v in self.state_dict.items() if n in saved or not n.startswith(GENERATORS)}
+        saved, own = metadata.state_dict_metadata, str(rank())
+        self.state_dict = {
+            name: value
+            for name, value in self.state_dict.items()
+            if (of := OF_A_RANK.match(name)) is None or (of["rank"] == own and name in saved)
+        }
+
+    def create_local_plan(self) -> LoadPlan:
+        """Not PyTorch's: it takes a checkpoint with values that are not asked for for one of PyTorch 2.3."""
+        return create_default_local_load_plan(self.state_dict, self.metadata)
 
 
 @dataclass

@@ -37,6 +37,7 @@ from recipes.engines.lightning.run import LightningRun
 from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
+from recipes.engines.save_planner import SavePlanner
 from recipes.training.callback import by_names_of_states
 from recipes.training.checkpoint_names import KINDS, REST
 from recipes.training.clock import CheckpointInterval
@@ -173,7 +174,7 @@ class Checkpoints:
             rest[LEVERS] = gathered(rest[LEVERS])
         with whole(path) as partial:
             if self._sharded:
-                dcp.save(tensors, checkpoint_id=partial)
+                dcp.save(tensors, checkpoint_id=partial, planner=SavePlanner())
             written = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
             first_rank_writes(path, lambda: torch.save(*written))
         self._files.newest_is(path, counts.batch)

@@ -168,6 +168,8 @@ def test_a_run_that_goes_on_needs_room_for_what_is_not_there_yet(small_recipe, l
         monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
         assert levels(recipe_checks(recipe, []))["disk"] == doctor
         assert levels(cheap_recipe_checks(recipe))["disk"] == start
+    monkeypatch.setenv("RANK", "1")
+    assert "disk" not in levels(cheap_recipe_checks(recipe))
 
 
 def test_checkpoints_that_are_removed_meanwhile(small_recipe, tmp_path, monkeypatch):
@@ -223,6 +225,14 @@ def test_shards(small_recipe, latent_sets, tmp_path, monkeypatch, batch, workers
         recipe.data.args["streams"] = {"train": remote_stream(f"{latent_sets}/train", f"{latent_sets}/train")}
     (found,) = shards(recipe)
     assert found.level == level and text in found.text
+
+
+def test_the_order_of_an_epoch_in_shared_memory(small_recipe, tmp_path, monkeypatch):
+    recipe = small_recipe(tmp_path / "run", "data.workers=1")
+    for free, level in ((320, "ok"), (319, "warning")):  # for 40 samples
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        (found,) = shards(recipe)
+        assert found.level == level
 
 
 def remote_stream(url, cache):

@@ -26,6 +26,8 @@ LOST = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection cl
         LOST,
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
         "remote process exited or there was a network error",
+        "failed to recv, got 0 bytes",  # of the store, when the first rank has ended; torch 2.11 goes on
+        "Broken pipe",
     ],
 )
 def test_a_rank_that_loses_the_connection_says_so_in_a_line(monkeypatch, capsys, line):

@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from callbacks import fid
 from callbacks.export import Export
 from data.files import write_text
 from data.loading import Loading
 from data.sources.base import Sample
-from recipes.engines import bucket, checkpoint_files, resuming
+from recipes.engines import bucket, checkpoint_files, resuming, shared_folder
 from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.resuming import prepare_folder
+from recipes.engines.save_planner import SavePlanner
 from recipes.models.task import Task
 from recipes.scoring.extractors import Features
 from recipes.training import ranks
@@ -79,7 +83,7 @@ def tells(call, what):
 def a_slow_bucket(folder):
     """No collective waits for it, when a checkpoint is fetched at the start, copied in the run, and named by its
     address. What it refuses reaches both ranks."""
-    checkpoints = SimpleNamespace(bucket="s3://sets/run", resumes=True, keep=1)
+    checkpoints = SimpleNamespace(bucket="s3://sets/run", resumes=True, save=True, keep=1)
     recipe = SimpleNamespace(checkpoints=checkpoints, output=str(folder))
     (folder / "ep0-ba9").touch()
     with pytest.MonkeyPatch.context() as patch:
@@ -124,6 +128,20 @@ def a_hang(folder):
     moment = "average_gradients" if rank == 0 else "before_data"
     assert line.startswith(f"rank {rank}: ") and f"since {moment} after batch 7: waits in " in line, line
     assert ("distributed_c10d.py" in line and " all_reduce" in line) == (rank == 0), line
+
+
+def a_folder_of_each_machine(folder):
+    """All ranks say that they could not resume, and a folder that all see is left as it was."""
+    checkpoints = SimpleNamespace(bucket=None, resumes=True, save=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_folder, "PATIENCE", 0)
+        for own, save in (("both", True), (str(dist.get_rank()), False)):
+            checkpoints.save = save
+            prepare_folder(SimpleNamespace(checkpoints=checkpoints, output=str(folder / own)), "lightning")
+        assert not list((folder / "both").iterdir())
+        checkpoints.save = True
+        with pytest.raises(ValueError, match=f"^output: .* cannot see .*/{dist.get_rank()} of .*; give a folder on a"):
+            prepare_folder(SimpleNamespace(checkpoints=checkpoints, output=str(folder / own)), "lightning")
 
 
 @contextmanager
@@ -195,6 +213,18 @@ def a_slow_full_checkpoint_of_composer(folder):
         saver.save(state, None)
     saved = torch.load(folder / "checkpoints" / "ep0-ba3-rank0.pt", weights_only=False)
     assert list(saved["state"]) == ["of 0", "algorithms"] and len(saved["rng"]) == 2
+
+
+def replicas_in_a_sharded_checkpoint(folder):
+    """Of two replicas the first one writes the shards, and of two halves each rank its own."""
+    for shape, of_the_second in (((2, 1), []), ((1, 2), ["weight"])):
+        mesh, planner = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")), SavePlanner()
+        weight = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
+        dcp.save({"weight": weight, "batch": 3}, checkpoint_id=folder / str(shape), planner=planner)
+        assert [*planner.state_dict] == (["weight", "batch"] if dist.get_rank() == 0 else of_the_second)
+        read = {"weight": torch.zeros(4), "batch": 0}
+        dcp.load(read, checkpoint_id=folder / str(shape))
+        assert read["weight"].tolist() == [0, 1, 2, 3] and read["batch"] == 3
 
 
 @contextmanager
@@ -303,8 +333,10 @@ CHECKS = {
     "what ranks tell each other": what_they_tell_each_other,
     "waiting: a slow bucket": a_slow_bucket,
     "waiting: a hang": a_hang,
+    "waiting: a folder of each machine": a_folder_of_each_machine,
     "waiting: slow checkpoints of Lightning": slow_checkpoints_of_lightning,
     "waiting: a slow full checkpoint of Composer": a_slow_full_checkpoint_of_composer,
+    "replicas in a sharded checkpoint": replicas_in_a_sharded_checkpoint,
     "waiting: a full disk": a_full_disk,
     "waiting: a full disk of a rank": a_full_disk_of_a_rank,
     "waiting: a slow export": a_slow_export,
