@@ -79,7 +79,7 @@ class Training:
     """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU. fastest: amp_bf16 on a
     GPU and on a CPU that has instructions for it (AVX512-BF16, AMX), else fp32. A CPU hardly gains from amp_fp16."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """auto: the GPU if there is one, else the CPU."""
+    """auto: the GPU if there is one, else the CPU; a run on several machines needs cpu if they have no GPU."""
     eval_every: Duration | None = None
     """Interval of validation; null: only at the end of the run. The end always validates."""
     grad_clip: float | None = None

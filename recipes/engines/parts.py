@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -73,11 +75,18 @@ class Place:
         """The place that a recipe asks for.
 
         Raises:
-            ValueError: a GPU is asked for where PyTorch sees none.
+            ValueError: a GPU is asked for where PyTorch sees none, or the run has several machines and this one none.
         """
-        use_gpu = torch.cuda.is_available() if recipe.training.device == "auto" else recipe.training.device == "gpu"
-        if use_gpu and not torch.cuda.is_available():
+        device, found = recipe.training.device, torch.cuda.is_available()
+        use_gpu = found if device == "auto" else device == "gpu"
+        if use_gpu and not found:
             raise ValueError("training.device: gpu was asked for, and PyTorch sees none; use auto or cpu")
+        world = int(os.environ.get("WORLD_SIZE") or 1)
+        if device == "auto" and not found and world > int(os.environ.get("LOCAL_WORLD_SIZE") or world):
+            raise ValueError(
+                f"training.device: PyTorch sees no GPU on {platform.node()}, and the run's other machines would wait "
+                "for it if they have some; repair its driver, or set training.device=cpu"
+            )
         return cls(use_gpu, resolve(recipe.training.precision, use_gpu=use_gpu), local_world_size)
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import warnings
+from contextlib import nullcontext
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -247,6 +248,18 @@ def test_what_cannot_run_is_said(small_recipe, tmp_path, monkeypatch, changes, m
     with pytest.raises(ValueError, match=message) as error:
         build_trainer(small_recipe(tmp_path, *changes))
     assert "\n" not in str(error.value)
+
+
+def test_of_several_machines_each_needs_a_gpu(quick_recipe, tmp_path, monkeypatch):
+    """One whose driver does not work would train on its CPU, and the others wait for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    auto = quick_recipe(tmp_path, "training.device=auto")
+    for local, refused in (("2", True), ("4", False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        with pytest.raises(ValueError, match="sees no GPU on .*; repair its driver, or") if refused else nullcontext():
+            parts.Place.of(auto, 2)
+        assert not parts.Place.of(quick_recipe(tmp_path, "training.device=cpu"), 2).use_gpu
 
 
 def test_batches_divide_over_devices(quick_recipe, tmp_path, monkeypatch):
