@@ -39,7 +39,7 @@ def health(folder: Path, query: tuple[str, ...] = QUERY) -> Iterator[Finding]:
         return
     late = [beat for beat in found if beat.until < now]
     for beat in late:
-        yield Finding("error", "run", f"process {beat.process} has shown no sign of life since {beat.moment}")
+        yield Finding("error", "run", f"process {beat.process} has shown no sign of life since {beat.hook}")
     if not late:
         yield Finding("ok", "run", f"{len(found)} processes go on")
     on_gpu = sum(beat.on_gpu for beat in found)
