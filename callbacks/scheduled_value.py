@@ -64,7 +64,7 @@ class ScheduledValue(Callback):
     def _set(self, clock: Clock) -> float:
         length, unit = clock.position(self.over)
         passed = clock.passed(unit)
-        # Not above 0 also where the change ended in an epoch whose first batches had more samples than batches have now.
+        # It is below 0 where the change ended in batches of an epoch that had more samples than those of now.
         number = between(*self.values, passed / length if length > 0 else 1.0, self.shape)
         getattr(self.task, self.value).fill_(number)
         return number
