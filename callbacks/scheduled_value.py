@@ -64,7 +64,8 @@ class ScheduledValue(Callback):
     def _set(self, clock: Clock) -> float:
         length, unit = clock.position(self.over)
         passed = clock.passed(unit)
-        number = between(*self.values, passed / length if length else 1.0, self.shape)
+        # It is below 0 where the change ended in batches of an epoch that had more samples than those of now.
+        number = between(*self.values, passed / length if length > 0 else 1.0, self.shape)
         getattr(self.task, self.value).fill_(number)
         return number
 

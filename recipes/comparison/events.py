@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,25 +35,26 @@ class Curve:
 
 def read_curves(folder: Path) -> dict[str, Curve]:
     """The figures by name in the TensorBoard files below a folder; empty if there are none."""
-    logged: dict[str, list[tuple[float, float, float]]] = defaultdict(list)  # (time, batch, value)
+    # (time, batch, value), one after the other: as tuples, those of a run of weeks would take 10 GB.
+    logged: dict[str, array] = defaultdict(lambda: array("d"))
     sessions: list[tuple[float, float]] = []  # first and last time of each process that wrote
     last: tuple[str, str, int] | None = None
     for file in sorted(filter(FILE.search, map(str, folder.rglob("events.out.tfevents.*"))), key=_order):
         _, host, process, number = FILE.search(file).groups()
-        times = []
+        first, end = float("inf"), float("-inf")  # times
         for event in _events(Path(file)):
             for value in event.summary.value:
                 if value.WhichOneof("value") == "simple_value" and not value.tag.startswith(COPIES):
-                    logged[value.tag].append((event.wall_time, float(event.step), value.simple_value))
-                    times.append(event.wall_time)
-        if not times:
+                    logged[value.tag].extend((event.wall_time, event.step, value.simple_value))
+                    first, end = min(first, event.wall_time), max(end, event.wall_time)
+        if first > end:
             continue
         if last is None or last[:2] != (host, process) or int(number) <= last[2]:
-            sessions.append((min(times), max(times)))
+            sessions.append((first, end))
         else:
-            sessions[-1] = (min(sessions[-1][0], *times), max(sessions[-1][1], *times))
+            sessions[-1] = (min(sessions[-1][0], first), max(sessions[-1][1], end))
         last = host, process, int(number)
-    return {name: _curve(np.array(rows), sessions) for name, rows in sorted(logged.items())}
+    return {name: _curve(np.frombuffer(logged.pop(name)).reshape(-1, 3), sessions) for name in sorted(logged)}
 
 
 def _order(file: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from data.disk_errors import ADVICE, disk_error
 from data.log import log
 
 SAID = 60.0  # seconds between lines about it
+MOST = 2**20  # bytes that wait for a flush
 
 
 class TensorBoardWriter:
@@ -65,23 +67,43 @@ class TensorBoardWriter:
 
 
 class LastingFile:
-    """A file to which TensorBoard appends records, each whole or not at all."""
+    """A file to which TensorBoard appends records: those between two flushes in one write, or not at all.
+
+    TensorBoard opens and closes the file for each write, which on a network file system takes milliseconds, and a batch
+    has some twenty records.
+    """
 
     def __init__(self, file: Any) -> None:
         """
         Args:
-            file: TensorBoard's, which opens it for each record, so that it needs no repair.
+            file: TensorBoard's, which opens it for each write, so that it needs no repair.
         """
         self._file = file
         self._path = Path(os.fsdecode(file.filename))
         self._said = -SAID
+        self._waiting = bytearray()
+        self._lock = threading.Lock()  # TensorBoard's thread writes and flushes, and the main thread flushes
 
     def write(self, record: bytes) -> None:
-        """Append a record, unless the disk is full, read-only or the like."""
+        """Take a record, which the next flush appends."""
+        with self._lock:
+            self._waiting += record
+            full = len(self._waiting) > MOST
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what waits, unless the disk is full, read-only or the like."""
+        with self._lock:
+            records, self._waiting = bytes(self._waiting), bytearray()
+            if records:
+                self._append(records)
+
+    def _append(self, records: bytes) -> None:
         size = 0
         try:
             size = self._path.stat().st_size
-            self._file.write(record)
+            self._file.write(records)
         except OSError as error:
             if error.filename is None:
                 error.filename = str(self._path)
@@ -93,9 +115,6 @@ class LastingFile:
                 self._said = time.monotonic()
                 advice = f"{error.strerror}; {ADVICE[error.errno]}"
                 log.warning(f"loggers: {self._path}: {advice}; training goes on, and figures are missing there")
-
-    def flush(self) -> None:
-        """Does nothing: each record is written at once."""
 
     def close(self) -> None:
         """Close TensorBoard's file."""

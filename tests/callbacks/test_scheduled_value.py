@@ -89,6 +89,14 @@ def test_no_length_is_the_end_at_once():
     assert values("0ba", "3ba", 2) == [0.0625, 0.0625]
 
 
+def test_a_change_ends_in_batches_larger_than_those_of_now():
+    """Of 80 batches of the present size, 10 that were eight times as large had the samples: the middle came before."""
+    run = FakeRun(task())
+    run.clock = Clock(10, 640, 0, "20ba", epoch_batches=100, epoch_began=-70)
+    ScheduledValue(run.task, value="temperature", start=1.0, end=0.0625, over="0.5ep", shape="linear").begin(run)
+    assert float(run.task.temperature) == 0.0625
+
+
 def test_a_line():
     assert values("4ba", "8ba", 6, shape="linear", start=0.0, end=2.0, value="beta") == [0, 0.5, 1, 1.5, 2, 2]
 

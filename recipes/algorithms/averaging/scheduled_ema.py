@@ -44,7 +44,9 @@ class ScheduledEMA(Lever):
         """Give `decay` or `half_life`; `start` or `last` or, for the whole run, neither.
 
         Args:
-            decay: share of the average that an update keeps, between 0 and 1.
+            decay: share of the average that an update keeps, between 0 and 1. For more than 0.9999, give a larger
+                `every` with a lower decay instead: of a weight that hardly changes, an average in 32 bits stays away by
+                up to 6e-8 / (1 - decay) of its size.
             half_life: duration after which the weight of a contribution has halved, such as 5000ba; `decay` follows
                 from it and from `every`.
             start: when the average begins, such as 800000ba or 0.965dur; null: at the start of the run.

@@ -1,5 +1,7 @@
 """Figures as they were logged: TensorBoard's files against what was written into them."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,17 @@ def test_a_resumed_run_is_one_curve(tmp_path, monkeypatch):
     assert curve.values.tolist() == [1, 2, 3, 4, -5, -6, -7, -8]
     seconds = [0, 10, 20, 30, *(50 + 10 * i for i in range(4))]  # of both processes, without the pause between them
     assert (3600 * curve.hours).tolist() == pytest.approx(seconds)
+
+
+def test_reading_takes_little_more_memory_than_the_curves(tmp_path):
+    """A run of weeks logs a hundred million values."""
+    log(tmp_path, [(float(batch), batch, {f"figure{i}": 1.0 for i in range(50)}) for batch in range(500)])
+    tracemalloc.start()
+    try:
+        assert len(read_curves(tmp_path)) == 50
+        assert tracemalloc.get_traced_memory()[1] < 25_000 * 50  # bytes, of values with a time and a batch
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_without_its_end_is_read_as_far_as_it_goes(tmp_path):
