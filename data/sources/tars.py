@@ -14,14 +14,16 @@ import lzma
 import math
 import os
 import re
+import shutil
 import tarfile
 import tempfile
+import time
 import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -45,6 +47,8 @@ from data.sources.base import (
 SCHEMES = ("file", "http", "https", "s3", "gs")
 MAX_SHARDS = 1_000_000
 TIMEOUT = 60.0  # seconds without a byte
+FETCHED = "precompose-tar-"  # begins the names of the temporary folders into which tars are fetched
+LEFT = 3 * 3600.0  # seconds without a change after which such a folder is a killed process's: all attempts take less
 
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 MAX_NAME_BYTES = 1 << 20  # of headers with long names and other notes
@@ -170,7 +174,8 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             raise FileNotFoundError(f"no file {url}: a shard of the source is gone")
         file = open(url, "rb")  # noqa: SIM115 - closed below
     else:
-        with tempfile.TemporaryDirectory(prefix="precompose-", ignore_cleanup_errors=True) as folder:  # of NFS
+        _remove_left(Path(tempfile.gettempdir()))
+        with tempfile.TemporaryDirectory(prefix=FETCHED, ignore_cleanup_errors=True) as folder:  # of NFS
             local = Path(folder) / "shard.tar"
             try:
                 fetch(url, local, TIMEOUT)
@@ -184,6 +189,15 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
         yield file
+
+
+def _remove_left(temporary: Path) -> None:
+    """Removes what killed processes fetched: a job that is pre-empted often would fill the disk."""
+    for folder in temporary.glob(f"{FETCHED}*"):
+        with suppress(OSError):  # another process was first, or another user owns it
+            changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - changed > LEFT:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class _CheckedHeader(tarfile.TarInfo):
