@@ -52,6 +52,7 @@ LEFT = 3 * 3600.0  # seconds without a change after which such a folder is a kil
 
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 MAX_NAME_BYTES = 1 << 20  # of headers with long names and other notes
+MAX_MEMBER_BYTES = 1 << 40  # `tarfile` goes on to skip a member behind the end of the file, a damaged one for ever
 HEADER_ERRORS = (ValueError, OverflowError, IndexError, RecursionError, OSError)  # `tarfile` raises them for wild ones
 
 _COMPRESSIONS = ((rb"\x1f\x8b\x08", gzip.open), (rb"BZh.1AY&SY", bz2.open), (rb"\xfd7zXZ|\x5d\0\0\x80", lzma.open))
@@ -206,7 +207,10 @@ class _CheckedHeader(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
         try:
-            return super().fromtarfile(archive)
+            found = super().fromtarfile(archive)
+            if archive.offset - found.offset > MAX_MEMBER_BYTES:
+                raise tarfile.InvalidHeaderError("a member that is larger than any file")
+            return found
         except tarfile.EOFHeaderError:
             raise
         except tarfile.HeaderError as error:

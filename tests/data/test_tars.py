@@ -164,6 +164,17 @@ def test_tar_that_is_none(tmp_path):
     assert reasons(TarSource(urls=str(tmp_path / "x.tar"))) == {"x.tar": "broken_shard"}
 
 
+def test_a_member_of_a_wild_size_ends_the_shard(tmp_path):
+    write_tar(tmp_path / "0.tar", layout())
+    data = bytearray((tmp_path / "0.tar").read_bytes())
+    data[124] = 0x80  # the digits of the first member's size are then its bytes
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    (tmp_path / "0.tar").write_bytes(data)
+    (row,) = read(TarSource(urls=str(tmp_path / "0.tar")))
+    assert row.reason == "broken_shard" and "larger than any file" in row.detail
+
+
 def test_huge_members_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tars, "MAX_FILE_BYTES", 1000)
     path = write_tar(tmp_path / "x.tar", [("a.png", bytes(1001)), ("a.txt", b"big"), *layout(ROWS[:1])])
