@@ -6,6 +6,7 @@ import http.client
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from data.log import log
 if TYPE_CHECKING:
     from streaming.base.storage import CloudDownloader
 
-ATTEMPTS = 7  # to fetch a file, with pauses of 1, 2, 4, ... 32 s between them: a minute, in which servers restart
+ATTEMPTS = 7  # to copy a file, with pauses of 1, 2, 4, ... 32 s between them: a minute, in which servers restart
 LONG = 8.0  # seconds of a pause that is announced
 CREDENTIAL = "whether the address is right and the credential has expired"
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # of botocore
@@ -39,13 +40,13 @@ def fetch(
         ConnectionError: no file came, or only a part of it, and there was no error that says why.
         Exception: each store's client has its own errors, without a common base class.
     """
-    attempts = ATTEMPTS if attempts is None else max(1, attempts)
     web = address.startswith(("http://", "https://"))
     if downloader is None and not web:
         from streaming.base.storage import CloudDownloader  # imports torch, so only where a store is read
 
         downloader = CloudDownloader.get(address)
-    for attempt in range(attempts):
+
+    def ask() -> None:
         path.unlink(missing_ok=True)  # downloaders take a file that is there for whole
         try:
             if web:
@@ -53,13 +54,34 @@ def fetch(
             downloader.download(address, str(path), timeout)
             if not path.is_file():  # Google's, with the keys of S3's protocol, passes over most errors
                 raise ConnectionError(f"{address}: no answer that says why")
-            return None
-        except Exception as error:
+        except Exception:
             path.unlink(missing_ok=True)
-            if attempt + 1 == attempts or _is_refused(error):
-                raise
             if downloader is not None:
                 downloader.clean_up()  # the next attempt makes a new client
+            raise
+
+    ask_again(ask, address, attempts)
+
+
+def ask_again(ask: Callable[[], None], address: str, attempts: int | None = None) -> None:
+    """Call `ask`, which asks a store for something, until it raises no error.
+
+    Args:
+        ask: raises an error when the store refuses, or does not answer.
+        address: of what is asked for.
+        attempts: how often it is called, with pauses; None: `ATTEMPTS`. After a refusal, or where there are no
+            credentials, it is not called again.
+
+    Raises:
+        Exception: the error of the last call.
+    """
+    attempts = ATTEMPTS if attempts is None else max(1, attempts)
+    for attempt in range(attempts):
+        try:
+            return ask()
+        except Exception as error:
+            if attempt + 1 == attempts or _is_refused(error):
+                raise
             pause = 2.0**attempt
             if pause >= LONG:
                 log.info(f"{address}: {one_line(error)}; asks again in {pause:g} s")
@@ -98,6 +120,8 @@ def _is_refused(error: Exception) -> bool:
     """Whether asking again gives the same: no credentials, a missing file, or a status of HTTP from 400 to 499."""
     if _lacks_credentials(error):
         return True
+    if type(error).__name__ == "S3UploadFailedError":  # of boto3, which leaves the answer to the error before
+        error = error.__context__ or error
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):  # of boto3
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)

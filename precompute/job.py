@@ -123,6 +123,7 @@ def _finish(
         ValueError: input shards of a set could not be read.
     """
     unreadable: dict[str, str] = {}
+    others = False  # whether shards of any set are left to them
     for label, output in sets.items():
         # In this order: of two ranks that end at the same time, one then sees what both have left.
         remaining = output.absent()
@@ -132,7 +133,7 @@ def _finish(
         broken = {shard: problem for shard, problem in problems.items() if shard in remaining}
         left = len(remaining) - len(broken)
         if left and rank.world > 1:
-            # The last rank to finish names what could not be read: the launcher stops the others when one fails.
+            others = True
             every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
             continue
         unreadable |= broken
@@ -142,17 +143,19 @@ def _finish(
         elif rank.world == 1:
             left = len(remaining)
             log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
-    if failed.keys() - unreadable.keys():
-        every_rank.warning(f"encode: rank {rank.rank} could not read: {_listed(failed)}")
-    if unreadable:
+    if others and failed:
+        every_rank.warning(f"encode: rank {rank.rank} could not read: {listed(failed)}")
+    # The last rank to finish names what could not be read: the launcher stops the others when one fails.
+    if unreadable and not others:
         again = "start the job again to try them again"
         advice = (
             again if config.leave_out_unreadable else f"{again}, or go on without them by leave_out_unreadable=true"
         )
-        raise ValueError(f"{len(unreadable)} input shards could not be read; {advice}: {_listed(unreadable)}")
+        raise ValueError(f"{len(unreadable)} input shards could not be read; {advice}: {listed(unreadable)}")
 
 
-def _listed(problems: dict[str, str]) -> str:
+def listed(problems: dict[str, str]) -> str:
+    """The first of several input shards, each with its problem."""
     more = f"; and {len(problems) - 3} more, in the folder {UNREADABLE}" if len(problems) > 3 else ""
     return "; ".join(f"{shard}: {problem}" for shard, problem in list(problems.items())[:3]) + more
 

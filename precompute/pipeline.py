@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from data.log import every_rank
 from data.sources.base import InputShard, Rejected
 from precompute.batch import DecodedBatch
 from precompute.columns import crop_column
@@ -190,7 +191,9 @@ class EncodePipeline:
 
     def _fail(self, shard: InputShard, problem: str) -> None:
         """Gives a shard up. The next start of the job tries it again."""
-        self.failed.setdefault(shard, problem)
+        if shard not in self.failed:
+            self.failed[shard] = problem
+            every_rank.warning(f"encode: {shard.shard} could not be read: {problem}")  # the job may end days later
         if shard in self.writers:
             self.writers.pop(shard).abandon()
 

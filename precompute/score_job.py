@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from data.errors import one_line
 from data.files import atomic_write, write_json
 from data.log import every_rank
 from data.ranks import Rank
@@ -17,7 +18,8 @@ from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
 from precompute.config import EncodeConfig, changed_option, source_options
-from precompute.job import pick_device
+from precompute.job import listed, pick_device
+from precompute.output import OutputSet
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
@@ -38,7 +40,8 @@ def score(config: EncodeConfig, model: str) -> bool:
         Whether all sets are complete.
 
     Raises:
-        FileNotFoundError, ValueError: the model cannot be loaded, or a folder holds scores of another model.
+        FileNotFoundError, ValueError: the model cannot be loaded, a folder holds scores of another model, or input
+            shards could not be read, and no other is left.
     """
     rank = Rank.from_environment()
     sources, decoder = build(config.sources), build(config.filter)
@@ -48,15 +51,30 @@ def score(config: EncodeConfig, model: str) -> bool:
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
     for label, folder in folders.items():
         claim(folder, facts[label])
-    shards = [(label, shard) for label, source in sources.items() for shard in source.shards()]
-    todo = [one for one in rank.share(shards) if not score_file(folders[one[0]], one[1]).is_file()]
+    sets = {label: OutputSet(folders[label], source.shards()) for label, source in sources.items()}  # for its notes
+    shards = [(label, shard) for label, output in sets.items() for shard in output.shards]
+    own = rank.share(shards)
+    for label, output in sets.items():  # first of all, see `precompute.job.run`
+        output.forget_unreadable({shard for other, shard in own if other == label})
+    todo = [one for one in own if not score_file(folders[one[0]], one[1]).is_file()]
     every_rank.info(f"scores: rank {rank.rank} of {rank.world}: {len(todo)} of {len(shards)} shards to do, {model}")
     with ThreadPoolExecutor(DECODERS) as pool:
         for label, shard in todo:
-            scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool)
+            try:
+                scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool)
+            except (OSError, ValueError) as error:  # as sources raise them: one bad tar of many does not end the job
+                every_rank.warning(f"scores: {shard} could not be read: {one_line(error)}")
+                sets[label].note_unreadable(shard, one_line(error))
+                continue
             write_scores(score_file(folders[label], shard), scores)
-    complete = [_summarise(folders[label], source.shards(), facts[label]) for label, source in sources.items()]
-    return all(complete)
+    unreadable: dict[str, str] = {}
+    left = [_summarise(output, facts[label], unreadable) for label, output in sets.items()]
+    if unreadable and not any(left):  # the launcher stops the others when one fails
+        raise ValueError(
+            f"{len(unreadable)} input shards could not be read; start it again to try them again, or take them out of "
+            f"the source: {listed(unreadable)}"
+        )
+    return not any(left)
 
 
 def claim(folder: Path, facts: dict[str, Any]) -> None:
@@ -107,12 +125,23 @@ def score_shard(
     return ShardScores(keys, np.concatenate(embeddings[1:] or embeddings), np.concatenate(similarities))
 
 
-def _summarise(folder: Path, shards: list[str], facts: dict[str, Any]) -> bool:
-    """Write the figures of a set's similarities, and the share of pairs above each threshold as a chart."""
-    left = sum(not score_file(folder, shard).is_file() for shard in shards)
-    if left:
+def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, str]) -> int:
+    """Write the figures of a set's similarities, and the share of pairs above each threshold as a chart.
+
+    Nothing is written where shards are missing. Of those, `unreadable` gets the ones that could not be read, each with
+    the problem. Returns the number of the others, which are left to other ranks.
+    """
+    folder, shards = output.out, output.shards
+    # In this order: of two ranks that end at the same time, one then sees what both have left.
+    present = {path.name for path in folder.glob("shards/*.npz")}  # one listing, as in `OutputSet.absent`
+    missing = [shard for shard in shards if score_file(folder, shard).name not in present]
+    problems = output.unreadable()
+    broken = {shard: problems[shard] for shard in missing if shard in problems}
+    unreadable |= broken
+    if left := len(missing) - len(broken):
         every_rank.info(f"{folder}: {left} of {len(shards)} shards are left to other ranks")
-        return False
+    if missing:
+        return left
     values = np.concatenate([read_scores(folder, shard, embeddings=False).similarities for shard in shards])
     if not len(values):
         raise ValueError(f"{folder}: no pair passed the filter; see the source and its filter")
@@ -122,7 +151,7 @@ def _summarise(folder: Path, shards: list[str], facts: dict[str, Any]) -> bool:
     write_json(folder / SUMMARY, {**facts, **figures}, indent=1)
     _chart(values, folder / "similarities.png")
     every_rank.info(f"{folder}: {len(values):,} pairs, mean similarity {figures['mean']:.4f}")
-    return True
+    return 0
 
 
 def _chart(values: np.ndarray, file: Path) -> None:

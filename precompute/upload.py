@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 
-from data.downloads import advice
+from data.downloads import advice, ask_again
 from data.errors import one_line
 from data.files import write_text
 from data.log import every_rank
@@ -59,7 +59,7 @@ class Copy:
             if scheme_of(address) in STORES:
                 objects = {f"{place}/{name}".lstrip("/"): folder / name for name in names}
                 for name, path in objects.items():
-                    self._store.upload(path, name)
+                    ask_again(partial(self._store.upload, path, name), f"{self.address}/{name}")
                 self._store.abort_uploads(objects)  # an earlier process may have been killed in the midst of one
             else:
                 _upload_by_streaming(address, folder, names)

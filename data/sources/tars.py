@@ -14,14 +14,16 @@ import lzma
 import math
 import os
 import re
+import shutil
 import tarfile
 import tempfile
+import time
 import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -45,9 +47,12 @@ from data.sources.base import (
 SCHEMES = ("file", "http", "https", "s3", "gs")
 MAX_SHARDS = 1_000_000
 TIMEOUT = 60.0  # seconds without a byte
+FETCHED = "precompose-tar-"  # begins the names of the temporary folders into which tars are fetched
+LEFT = 3 * 3600.0  # seconds without a change after which such a folder is a killed process's: all attempts take less
 
 NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 MAX_NAME_BYTES = 1 << 20  # of headers with long names and other notes
+MAX_MEMBER_BYTES = 1 << 40  # `tarfile` goes on to skip a member behind the end of the file, a damaged one for ever
 HEADER_ERRORS = (ValueError, OverflowError, IndexError, RecursionError, OSError)  # `tarfile` raises them for wild ones
 
 _COMPRESSIONS = ((rb"\x1f\x8b\x08", gzip.open), (rb"BZh.1AY&SY", bz2.open), (rb"\xfd7zXZ|\x5d\0\0\x80", lzma.open))
@@ -170,7 +175,8 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             raise FileNotFoundError(f"no file {url}: a shard of the source is gone")
         file = open(url, "rb")  # noqa: SIM115 - closed below
     else:
-        with tempfile.TemporaryDirectory(prefix="precompose-", ignore_cleanup_errors=True) as folder:  # of NFS
+        _remove_left(Path(tempfile.gettempdir()))
+        with tempfile.TemporaryDirectory(prefix=FETCHED, ignore_cleanup_errors=True) as folder:  # of NFS
             local = Path(folder) / "shard.tar"
             try:
                 fetch(url, local, TIMEOUT)
@@ -186,13 +192,25 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
         yield file
 
 
+def _remove_left(temporary: Path) -> None:
+    """Removes what killed processes fetched: a job that is pre-empted often would fill the disk."""
+    for folder in temporary.glob(f"{FETCHED}*"):
+        with suppress(OSError):  # another process was first, or another user owns it
+            changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - changed > LEFT:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 class _CheckedHeader(tarfile.TarInfo):
     """Tells a damaged header from the end of the archive; `tarfile` takes both for the end."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:
         try:
-            return super().fromtarfile(archive)
+            found = super().fromtarfile(archive)
+            if archive.offset - found.offset > MAX_MEMBER_BYTES:
+                raise tarfile.InvalidHeaderError("a member that is larger than any file")
+            return found
         except tarfile.EOFHeaderError:
             raise
         except tarfile.HeaderError as error:

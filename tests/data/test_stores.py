@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from streaming.base.storage import CloudDownloader
 
 from data import downloads
@@ -110,7 +111,13 @@ def answer_of_google(status):
     return from_http_status(status, "no")
 
 
-@pytest.mark.parametrize("answer", [answer_of_azure, answer_of_google])
+def answer_of_s3(status):
+    error = boto3.exceptions.S3UploadFailedError("Failed to upload: no")
+    error.__context__ = ClientError({"ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+    return error
+
+
+@pytest.mark.parametrize("answer", [answer_of_azure, answer_of_google, answer_of_s3])
 @pytest.mark.parametrize(("status", "asked"), [(404, 1), (403, 1), (429, 2), (503, 2)])
 def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, tmp_path):
     def download(remote, local, timeout):
@@ -122,7 +129,15 @@ def test_a_store_that_refuses_is_asked_once(answer, status, asked, monkeypatch, 
     source = TarSource(urls="gs://sets/0.tar")
     with pytest.raises(ConnectionError, match="cannot fetch gs://sets/0.tar: .*no"):
         list(source.read(source.shards()[0]))
-    assert calls == ["gs://sets/train/manifest.json"] * asked + ["gs://sets/0.tar"] * asked
+
+    def upload(self, path, name):
+        calls.append(f"gs://sets/{name}")
+        raise answer(status)
+
+    monkeypatch.setattr(GoogleStore, "upload", upload)
+    with pytest.raises(ValueError, match="upload: gs://sets cannot be written .*no"):
+        Copy(tmp_path, "gs://sets").add(tmp_path, "", ["0.mds"])
+    assert calls == [f"gs://sets/{name}" for name in ("train/manifest.json", "0.tar", "0.mds") for _ in range(asked)]
 
 
 def test_without_credentials_a_store_is_asked_once_and_the_line_says_what_to_set(monkeypatch, tmp_path):

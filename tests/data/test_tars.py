@@ -8,6 +8,7 @@ import os
 import shutil
 import tarfile
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -163,6 +164,17 @@ def test_tar_that_is_none(tmp_path):
     assert reasons(TarSource(urls=str(tmp_path / "x.tar"))) == {"x.tar": "broken_shard"}
 
 
+def test_a_member_of_a_wild_size_ends_the_shard(tmp_path):
+    write_tar(tmp_path / "0.tar", layout())
+    data = bytearray((tmp_path / "0.tar").read_bytes())
+    data[124] = 0x80  # the digits of the first member's size are then its bytes
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    (tmp_path / "0.tar").write_bytes(data)
+    (row,) = read(TarSource(urls=str(tmp_path / "0.tar")))
+    assert row.reason == "broken_shard" and "larger than any file" in row.detail
+
+
 def test_huge_members_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tars, "MAX_FILE_BYTES", 1000)
     path = write_tar(tmp_path / "x.tar", [("a.png", bytes(1001)), ("a.txt", b"big"), *layout(ROWS[:1])])
@@ -279,11 +291,17 @@ def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):
     monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(CloudDownloader, "get", lambda address: Downloader())
     source = TarSource(urls=["s3://bucket/0.tar", "gs://bucket/gone.tar", "s3://bucket/large.tar"])
-    (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    for name, written in {"at_work": time.time(), "killed": 0}.items():  # each in an old folder
+        folder = tmp_path / "scratch" / f"precompose-tar-{name}"
+        folder.mkdir(parents=True)
+        for path, when in (folder / "shard.tar.part", written), (folder, 0):
+            path.touch()
+            os.utime(path, (when, when))
     rows = source.read(source.shards()[0])
     assert next(rows).key == ROWS[0][0]
-    assert not list((tmp_path / "scratch").iterdir())  # which a process that is killed now would leave
+    # A process that is killed now leaves nothing; one that was killed has left nothing.
+    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["precompose-tar-at_work"]
     assert [row.key for row in rows] == [row[0] for row in ROWS[1:]]
     assert asked == ["s3://bucket/0.tar"] * 2
     with pytest.raises(FileNotFoundError, match="gs://bucket/gone.tar"):

@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.data import get_worker_info
@@ -14,6 +15,7 @@ from data.locks import held
 from data.manifest import Manifest
 from data.sources.filters import Filter
 from data.sources.tars import TarSource
+from precompute import pipeline
 from precompute.encode import main
 from precompute.output import OutputSet
 from tests.disks import fill, read_only, small_disk, small_files
@@ -21,7 +23,7 @@ from tests.precompute.encode_checks import assert_same, expect_error
 
 
 def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path, monkeypatch, capsys):
-    path = recipe(workers=1)
+    path, told = recipe(workers=1), []
     read_shard = TarSource.read
 
     def broken(self, shard):
@@ -32,8 +34,10 @@ def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(TarSource, "read", broken)
+        patch.setattr(pipeline, "every_rank", SimpleNamespace(warning=told.append))
         error = expect_error([path], capsys)
     assert "1 input shards could not be read" in error and "the server is gone" in error
+    assert len(told) == 1 and "could not be read: the server is gone" in told[0]  # at once: the job may take days
     out = tmp_path / "out" / "train"
     assert len(list((out / "shards").iterdir())) == 2 and not (out / "manifest.json").exists()
     with monkeypatch.context() as patch:
@@ -84,6 +88,26 @@ def test_the_last_rank_names_what_the_others_could_not_read(encoded, read, recip
     main([path])  # of another number of processes
     assert not note.exists() and Manifest.read(out).shards == 3
     assert_same(read(encoded), read(out))
+
+
+def test_a_set_that_cannot_be_completed_does_not_end_the_ranks_at_another(recipe, tars, tmp_path, monkeypatch, capsys):
+    sources = {"val": f"{tars}/00000.tar", "train": f"{tars}/{{00001..00002}}.tar"}
+    path = recipe(workers=0, sources={label: {"name": "tars", "urls": urls} for label, urls in sources.items()})
+    read_shard = TarSource.read
+
+    def broken(self, shard):
+        if shard.startswith("00000"):
+            raise EOFError("a library's own error")
+        return read_shard(self, shard)
+
+    monkeypatch.setattr(TarSource, "read", broken)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")  # of both sets
+    main([path])
+    assert "rank 0 could not read: 00000" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")
+    assert "1 input shards could not be read" in expect_error([path], capsys)
+    assert Manifest.read(tmp_path / "out" / "train").shards == 2
 
 
 def test_an_old_note_of_a_shard_that_is_done_is_nothing(recipe, monkeypatch, tmp_path):

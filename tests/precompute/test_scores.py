@@ -212,6 +212,33 @@ def test_two_ranks_write_what_one_does(job, monkeypatch, tmp_path):
             ).read_bytes(), name
 
 
+def test_a_shard_that_cannot_be_read_does_not_end_the_others(job, monkeypatch, tmp_path, capsys):
+    """The last rank names it: a rank that fails earlier would make the launcher stop the others."""
+    root, arguments = job
+    read = FolderSource.read
+    (broken,), (other,) = (shards_of(root, split) for split in COLOURS)
+
+    def refuse(self, shard):
+        if shard == broken:
+            raise ConnectionError("the server is gone")
+        return read(self, shard)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderSource, "read", refuse)
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("RANK", "0")
+        scores.main([*arguments, f"out={tmp_path}"])
+        assert f"{broken} could not be read: the server is gone" in capsys.readouterr().out
+        patch.setenv("RANK", "1")
+        with pytest.raises(SystemExit):
+            scores.main([*arguments, f"out={tmp_path}"])
+    assert "1 input shards could not be read" in (error := capsys.readouterr().err) and "the server is gone" in error
+    assert score_file(tmp_path / "val" / "scores", other).exists()
+    assert (tmp_path / "val" / "scores" / "summary.json").exists()
+    scores.main([*arguments, f"out={tmp_path}"])
+    assert (tmp_path / "train" / "scores" / "summary.json").exists()
+
+
 def test_a_source_without_pairs_that_do_not_fit(job, tmp_path):
     root, _ = job
     folder, (shard,) = root / "out" / "train" / "scores", shards_of(root, "train")

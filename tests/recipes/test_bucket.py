@@ -91,10 +91,9 @@ def test_ranks_upload_what_they_finish(bucket, encoded):
 
 
 def test_a_copy_that_a_bucket_refused_is_made_at_the_next_start(bucket, job, encoded, monkeypatch, capsys):
-    from precompute import upload
     from precompute.encode import main
 
-    monkeypatch.setattr(upload, "RETRIES", 1)
+    monkeypatch.setattr(downloads, "ATTEMPTS", 1)
     times = [path.stat().st_mtime_ns for path in sorted(encoded.rglob("*.mds"))]
     bucket.failing = 10**6
     try:
