@@ -141,11 +141,23 @@ class KLVae(LatentEncoder):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """See `LatentEncoder.decode`."""
-        vae, dtype = self._network(exact=False)
+        """See `LatentEncoder.decode`.
+
+        As in the encode job, images that overflow in 16 bits (those of SDXL's VAE do in fp16) are computed in fp32, one
+        by one, since that takes twice the memory. They would be black.
+        """
         raw = latents.float() / self.scaling_factor + self.shift_factor
-        pixels = vae.decode(raw.to(dtype)).sample  # B3HW in about [-1, 1]
-        return pixels.float().add(1.0).div(2.0).clamp(0.0, 1.0)
+        pixels = self._pixels(raw, exact=False)
+        if self.precision != "fp32":
+            overflowed = raw.isfinite().flatten(1).all(1) & ~pixels.isfinite().flatten(1).all(1)
+            for row in overflowed.nonzero().flatten().tolist():
+                pixels[row] = self._pixels(raw[row : row + 1], exact=True)[0]
+        return pixels.add(1.0).div(2.0).clamp(0.0, 1.0)
+
+    def _pixels(self, raw: Tensor, exact: bool) -> Tensor:
+        """Images float32 (B, 3, H, W) in about [-1, 1] of latents as the network has them; `exact` as in `store`."""
+        vae, dtype = self._network(exact)
+        return vae.decode(raw.to(dtype)).sample.float()
 
     @torch.no_grad()
     def for_diffusers(self) -> nn.Module:

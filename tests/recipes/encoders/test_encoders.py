@@ -142,6 +142,22 @@ def test_precision_is_that_of_the_device(vae_folder, capsys):
     torch.testing.assert_close(half.encode(images), exact)
 
 
+def test_images_that_overflow_in_16_bits_are_decoded_in_fp32(vae_folder, monkeypatch):
+    latents = torch.randn(4, 4, 4, 4, generator=torch.Generator().manual_seed(5))
+    exact, half = (kl_vae(path=str(vae_folder), precision=name).to("cpu") for name in ("fp32", "bf16"))
+    known, plain, decode = exact.decode(latents), half.decode(latents), half.module.decode
+
+    def overflows(raw):
+        found = decode(raw)
+        found.sample[1, 0, 0, 0], found.sample[2, 0, 0, 0] = float("nan"), float("-inf")
+        return found
+
+    monkeypatch.setattr(half.module, "decode", overflows)
+    found = half.decode(latents)
+    torch.testing.assert_close(found[1:3], known[1:3], atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[::3], plain[::3]) and not torch.equal(plain[1:3], known[1:3])
+
+
 def test_hash_knows_names_and_values():
     layer = torch.nn.Linear(3, 2)
     first = weights_hash(layer)
