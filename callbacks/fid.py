@@ -143,11 +143,12 @@ class Fid(PeriodicCallback):
         """Computes the features of the reference."""
         with torch.random.fork_rng(devices=[]):  # networks draw initial weights before they load the real ones
             self.features = build_extractor(*self.extractor, device, "fid: path")
-        pictures = decoded(self.samples, self.side)
-        self._check_counts(len(self.grid.prompts), len(pictures))  # some may not decode
-        self.reference = self.features(pictures)["features"]
+        parts = [self.features(pictures)["features"] for pictures in decoded(self.samples, self.side)]
+        images, pictures = len(self.grid.prompts), sum(map(len, parts))
+        self._check_counts(images, pictures)  # some may not decode
+        self.reference = np.concatenate(parts)
         self.samples = []
-        log.info(f"fid: {len(self.grid.prompts)} images against {len(pictures)} pictures, {self.features.name}")
+        log.info(f"fid: {images} images against {pictures} pictures, {self.features.name}")
 
     def act(self, run: Run) -> None:
         images = self.grid.images(run)

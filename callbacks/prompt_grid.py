@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +119,11 @@ class PromptGrid(PeriodicCallback, ABC):
         parts = all_gather(torch.cat(drawn))[:: self.copies]
         if not is_first_rank():
             return None
-        return to_uint8(self._decoded(torch.cat(parts)[: len(self.prompts)].split(self.batch)))
-
-    def _decoded(self, drawn: Sequence[torch.Tensor]) -> torch.Tensor:
-        self.image_encoder.to(drawn[0].device)
-        images = torch.cat([self.image_encoder.decode(part).cpu() for part in drawn])
+        every = torch.cat(parts)[: len(self.prompts)]
+        self.image_encoder.to(every.device)
+        images = [to_uint8(self.image_encoder.decode(part)) for part in every.split(self.batch)]
         self.image_encoder.to("cpu")  # its memory belongs to training
-        return images
+        return np.concatenate(images)
 
 
 def numbers_of(count: int, rank: int, ranks: int) -> list[int]:

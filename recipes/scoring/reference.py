@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,18 @@ def blurred(pictures: np.ndarray, radius: int) -> np.ndarray:
     return np.stack([np.asarray(Image.fromarray(picture).filter(filter)) for picture in pictures])
 
 
-def decoded(samples: list[Sample], resolution: int) -> np.ndarray:
-    """Central squares (N, resolution, resolution, 3) uint8 of the samples that decode."""
-    decoder = Filter()
-    kept = [sample for sample in (decoder.decode(sample) for sample in samples) if isinstance(sample, DecodedSample)]
-    if len(kept) < len(samples):
-        log.warning(f"reference: {len(samples) - len(kept)} of {len(samples)} pictures do not decode and are left out")
-    squares = [resize_and_crop(sample.image, resolution) for sample in kept]
-    return np.stack(squares) if squares else np.empty((0, resolution, resolution, 3), np.uint8)
+def decoded(samples: list[Sample], resolution: int) -> Iterator[np.ndarray]:
+    """Central squares (N, resolution, resolution, 3) uint8 of the samples that decode, at most `BATCH` at once."""
+    decoder, lost = Filter(), 0
+    for start in range(0, len(samples), BATCH):
+        part = samples[start : start + BATCH]
+        found = map(decoder.decode, part)
+        squares = [resize_and_crop(sample.image, resolution) for sample in found if isinstance(sample, DecodedSample)]
+        lost += len(part) - len(squares)
+        if squares:
+            yield np.stack(squares)
+    if lost:
+        log.warning(f"reference: {lost} of {len(samples)} pictures do not decode and are left out")
 
 
 def content(samples: list[Sample]) -> str:
@@ -108,9 +113,8 @@ def reference_features(
     missing = [radius for radius, file in files.items() if not file.is_file()]
     if missing:
         found: dict[int, list[np.ndarray]] = {radius: [] for radius in missing}
-        for start in range(0, len(samples), BATCH):
-            pictures = decoded(samples[start : start + BATCH], resolution)
-            for radius in missing if len(pictures) else []:
+        for pictures in decoded(samples, resolution):
+            for radius in missing:
                 found[radius].append(extractor(blurred(pictures, radius))["features"])
         for radius, parts in found.items():
             with atomic_write(files[radius]) as partial, open(partial, "wb") as stream:

@@ -82,12 +82,19 @@ def test_a_model_that_has_diverged_does_not_end_the_run(make, capsys):
     assert run.logged == [] and "features are not finite, nothing is logged" in capsys.readouterr().out
 
 
-def test_a_picture_that_does_not_decode_is_left_out(make, monkeypatch):
+def test_a_picture_that_does_not_decode_is_left_out(make, monkeypatch, capsys):
     """Subsets of KID, whose size is no option here, have half of the pictures that are left."""
+    monkeypatch.setattr("recipes.scoring.reference.BATCH", 5)
     cut = Sample("0", b"no picture", "0")
     monkeypatch.setattr(Pictures, "read", lambda self, shard, read=Pictures.read: [cut, *read(self, shard)[1:]])
     callback, run = make(images=12), FakeRun(Everything(), duration="5ba")
+    see, seen = fid.build_extractor(None, None, None, None).network, []
+    extractor = Features("", "", "", lambda pictures: seen.append(len(pictures)) or see(pictures))
+    monkeypatch.setattr(fid, "build_extractor", lambda *_: extractor)
     callback.begin(run)
+    assert seen == [4, 5, 2]  # large references do not fit into memory as pixels
+    assert np.array_equal(callback.reference, COLOURS[1:])
+    assert "reference: 1 of 12 pictures do not decode" in capsys.readouterr().out
     callback.act(run.at(2))
     assert callback.settings.kid_subset_size == 5 and len(callback.reference) == 11
     assert np.isfinite(list(run.logged[0][1].values())).all()

@@ -307,7 +307,7 @@ def a_slow_reference_of_fid(folder):
     with outside_of_collectives(folder / "said") as work, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fid, "GRIDS", {Task: grid})
         patch.setattr(fid, "read_reference", lambda *_: work() or samples)
-        patch.setattr(fid, "decoded", lambda samples, side: np.zeros((len(samples), 8, 8, 3), np.uint8))
+        patch.setattr(fid, "decoded", lambda samples, side: [np.zeros((len(samples), 8, 8, 3), np.uint8)])
         patch.setattr(fid, "build_extractor", lambda *_: Features("zeros", "none", "0", looks))
         arguments = (Task(), str(folder), Loading(loader=None, resolution=8), None, None, 1)
         callback = fid.Fid(*arguments, reference=None, images=4)
