@@ -119,9 +119,9 @@ class PromptGrid(PeriodicCallback, ABC):
         parts = all_gather(torch.cat(drawn))[:: self.copies]
         if not is_first_rank():
             return None
-        every = torch.cat(parts)[: len(self.prompts)]
-        self.image_encoder.to(every.device)
-        images = [to_uint8(self.image_encoder.decode(part)) for part in every.split(self.batch)]
+        whole = torch.cat(parts)[: len(self.prompts)]
+        self.image_encoder.to(whole.device)
+        images = [to_uint8(self.image_encoder.decode(part)) for part in whole.split(self.batch)]
         self.image_encoder.to("cpu")  # its memory belongs to training
         return np.concatenate(images)
 

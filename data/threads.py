@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def set_default_threads(spare: int = 1) -> None:
@@ -19,3 +21,17 @@ def set_default_threads(spare: int = 1) -> None:
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks - spare)))
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """A context in which torch computes on all cores that the process may use: for a rank that works while the others
+    have ended or wait. Launchers leave few threads to each rank, torchrun one."""
+    import torch  # not above: it reads OMP_NUM_THREADS
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

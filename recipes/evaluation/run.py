@@ -12,6 +12,7 @@ import torch
 from data.log import log
 from data.ranks import Rank
 from data.sources.base import Sample
+from data.threads import all_cores
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
@@ -34,7 +35,8 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     """
     rank = Rank.from_environment()
     folder = find_export(export)
-    samples = read_reference(build(config.reference.source), config.reference.images, config.seed)
+    source, first = build(config.reference.source), rank.rank == 0
+    samples = read_reference(source, config.reference.images, config.seed, pictures=first)
     captions = captions_of(samples, config.images, config.seed)
     check_counts(settings_of(config), len(captions), len(samples))
     if torch.cuda.is_available() and config.device != "cpu":
@@ -55,12 +57,18 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     }
     job = Job(config, captions, pipeline, extractor, clip, reranker, identity, Path(config.out, "work"))
     resolution = resolution_of(config.sampling, pipeline)
-    references = references_of(job, samples) if rank.rank == 0 else {}
-    if rank.rank == 0:  # before images are drawn, which may take hours: pictures that do not decode are missing
+    references = references_of(job, samples) if first else {}
+    if first:  # before images are drawn, which may take hours: pictures that do not decode are missing
         check_counts(settings_of(config), len(captions), len(references[resolution][0]))
     job.run(rank)
-    if rank.rank != 0:
+    if not first:
         return None
+    with all_cores():  # on one thread, which torchrun gives a rank, precision and recall of 30,000 images take minutes
+        rows = [
+            row
+            for variant in variants(config)
+            for row in rows_of(job, variant, references[resolution_of(variant.options, pipeline)])
+        ]
     result = {
         "export": str(folder),
         "weights": f"{network.name}, sha256 {identity['network']}",
@@ -75,11 +83,7 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
         "resize of the extractor": extractor.resize,
         "sampling": config.sampling or "the family's defaults",
         "contrastive model of clip_score": "none" if clip is None else f"{config.clip}, sha256 {identity['clip']}",
-        "rows": [
-            row
-            for variant in variants(config)
-            for row in rows_of(job, variant, references[resolution_of(variant.options, pipeline)])
-        ],
+        "rows": rows,
     }
     write_report(result, Path(config.out))
     log.info(f"report: {config.out}/report.md")

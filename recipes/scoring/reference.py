@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ def fingerprint(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def read_reference(source: Any, images: int | None, seed: int, key: str = "reference.images") -> list[Sample]:
+def read_reference(
+    source: Any, images: int | None, seed: int, key: str = "reference.images", pictures: bool = True
+) -> list[Sample]:
     """Samples of a source, drawn without replacement, in stored order.
 
     Args:
@@ -34,11 +37,13 @@ def read_reference(source: Any, images: int | None, seed: int, key: str = "refer
         images: number of samples; None: all.
         seed: of the draw.
         key: of the config that has the number, for messages.
+        pictures: False: samples have empty files, for a rank that needs the captions only.
 
     Raises:
         ValueError: the source has no samples, or fewer than are asked for.
     """
-    found = [sample for shard in source.shards() for sample in source.read(shard) if isinstance(sample, Sample)]
+    read = (sample for shard in source.shards() for sample in source.read(shard) if isinstance(sample, Sample))
+    found = [sample if pictures else replace(sample, image=b"") for sample in read]
     if not found:
         raise ValueError("reference.source: empty; name pictures with captions")
     if images is not None and images > len(found):

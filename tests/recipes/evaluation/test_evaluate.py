@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from recipes.config.build import build
 from recipes.config.recipe import load_config
-from recipes.evaluation import command
+from recipes.evaluation import command, run
 from recipes.evaluation.config import Evaluation
 from recipes.evaluation.run import evaluate
 from recipes.exporting.write import write_export
@@ -105,10 +106,29 @@ def test_any_number_of_ranks_and_any_batch(export, write, tmp_path, monkeypatch)
     alone = figures(evaluate(export, read(write())))
     path = write(out=str(tmp_path / "two"), batch=2)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    held, threads, draw, score = [], [], run.captions_of, run.figures
+
+    def captions_of(samples, *others):
+        held.append(sum(len(sample.image) for sample in samples))
+        return draw(samples, *others)
+
+    def figures_of(*arguments):
+        threads.append(torch.get_num_threads())
+        return score(*arguments)
+
+    monkeypatch.setattr(run, "captions_of", captions_of)
+    monkeypatch.setattr(run, "figures", figures_of)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(3))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as launchers do
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         result = evaluate(export, read(path))
         assert (result is None) == (rank == "1")
+        assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+    assert held[0] == 0 < held[1]  # only the first rank looks at the pictures
+    assert threads == [3]  # and it computes the figures alone
     for label, row in figures(result).items():
         for name, value in row.items():
             # Another batch may round a pixel to the next level.
