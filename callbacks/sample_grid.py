@@ -73,7 +73,9 @@ class SampleGrid(PromptGrid):
     def prepare(self) -> tuple[Any, torch.Tensor]:
         """See `PromptGrid.prepare`."""
         image_encoder, text_encoder = self.encoders()
-        return image_encoder, text_encoder.encode(self.prompts)
+        text_encoder.to(next(self.task.parameters()).device)  # on a CPU, hundreds of captions take minutes
+        parts = [self.prompts[i : i + self.batch] for i in range(0, len(self.prompts), self.batch)]
+        return image_encoder, torch.cat([text_encoder.encode(part).cpu() for part in parts])
 
     def draw(self, numbers: list[int]) -> torch.Tensor:
         """Latents (B, C, H, W); see `PromptGrid.draw`."""

@@ -1,6 +1,9 @@
 """Which images a rank draws, and errors. Two ranks that share images are in tests/callbacks/grid_ranks.py."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,3 +28,21 @@ def test_ranks_draw_each_image_and_equally_many(count, ranks):
 def test_errors_name_the_component_of_the_recipe(kind, component, wrong, fault):
     with pytest.raises(ValueError, match=f"^{component}: {fault}"):
         kind(None, "", None, None, None, 1, **{"prompts": ["a cat"], **wrong})
+
+
+def test_prompts_are_encoded_in_batches_on_the_device_of_the_model():
+    said = []
+
+    def encode(captions):
+        said.append(len(captions))
+        return torch.tensor([float(caption) for caption in captions])[:, None, None]
+
+    text_encoder = SimpleNamespace(to=said.append, encode=encode)
+    objective = SimpleNamespace(check_sampler=lambda sampler: "ddim", check_steps=lambda steps, sampler: None)
+    parameter = torch.zeros(1)
+    task = SimpleNamespace(entry_points=("denoise",), objective=objective, parameters=lambda: iter([parameter]))
+    prompts = [str(number) for number in range(5)]
+    grid = SampleGrid(task, "", None, lambda: ("vae", text_encoder), None, 1, prompts=prompts, batch=2)
+    image_encoder, text = grid.prepare()
+    assert image_encoder == "vae" and text.flatten().tolist() == [0, 1, 2, 3, 4]
+    assert said == [parameter.device, 2, 2, 1]
