@@ -293,8 +293,16 @@ class TextEncoder(FrozenEncoder, ABC):
     tokenize: Callable[[list[str]], Tensor]
 
     def encode(self, captions: list[str]) -> Tensor:
-        """Embeddings float32 (B, length, width) of captions. The tokenizer cuts captions that are too long."""
-        return self.encode_tokens(self.tokenize(captions).to(self.device))
+        """Embeddings float32 (B, length, width) of captions. The tokenizer cuts captions that are too long.
+
+        As in the encode job, those that overflow in 16 bits are computed in fp32.
+        """
+        tokens = self.tokenize(captions).to(self.device)
+        found = self.encode_tokens(tokens)
+        overflowed = ~found.isfinite().flatten(1).all(1)
+        if self.precision != "fp32" and overflowed.any():
+            found[overflowed] = self.encode_tokens(tokens[overflowed], exact=True)
+        return found
 
     def lost_tokens(self, captions: list[str]) -> list[int]:
         """How many tokens at the end of each caption the tokenizer cuts; 0 where it does not say how many there are."""

@@ -158,6 +158,23 @@ def test_images_that_overflow_in_16_bits_are_decoded_in_fp32(vae_folder, monkeyp
     assert torch.equal(found[::3], plain[::3]) and not torch.equal(plain[1:3], known[1:3])
 
 
+def test_captions_that_overflow_in_16_bits_are_encoded_in_fp32(clip_folder, monkeypatch):
+    captions = ["a cat", "two dogs", "three birds"]
+    exact, half = (open_clip_text(path=str(clip_folder), precision=name).to("cpu") for name in ("fp32", "bf16"))
+    known, plain, encode = exact.encode(captions), half.encode(captions), half.encode_tokens
+
+    def overflows(tokens, exact=False):
+        found = encode(tokens, exact)
+        if not exact:
+            found[1, 0, 0] = float("inf")
+        return found
+
+    monkeypatch.setattr(half, "encode_tokens", overflows)
+    found = half.encode(captions)
+    torch.testing.assert_close(found[1], known[1])
+    assert torch.equal(found[::2], plain[::2]) and not torch.equal(plain[1], known[1])
+
+
 def test_hash_knows_names_and_values():
     layer = torch.nn.Linear(3, 2)
     first = weights_hash(layer)
