@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -50,8 +51,11 @@ def load_network(
         ValueError: the tensors do not have the sizes of config.json, or a file is damaged.
     """
     tensors = read_safetensors(folder / weights, upgrade)
-    network = build_from(folder / CONFIG, lambda sizes: build(**sizes), tensors)
-    load_tensors(network, tensors, folder / weights)
+    with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
+        network = build_from(folder / CONFIG, lambda sizes: build(**sizes), tensors)
+    own = network.state_dict()
+    tensors = {name: tensor.to(own.get(name, tensor).dtype).contiguous() for name, tensor in tensors.items()}
+    load_tensors(network, tensors, folder / weights, assign=True)
     return network
 
 

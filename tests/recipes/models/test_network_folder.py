@@ -1,0 +1,32 @@
+"""Folders of exported networks."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipes.models.language.transformer import TextTransformer
+from recipes.models.network_folder import load_network, save_network
+
+SIZES = {"layers": 1, "width": 8, "heads": 2, "positions": 6, "vocabulary": 10, "dropout": 0.0}
+
+
+def test_opening_draws_no_weights_and_gives_a_network_of_its_own(tmp_path):
+    """At 12 billion parameters, new weights take minutes and a second network's memory on each rank."""
+    torch.manual_seed(0)
+    network = TextTransformer(**SIZES)
+    save_network(tmp_path, network, SIZES)
+    tensors = load_file(tmp_path / "model.safetensors")
+    before = torch.get_rng_state()
+    # Stored in 16 bits by others, and cut out of larger tensors by what upgrades earlier versions' files.
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    columns = lambda tensor: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor  # noqa: E731
+    opened = load_network(tmp_path, TextTransformer, lambda found: {n: columns(t) for n, t in found.items()})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert json.loads((tmp_path / "config.json").read_text()) == SIZES
+    for name, parameter in opened.named_parameters():
+        assert parameter.dtype == torch.float32 and parameter.is_contiguous() and parameter.requires_grad, name
+        assert torch.equal(parameter, tensors[name].half().float()), name
+    tokens = torch.arange(6)[None]
+    opened(tokens).sum().backward()
+    torch.testing.assert_close(opened(tokens), network(tokens), atol=1e-2, rtol=1e-2)
