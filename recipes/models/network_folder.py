@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from data.files import write_json
-from recipes.models.config_files import build_from
 from recipes.models.task import Task
 from recipes.models.tensor_plan import TensorPlan
-from recipes.models.weights import Upgrade, check_config, load_safetensors, load_tensors, read_safetensors
+from recipes.models.weights import Upgrade, check_config, load_safetensors, open_network, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FOLDER, FOLDER_AVERAGE = "transformer", "transformer_ema"  # of a transformer in an export, and of its average
@@ -51,12 +49,7 @@ def load_network(
         ValueError: the tensors do not have the sizes of config.json, or a file is damaged.
     """
     tensors = read_safetensors(folder / weights, upgrade)
-    with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
-        network = build_from(folder / CONFIG, lambda sizes: build(**sizes), tensors)
-    own = network.state_dict()
-    tensors = {name: tensor.to(own.get(name, tensor).dtype).contiguous() for name, tensor in tensors.items()}
-    load_tensors(network, tensors, folder / weights, assign=True)
-    return network
+    return open_network(folder / CONFIG, lambda sizes: build(**sizes), tensors, folder / weights)
 
 
 def load_into(

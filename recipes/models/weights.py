@@ -79,6 +79,26 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], file: Path, a
     module.load_state_dict(tensors, assign=assign)
 
 
+def open_network(
+    config: Path, build: Callable[[dict[str, Any]], Network], tensors: Mapping[str, Tensor], file: Path
+) -> Network:
+    """A new network with the weights that are stored beside its config. Errors as of `load_tensors`, and as of
+    `recipes.models.config_files.build_from`.
+
+    Args:
+        config: JSON file.
+        build: takes the object in it, and returns a network without buffers that its state dict lacks.
+        tensors: the network's state dict, in any number format.
+        file: the file that they come from, for messages.
+    """
+    with torch.device("meta"):  # no time, memory or random numbers for initial weights that are replaced
+        network = build_from(config, build, tensors)
+    own = network.state_dict()
+    tensors = {name: tensor.to(own.get(name, tensor).dtype).contiguous() for name, tensor in tensors.items()}
+    load_tensors(network, tensors, file, assign=True)
+    return network
+
+
 DIFFUSERS = "diffusion_pytorch_model"
 # Fields of a diffusers config that change nothing of what a network computes from given weights.
 FREE = ("sample_size", "dropout", "force_upcast", "upcast_attention", "scaling_factor", "shift_factor")
@@ -134,9 +154,7 @@ def open_diffusers(kind: type[Network], folder: Path) -> Network:
     """A new network of diffusers in evaluation mode, from what its `save_pretrained` wrote. Errors as of
     `load_diffusers`, and as of `recipes.models.config_files.build_from`."""
     tensors, file = _read_diffusers(folder)
-    network = build_from(folder / "config.json", kind.from_config, tensors)
-    load_tensors(network, tensors, file)
-    return network.eval()
+    return open_network(folder / "config.json", kind.from_config, tensors, file).eval()
 
 
 def _read_diffusers(folder: Path) -> tuple[dict[str, Tensor], Path]:
