@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -174,6 +175,7 @@ def test_sharded_checkpoints(sharded, tmp_path, data):
 @given(st.data())
 def test_the_newest_checkpoint_of_a_bucket(tmp_path, monkeypatch, data):
     from recipes.engines import bucket
+    from recipes.engines.fetched_checkpoints import fetch_newest
 
     good = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": ["ep0-ba2.ckpt"]}
     text = data.draw(st.one_of(changed_json(good).map(json.dumps), values.map(json.dumps), st.text(max_size=20)))
@@ -194,13 +196,14 @@ def test_the_newest_checkpoint_of_a_bucket(tmp_path, monkeypatch, data):
     monkeypatch.setattr(bucket, "open_store", lambda address: Store())
     folder = tmp_path / "deep" / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    reads_or_refuses(bucket.Bucket("s3://b/run").pull, folder)
+    reads_or_refuses(partial(fetch_newest, bucket.Bucket("s3://b/run")), folder)
     assert {path.parent for path in tmp_path.rglob("*") if not path.is_dir()} <= {folder / "checkpoints"}
 
 
 @pytest.mark.parametrize("name", ["link", "checkpoint"])
 def test_a_bucket_names_no_paths(tmp_path, monkeypatch, name):
     from recipes.engines import bucket
+    from recipes.engines.fetched_checkpoints import fetch_newest
 
     latest = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": [], name: ".."}
 
@@ -215,7 +218,7 @@ def test_a_bucket_names_no_paths(tmp_path, monkeypatch, name):
 
     monkeypatch.setattr(bucket, "open_store", lambda address: Store())
     with pytest.raises(ValueError, match="latest.json: does not name a checkpoint; remove that object"):
-        bucket.Bucket("s3://b/run").pull(tmp_path)
+        fetch_newest(bucket.Bucket("s3://b/run"), tmp_path)
 
 
 def test_composer_loads_no_code(tmp_path):

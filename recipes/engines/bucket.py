@@ -1,6 +1,6 @@
 """A run's checkpoints in a bucket of an object store, from which the run goes on where its folder is older or lost.
 
-Checkpoints are written to the run's folder, and then copied by the first rank. Only when all of a checkpoint is in the
+Checkpoints are written to the run's folder, and then copied. Only when all of a checkpoint is in the
 bucket, the object `latest.json` names it. An object appears whole or not at all, so what a killed process leaves is
 never taken for a checkpoint. `latest.json` also holds the run's record, since a run that goes on must be the one that
 it was.
@@ -11,21 +11,19 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from data.downloads import advice
 from data.errors import one_line
-from data.files import atomic_folder, atomic_write, point_to, write_text
-from data.log import log
+from data.files import atomic_folder, atomic_write
 from data.stores import open_store
-from recipes.engines.record import RECORD, keep_texts
-from recipes.training.checkpoint_names import batch_of, newest_of_all
-from recipes.training.ranks import by_first_rank
+from recipes.training.checkpoint_names import batch_of
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
+TRIAL = "writable"  # written when a run starts, and removed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 REMOVE = "remove that object, and the next checkpoint writes it anew"
 
@@ -45,8 +43,7 @@ class Bucket:
     def _answers(self, what: str) -> Iterator[None]:
         """A context for calls of the store, in which Python's generator of random numbers keeps its state.
 
-        Clients draw their pauses from it, and Google's also draws from it in each upload. A run must not depend on
-        where its checkpoints go.
+        Clients draw their pauses from it. A run must not depend on where its checkpoints are.
 
         Raises:
             ValueError: the store refuses what is done inside, or does not answer, also when asked again.
@@ -58,6 +55,18 @@ class Bucket:
             raise ValueError(f"{self.address}/{what} ({one_line(error)}); {advice(error)}") from error
         finally:
             random.setstate(generator)
+
+    def latest(self) -> dict[str, Any] | None:
+        """What `latest.json` says, or None if there is none.
+
+        `checkpoint` is the name of the newest one, `link` that of the link to it, `kept` those of all, and `record` has
+        the texts of the run's record by names of files.
+
+        Raises:
+            ValueError: it names no checkpoint, the store refuses it, or does not answer.
+        """
+        with self._answers(f"{LATEST}: cannot be read"):
+            return self._latest()
 
     def _latest(self) -> dict[str, Any] | None:
         if LATEST not in self._store.names(LATEST):
@@ -77,69 +86,43 @@ class Bucket:
             raise ValueError(f"{self.address}/{LATEST}: does not name a checkpoint; {REMOVE}")
         return latest
 
-    # --- from the run's folder -----------------------------------------------------------------
+    def check_writable(self) -> None:
+        """
+        Raises:
+            ValueError: the store refuses a small object, or does not answer.
+        """
+        with self._answers(f"{TRIAL}: cannot be written"):
+            self._store.write(TRIAL, b"")
+            with suppress(*self._store.errors):  # a credential that may not delete is enough for `keep: -1`
+                self._store.delete(TRIAL)
 
-    def push(self, path: Path, link: str, keep: int) -> None:
-        """Copy a checkpoint and the run's record, and remove what earlier ones need no more. Only the first rank calls
-        this.
+    def push(self, path: Path, link: str, keep: int, record: Mapping[str, str]) -> None:
+        """Copy a checkpoint, then name it the newest, and remove what earlier ones need no more.
 
         Args:
             path: of the checkpoint, a file or a folder.
             link: name of the link to the newest one in the same folder, by which engines know their checkpoints.
             keep: number of checkpoints that stay in the bucket; -1: all.
+            record: texts of the run's record, by names of files.
 
         Raises:
             ValueError: the store refuses it, or does not answer. The checkpoint on the disk stays.
         """
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         names = {f"{path.name}/{file.name}" if path.is_dir() else file.name: file for file in files}
-        record = [file for name in RECORD if (file := path.parent.parent / name).is_file()]
-        texts = {file.name: file.read_text(encoding="utf-8") for file in record}
         with self._answers(f"{path.name}: cannot be written"):
             before = self._latest() or {"kept": []}
             for name, file in names.items():
                 self._store.upload(file, name)
             kept = [name for name in before["kept"] if name != path.name] + [path.name]
             kept = kept if keep == -1 else kept[-keep:]
-            latest = {"checkpoint": path.name, "link": link, "kept": kept, "record": texts}
+            latest = {"checkpoint": path.name, "link": link, "kept": kept, "record": dict(record)}
             self._store.write(LATEST, json.dumps(latest, indent=1).encode())
             for name in self._store.names("ep"):
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
                     self._store.delete(name)
             self._store.abort_uploads(names, lambda name: batch_of(name) is not None)
-
-    # --- into the run's folder -----------------------------------------------------------------
-
-    def pull(self, output: Path, check: Callable[[dict[str, str]], None] = lambda texts: None) -> None:
-        """Fetch the newest checkpoint and the record, unless the run's folder has one that is as new.
-
-        Only the first rank calls this, before it looks for checkpoints.
-
-        Args:
-            output: folder of the run.
-            check: called with the texts of the record, by names of files, before anything is fetched; it raises if the
-                bucket has another run's checkpoints.
-
-        Raises:
-            ValueError: the store refuses it, or does not answer; or from `check`.
-        """
-        with self._answers(f"{LATEST}: cannot be read"):
-            latest = self._latest()
-        if latest is None:
-            return
-        texts = {name: text for name, text in latest.get("record", {}).items() if name in RECORD}
-        check(texts)
-        folder, name = output / "checkpoints", Path(latest["checkpoint"]).name
-        newest = newest_of_all(folder)
-        if newest is not None and batch_of(newest.name) >= batch_of(name):
-            return
-        log.info(f"checkpoints: fetches {name} from {self.address}")
-        keep_texts(output, folder / name, texts)
-        self.fetch(name, folder / name)
-        for record in set(texts) - {file.name for file in output.iterdir()}:
-            write_text(output / record, texts[record])
-        point_to(folder / Path(latest["link"]).name, folder / name)
 
     def fetch(self, name: str, path: Path) -> None:
         """Fetch an object as a file, or all objects below a name as a folder. The path appears whole or not at all.
@@ -163,17 +146,3 @@ class Bucket:
     def _download(self, name: str, path: Path) -> None:
         with atomic_write(path) as partial:
             self._store.download(name, partial)
-
-
-def fetched(address: str, output: Path) -> Path:
-    """The path of a checkpoint of a bucket in the run's folder, into which the first rank fetches it. Every rank must
-    call it.
-
-    Raises:
-        ValueError: there is no such checkpoint, the store refuses it, or it does not answer.
-    """
-    folder, _, name = address.rstrip("/").rpartition("/")
-    path = output / "fetched" / name
-    by_first_rank(lambda: Bucket(folder).fetch(name, path))
-    return path.resolve()
-

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from data.disk_errors import ADVICE, disk_error
 from data.files import point_to, to_disk
 from data.log import log
-from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.record import keep_with, record_with
 from recipes.training import stop
 from recipes.training.checkpoint_names import Kind, batch_of
@@ -125,24 +125,47 @@ class CheckpointFiles:
         self.kind = kind
         self.link = folder / kind.link
         self.keep = keep
-        self.bucket = None if bucket is None else Bucket(bucket)
+        self._copies = None if bucket is None else CheckpointCopies(bucket)
 
     def newest_is(self, path: Path, batch: int) -> None:
-        """The link points to a new checkpoint, and all before it but the newest `keep` are removed.
+        """The link points to a new checkpoint, its copy to the bucket begins, and all before it but the newest `keep`
+        are removed.
 
         Those of later batches, which an earlier run with the same folder left, stay. Every rank must call it: the first
-        one does it, and the others wait here, as a copy to a bucket may take longer than a collective may.
-
-        Raises:
-            ValueError: it cannot be copied to the bucket.
+        one does it, and the others wait here, as the copy of the checkpoint before may take longer than a collective.
         """
         by_first_rank(lambda: self._newest_is(path, batch))
+
+    def catch_up(self) -> None:
+        """Begin the copy of the newest checkpoint, of a run that goes on from it, where the bucket has an older one.
+
+        Every rank must call it.
+
+        Raises:
+            ValueError: the bucket cannot be read.
+        """
+        if self._copies is not None:
+            by_first_rank(lambda: self._copies.catch_up(self.kind.newest(self.folder), self.link.name, self.keep))
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is in the bucket, or could not be copied. Every rank must call it."""
+        if self._copies is not None:
+            by_first_rank(self._copies.wait)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is in the bucket. Every rank must call it.
+
+        Raises:
+            ValueError: it could not be copied.
+        """
+        if self._copies is not None:
+            by_first_rank(self._copies.finish)
 
     def _newest_is(self, path: Path, batch: int) -> None:
         keep_with(self.folder.parent, path)  # first: what the link points to has its record
         point_to(self.link, path)
-        if self.bucket is not None:
-            self.bucket.push(path, self.link.name, self.keep)
+        if self._copies is not None:
+            self._copies.begin(path, self.link.name, self.keep)
         if self.keep != -1:
             mine = [old for old in self.kind.all(self.folder) if batch_of(old.name) <= batch]
             for old in mine[: -self.keep]:

@@ -14,6 +14,7 @@ from data.stores import scheme_of
 from recipes.config.recipe import Checkpoints, Recipe
 from recipes.engines.bucket import Bucket
 from recipes.engines.checkpoint_files import OLD, PARTIAL, remove
+from recipes.engines.fetched_checkpoints import fetch_newest
 from recipes.engines.plain_pickles import DamagedCheckpoint
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
 from recipes.engines.same_model import Saved, saved_at
@@ -53,10 +54,13 @@ def _prepare(recipe: Recipe, engine: str) -> list[str]:
     """The part of `prepare_folder` that the first rank does; returns the changed keys."""
     output, checkpoints = Path(recipe.output), recipe.checkpoints
     remove_halves(output)
+    bucket = None if checkpoints.bucket is None else Bucket(checkpoints.bucket)
+    if bucket is not None:
+        bucket.check_writable()  # now, and not when the first checkpoint is copied
     if not checkpoints.resumes:
         return []
-    if checkpoints.bucket is not None:
-        Bucket(checkpoints.bucket).pull(output, lambda texts: check_copy(recipe, texts))
+    if bucket is not None:
+        fetch_newest(bucket, output, lambda texts: check_copy(recipe, texts))
     kind, folder = KINDS[engine], output / "checkpoints"
     kind.mend(folder)
     check_engine(folder, engine)

@@ -88,7 +88,7 @@ def stop_signals() -> Iterator[None]:
     heard = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, _catch) for number in heard}
     if launched:
-        _at_end_of_parent(signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
     try:
         yield
     except StartAgain:
@@ -97,7 +97,7 @@ def stop_signals() -> Iterator[None]:
         raise
     finally:
         if launched:
-            _at_end_of_parent(0)
+            end_with_parent(0)
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
@@ -107,7 +107,7 @@ def stop_signals() -> Iterator[None]:
         _caught, _in_batches = None, False
 
 
-def _at_end_of_parent(number: int) -> None:
+def end_with_parent(number: int) -> None:
     """Ask Linux for a signal to this process when the thread that started it ends; 0: for none."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -14,6 +14,7 @@ from data.sources.tars import TarSource
 from data.stores import AzureStore, GoogleKeysStore, GoogleStore, S3Store, malformed, open_store
 from precompute.upload import Copy
 from recipes.engines.bucket import Bucket
+from recipes.engines.fetched_checkpoints import fetch_newest
 
 AZURE = "azure://pictures.blob.core.windows.net/sets"
 
@@ -154,7 +155,7 @@ def test_without_credentials_a_store_is_asked_once_and_the_line_says_what_to_set
     for read in (
         lambda: EncodedSet(str(tmp_path), "s3://sets/train", {}).manifest(),
         lambda: list(source.read(source.shards()[0])),
-        lambda: Bucket("s3://sets/run").pull(tmp_path),
+        lambda: fetch_newest(Bucket("s3://sets/run"), tmp_path),
         lambda: Copy(tmp_path, "s3://sets/train").add(tmp_path, "", ["index.json"]),
     ):
         with pytest.raises((ValueError, ConnectionError), match="NoCredentialsError.*; set AWS_ACCESS_KEY_ID") as error:

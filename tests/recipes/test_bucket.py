@@ -3,8 +3,10 @@
 import importlib
 import os
 import random
+import re
 import shutil
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +26,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
+from recipes.engines.fetched_checkpoints import fetch_newest
 from recipes.engines.resuming import prepare_folder
 from recipes.training.callback import Callback
 from recipes.training.checkpoint_names import newest_of_all
@@ -148,8 +151,9 @@ def test_tars_to_training_to_a_resumed_run(bucket, encoded, whole, quick_recipe,
 
 
 @pytest.mark.parametrize("engine", ["composer", "lightning"])
-def test_checkpoints_in_a_bucket(bucket, encoded, whole, quick_recipe, tmp_path, engine):
-    """A run whose copy of a checkpoint is broken off goes on elsewhere from the one before, and has the same bits."""
+def test_checkpoints_in_a_bucket(bucket, encoded, whole, quick_recipe, tmp_path, capsys, engine):
+    """Training goes on while a checkpoint is copied and after a copy that is refused. A run whose last copies are
+    refused goes on elsewhere from the one before, and has the same bits; started again, it copies the last one."""
 
     def recipe(name, *changes):
         checkpoints = f"checkpoints={{every: 3ba, keep: 2, autoresume: true, bucket: 's3://sets/{engine}/run'}}"
@@ -157,22 +161,23 @@ def test_checkpoints_in_a_bucket(bucket, encoded, whole, quick_recipe, tmp_path,
         return quick_recipe(tmp_path / name, *RUN, data, checkpoints, *changes)
 
     suffix = "-rank0.pt" if engine == "composer" else ".ckpt"
-
-    def refuse(parts):
-        parts.callbacks["refuse"] = Refuse(bucket)
-
+    faults = Faults(bucket)
     trainers = importlib.import_module(f"recipes.engines.{engine}.trainer")
-    trainer = trainers.build_trainer(recipe("lost"), refuse)
+    trainer = trainers.build_trainer(recipe("lost"), lambda parts: parts.callbacks.update(faults=faults))
+    bucket.lost = faults.arrives
     try:
-        with pytest.raises(
-            ValueError, match=r"s3://sets/.*-ba6.*: cannot be written .*the credential has exp"
-        ) as error:
+        with pytest.raises(ValueError, match=r"s3://sets/.*-ba8.*: cannot be written .*credential has exp") as error:
             trainer.fit()
+            trainer.close()
     finally:
-        bucket.refused = None
-    assert "\n" not in str(error.value)
-    # All of the second checkpoint is there, but nothing names it.
-    assert set(bucket.names(f"{engine}/run")) == {"latest.json", f"ep0-ba3{suffix}", f"ep1-ba6{suffix}"}
+        bucket.refused = bucket.lost = None
+    assert faults.trained_on == [True] and faults.batches == 8
+    assert "\n" not in str(error.value) and str(error.value).endswith(f"which copies ep1-ba8{suffix}")
+    warning = rf"ep1-ba6{suffix}: cannot be written .*; the checkpoint stays on the disk, and the next one is copied"
+    assert re.search(warning, capsys.readouterr().out)
+    # All of the last two checkpoints is there, but nothing names it.
+    names = {f"ep0-ba3{suffix}", f"ep1-ba6{suffix}", f"ep1-ba8{suffix}"}
+    assert set(bucket.names(f"{engine}/run")) == {"latest.json", *names}
     with pytest.raises(ValueError, match="optimizer.lr was 0.002, is 0.1"):
         trainers.build_trainer(recipe("changed", "optimizer.lr=0.1"))
     resumed = record(engine, recipe("again"))
@@ -184,27 +189,41 @@ def test_checkpoints_in_a_bucket(bucket, encoded, whole, quick_recipe, tmp_path,
             recipe("loaded", f"checkpoints.load_path=s3://sets/{engine}/run/ep1-ba6{suffix}", "checkpoints.bucket=null")
         )
         assert trainer.run.counts.batch == 6
+    for name in bucket.names(f"{engine}/run"):
+        bucket.client.delete_object(Bucket="sets", Key=f"{engine}/run/{name}")
+    trainers.train(recipe("lost"))
+    assert set(bucket.names(f"{engine}/run")) == {"latest.json", f"ep1-ba8{suffix}"}
 
 
-class Refuse(Callback):
-    """The bucket does not let the name of the second checkpoint be written."""
+class Faults(Callback):
+    """The first checkpoint arrives only when the run has trained two more batches. The bucket takes the objects of the
+    later ones, but does not let their names be written."""
 
     def __init__(self, bucket):
         self.bucket = bucket
+        self.batches, self.trained_on = 0, []
+        self.past = threading.Event()
+
+    def arrives(self, name, part):
+        if "-ba3" in name:
+            self.trained_on.append(self.past.wait(60))
+        if "-ba6" in name:
+            self.bucket.refused = "latest.json"
+        return False
 
     def step_end(self, run):
-        if run.clock.batch == 4:
-            self.bucket.refused = "latest.json"
+        self.batches = run.clock.batch
+        if self.batches == 5:
+            self.past.set()
 
 
 def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
     """Those before the newest are removed; an older folder gets what it lacks, a newer one nothing."""
     copies = Bucket("s3://sets/folders/")
-    copies.pull(tmp_path / "new")
+    fetch_newest(copies, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     checkpoints = tmp_path / "run" / "checkpoints"
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("a: 1")
     for batch in (2, 4, 10):
         path = checkpoints / f"ep0-ba{batch}"
         path.mkdir(parents=True)
@@ -212,19 +231,19 @@ def test_a_sharded_checkpoint_is_copied_as_a_folder(bucket, tmp_path):
             (path / name).write_text(f"{name} of {batch}")
         if batch == 10:  # a copy that was broken off
             bucket.client.put_object(Bucket="sets", Key="folders/ep0-ba9/__0_0.distcp", Body=b"half")
-        copies.push(path, "latest-rank0.pt", keep=1)
+        copies.push(path, "latest-rank0.pt", keep=1, record={"config.yaml": "a: 1"})
     names = {f"ep0-ba10/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")}
     assert set(bucket.names("folders")) == names | {"latest.json"}
     shutil.rmtree(checkpoints / "ep0-ba10")
     for folder in ("new", "run"):
         (tmp_path / folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         point_to(tmp_path / folder / "checkpoints" / "latest-rank0.pt", checkpoints / "ep0-ba4")
-        copies.pull(tmp_path / folder)
+        fetch_newest(copies, tmp_path / folder)
         newest = newest_of_all(tmp_path / folder / "checkpoints")
         assert newest.name == "ep0-ba10" and (newest / "__1_0.distcp").read_text() == "__1_0.distcp of 10"
         assert (tmp_path / folder / "config.yaml").read_text() == "a: 1"
     (newest / ".metadata").write_text("newer")
-    copies.pull(tmp_path / "run")
+    fetch_newest(copies, tmp_path / "run")
     assert (newest / ".metadata").read_text() == "newer"
 
 
@@ -236,7 +255,7 @@ def test_a_newer_checkpoint_whose_link_is_lost_is_not_replaced_by_an_older_copy(
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     (checkpoints / "ep0-ba5.ckpt").write_text("the copy")
-    Bucket(address).push(checkpoints / "ep0-ba5.ckpt", "latest", keep=1)
+    Bucket(address).push(checkpoints / "ep0-ba5.ckpt", "latest", keep=1, record={})
     (checkpoints / "ep0-ba5.ckpt").rename(checkpoints / "ep0-ba10.ckpt")
     if link == "broken":
         point_to(checkpoints / "latest", checkpoints / "ep0-ba12.ckpt")
@@ -253,8 +272,7 @@ def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fe
     checkpoint = tmp_path / "one" / "checkpoints" / "ep0-ba6.ckpt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_text("of one")
-    (tmp_path / "one" / "config.yaml").write_text(to_yaml(one))
-    Bucket(address).push(checkpoint, "latest", keep=2)
+    Bucket(address).push(checkpoint, "latest", keep=2, record={"config.yaml": to_yaml(one)})
     for name, batch in (("empty", None), ("older", 4), ("newer", 8)):
         other = quick_recipe(tmp_path / name, *common, "optimizer.lr=0.1")
         (tmp_path / name).mkdir()
@@ -280,7 +298,7 @@ def test_a_fetch_that_is_killed_leaves_nothing_for_ever(bucket, quick_recipe, tm
     """By a real SIGKILL in the middle of a file."""
     address = "s3://sets/fetched/run"
     (tmp_path / "ep0-ba2.ckpt").write_text("a checkpoint")
-    Bucket(address).push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1)
+    Bucket(address).push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1, record={})
     recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true", f"checkpoints.bucket={address}")
 
     def half(store, name, path):
@@ -297,22 +315,21 @@ def test_a_fetch_that_is_killed_leaves_nothing_for_ever(bucket, quick_recipe, tm
     assert {path.name for path in left.parent.iterdir()} == {"ep0-ba2.ckpt", "latest"}
 
 
-def test_a_copy_leaves_the_generator_of_random_numbers_as_it_is(bucket, tmp_path, monkeypatch):
-    """Google's client draws from it in each upload, and all do when they wait before they ask again."""
+def test_a_fetch_leaves_the_generator_of_random_numbers_as_it_is(bucket, tmp_path, monkeypatch):
+    """Clients draw from it when they wait before they ask again."""
+    download = S3Store.download
 
-    def drawing(act):
-        def draw(*arguments):
-            random.random()
-            act(*arguments)
+    def draw(*arguments):
+        random.random()
+        download(*arguments)
 
-        return draw
-
-    for name in ("upload", "abort_uploads"):
-        monkeypatch.setattr(S3Store, name, drawing(getattr(S3Store, name)))
+    monkeypatch.setattr(S3Store, "download", draw)
     (tmp_path / "ep0-ba2.ckpt").write_text("a checkpoint")
+    copies = Bucket("s3://sets/drawing")
+    copies.push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1, record={})
     before = random.getstate()
-    Bucket("s3://sets/drawing").push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1)
-    assert random.getstate() == before and "ep0-ba2.ckpt" in bucket.names("drawing")
+    copies.fetch("ep0-ba2.ckpt", tmp_path / "fetched")
+    assert random.getstate() == before and (tmp_path / "fetched").read_text() == "a checkpoint"
 
 
 def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, monkeypatch):
@@ -323,7 +340,7 @@ def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, m
         (checkpoints / f"ep0-ba{batch}.ckpt").write_bytes(bytes([batch]) * size)
 
     def push(batch):
-        Bucket("s3://sets/killed").push(checkpoints / f"ep0-ba{batch}.ckpt", "latest", keep=2)
+        Bucket("s3://sets/killed").push(checkpoints / f"ep0-ba{batch}.ckpt", "latest", keep=2, record={})
 
     def copy():
         (tmp_path / "pid").write_text(str(os.getpid()))
@@ -342,7 +359,7 @@ def test_a_run_that_is_killed_while_it_copies_leaves_nothing(bucket, tmp_path, m
     finally:
         bucket.lost = None
     assert bucket.unfinished("killed") == ["killed/ep0-ba4.ckpt"] and "ep0-ba4.ckpt" not in bucket.names("killed")
-    Bucket("s3://sets/killed").pull(tmp_path / "again")
+    fetch_newest(Bucket("s3://sets/killed"), tmp_path / "again")
     assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([2]) * 100
     # Of the run's own uploads only those stay that a living process may be at, and all of others.
     others = ["killed/deeper/ep0-ba4.ckpt", "killed/notes.txt", "killed2/ep0-ba4.ckpt"]
@@ -361,7 +378,7 @@ def test_a_bucket_for_checkpoints_that_refuses_is_one_line(bucket, tmp_path):
     bucket.expired = True
     try:
         with pytest.raises(ValueError, match="s3://sets/run/latest.json: cannot be read .*credential has exp") as error:
-            Bucket("s3://sets/run").pull(tmp_path)
+            fetch_newest(Bucket("s3://sets/run"), tmp_path)
     finally:
         bucket.expired = False
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())

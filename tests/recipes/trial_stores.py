@@ -25,6 +25,7 @@ from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
 from recipes.engines.bucket import Bucket
+from recipes.engines.fetched_checkpoints import fetch_newest
 from recipes.training.checkpoint_names import newest_of_all
 from tests.ranks import ROOT, launch
 from tests.recipes import stores_here
@@ -200,29 +201,29 @@ def test_a_run_that_is_killed_within_a_file_leaves_the_checkpoint_before(store, 
     for batch, size in ((2, 100), (4, BIG)):
         (checkpoints / f"ep0-ba{batch}.ckpt").write_bytes(bytes([batch]) * size)
     copies = Bucket(f"{store}/killed")
-    copies.push(checkpoints / "ep0-ba2.ckpt", "latest", keep=2)
+    copies.push(checkpoints / "ep0-ba2.ckpt", "latest", keep=2, record={})
     (tmp_path / "push.py").write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from pathlib import Path\n"
         "from recipes.engines.bucket import Bucket\n"
-        f"Bucket({copies.address!r}).push(Path({str(checkpoints / 'ep0-ba4.ckpt')!r}), 'latest', keep=1)\n"
+        f"Bucket({copies.address!r}).push(Path({str(checkpoints / 'ep0-ba4.ckpt')!r}), 'latest', keep=1, record={{}})\n"
     )
     killed("ep0-ba4.ckpt", 2, tmp_path / "push.py")
     assert names_in(copies.address) == {"latest.json", "ep0-ba2.ckpt"}
-    copies.pull(tmp_path / "again")
+    fetch_newest(copies, tmp_path / "again")
     assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([2]) * 100
 
-    copies.push(checkpoints / "ep0-ba4.ckpt", "latest", keep=1)
+    copies.push(checkpoints / "ep0-ba4.ckpt", "latest", keep=1, record={})
     assert names_in(copies.address) == {"latest.json", "ep0-ba4.ckpt"}
-    copies.pull(tmp_path / "again")
+    fetch_newest(copies, tmp_path / "again")
     assert newest_of_all(tmp_path / "again" / "checkpoints").read_bytes() == bytes([4]) * BIG
     folder = checkpoints / "ep0-ba6"
     folder.mkdir()
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (folder / name).write_text(f"{name} of 6")
-    copies.push(folder, "latest", keep=1)
+    copies.push(folder, "latest", keep=1, record={})
     assert names_in(copies.address) == {"latest.json", *(f"ep0-ba6/{path.name}" for path in folder.iterdir())}
-    copies.pull(tmp_path / "again")
+    fetch_newest(copies, tmp_path / "again")
     newest = newest_of_all(tmp_path / "again" / "checkpoints")
     assert newest.name == "ep0-ba6" and (newest / "__1_0.distcp").read_text() == "__1_0.distcp of 6"
 
@@ -244,7 +245,7 @@ def test_what_is_not_there_is_one_line(store, encoded, tmp_path):
     assert "\n" not in str(error.value)
     nowhere = store.replace(f"/{stores_here.CONTAINER}", "/nowhere")
     with pytest.raises(ValueError, match=r"nowhere/run/latest.json: cannot be read") as error:
-        Bucket(f"{nowhere}/run").pull(tmp_path / "run")
+        fetch_newest(Bucket(f"{nowhere}/run"), tmp_path / "run")
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"ep0-ba1.ckpt: cannot be fetched .no such object"):
         Bucket(f"{store}/run").fetch("ep0-ba1.ckpt", tmp_path / "a")
@@ -267,5 +268,5 @@ def test_a_credential_that_is_refused_is_one_line(store, encoded, tmp_path, monk
         read(f"{store}/latents/train", tmp_path / "cache")
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"latest.json: cannot be read .*the credential has expired") as error:
-        Bucket(f"{store}/run").pull(tmp_path / "run")
+        fetch_newest(Bucket(f"{store}/run"), tmp_path / "run")
     assert "\n" not in str(error.value)

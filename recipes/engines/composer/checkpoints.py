@@ -41,7 +41,7 @@ class WholeCheckpoints(CheckpointSaver):
             overwrite=True,  # what lies there is of a run that was killed before the link pointed to it
             num_checkpoints_to_keep=files.keep,
         )
-        self._files = files
+        self.files = files
         self._run = run
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,10 +50,14 @@ class WholeCheckpoints(CheckpointSaver):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads nothing: Composer's saver would restore the names of all checkpoints that were ever saved."""
 
-    def save(self, state: State, logger: Logger) -> None:
-        """Save a checkpoint unless there is one of this batch. Every rank must call it."""
+    def save_and_wait(self, state: State, logger: Logger) -> None:
+        """Save a checkpoint unless there is one of this batch, and wait for its copy. Every rank must call it."""
         if self.last_checkpoint_batch != state.timestamp.batch:
             self._save_checkpoint(state, logger)
+        self.files.wait()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self.files.finish()
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         """Called by the methods of CheckpointSaver, on every rank."""
@@ -63,9 +67,9 @@ class WholeCheckpoints(CheckpointSaver):
             log.warning(f"checkpoints: batch {batch} is not finite; the checkpoints before it stay")
             return
         sharded = state.fsdp_sharded_state_dict_enabled
-        path = self._files.folder / (KINDS["composer"].name_of(epoch, batch, sharded))
+        path = self.files.folder / (KINDS["composer"].name_of(epoch, batch, sharded))
         _write(state, path, sharded)
-        self._files.newest_is(path, batch)
+        self.files.newest_is(path, batch)
 
 
 def _write(state: State, path: Path, sharded: bool) -> None:
@@ -101,4 +105,4 @@ class EndIfAsked(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         saver = self._saver
-        end_if_asked(self._run, None if saver is None else lambda: saver.save(state, logger))
+        end_if_asked(self._run, None if saver is None else lambda: saver.save_and_wait(state, logger))

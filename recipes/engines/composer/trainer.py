@@ -22,7 +22,6 @@ from data.log import log
 from data.stores import scheme_of
 from recipes.config.recipe import Recipe
 from recipes.config.values import plain_values
-from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.adapters import as_algorithms, callbacks_of, run_callback
 from recipes.engines.composer.checkpoints import EndIfAsked, WholeCheckpoints
@@ -34,6 +33,7 @@ from recipes.engines.composer.model import ComposerTask
 from recipes.engines.composer.run import ComposerRun, clock_of
 from recipes.engines.counts import Counts, in_present_batches
 from recipes.engines.data_parallel import data_parallel
+from recipes.engines.fetched_checkpoints import fetched
 from recipes.engines.lazy import copy_moments
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.loggers import RunLoggers
@@ -59,7 +59,9 @@ def train(recipe: Recipe) -> None:
     clock = clock_of(trainer.state)
     if clock.ended:
         log.info(f"already trained to {recipe.training.duration}: {recipe.output}")
-        if not is_complete(callbacks_of(trainer.state), clock):
+        if is_complete(callbacks_of(trainer.state), clock):
+            finish_copies(trainer)
+        else:
             for event in (Event.FIT_START, Event.FIT_END):
                 trainer.engine.run_event(event)
     else:
@@ -97,6 +99,17 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     count_in_present_batches(trainer, recipe, parts)
     trainer.logger.log_hyperparameters({"recipe": plain_values(recipe)})
     return trainer
+
+
+def finish_copies(trainer: Trainer) -> None:
+    """Wait for the copy of the last checkpoint, as `fit` does at its end.
+
+    Raises:
+        ValueError: it could not be copied.
+    """
+    for callback in trainer.state.callbacks:
+        if isinstance(callback, WholeCheckpoints):
+            callback.files.finish()
 
 
 def count_in_present_batches(trainer: Trainer, recipe: Recipe, parts: Parts) -> None:
@@ -250,6 +263,8 @@ def new_trainer(recipe: Recipe, place: Place, parts: Parts, optimizer: torch.opt
         copy_moments(optimizer)
     if parts.divided and recipe.training.fsdp is not None:
         trainer.state.fsdp_config.state_dict_type = recipe.training.fsdp.checkpoints
+    if checkpoints.resumes:
+        files.catch_up()
     if trainer.state.timestamp.batch.value:
         log.info(f"checkpoints: goes on from {start or load_path} at batch {trainer.state.timestamp.batch.value}")
     return trainer

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 from data.log import log
 from data.stores import STORES, scheme_of
 from recipes.config.recipe import Recipe
-from recipes.engines.bucket import fetched
 from recipes.engines.checkpoint_files import CheckpointFiles, first_rank_writes, whole
 from recipes.engines.counts import Counts
+from recipes.engines.fetched_checkpoints import fetched
 from recipes.engines.lazy import copied, copy_moments
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, forms, gathered, joined, separated
@@ -74,7 +74,7 @@ class Checkpoints:
         self._batches = batches
         self._due = CheckpointInterval(recipe.checkpoints.every)
         self._saved_at = -1  # batch
-        self._files = CheckpointFiles(self._folder, KINDS["lightning"], self._config.keep, self._config.bucket)
+        self.files = CheckpointFiles(self._folder, KINDS["lightning"], self._config.keep, self._config.bucket)
         self.generators: list[dict[str, Any]] | None = None
         address = self._config.load_path
         found = from_first_rank(start_of(recipe, "lightning", address) or address)
@@ -83,6 +83,8 @@ class Checkpoints:
             self._saved = by_first_rank(lambda: saved_for(recipe, "lightning", self.path))
             with self._says_what_to_remove():
                 run.counts = Counts(**read_file(self._rest_of(self.path), lazily=True)["counts"])
+        if self._config.resumes:
+            self.files.catch_up()
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -154,10 +156,11 @@ class Checkpoints:
         if self._config.save and self._due(self._run.clock):
             self.save()
 
-    def save_now(self) -> None:
-        """Save a checkpoint unless there is one of this batch. Every rank must call it."""
+    def save_and_wait(self) -> None:
+        """Save a checkpoint unless there is one of this batch, and wait for its copy. Every rank must call it."""
         if self._saved_at != self._run.counts.batch:
             self.save()
+        self.files.wait()
 
     def save(self) -> None:
         """Save a checkpoint now, unless weights or losses are not finite. Every rank must call it."""
@@ -166,7 +169,7 @@ class Checkpoints:
         if not is_worth_keeping(self._run):
             log.warning(f"checkpoints: batch {counts.batch} is not finite; the checkpoints before it stay")
             return
-        path = self._folder / self._files.kind.name_of(counts.epoch, counts.batch, self._sharded)
+        path = self._folder / self.files.kind.name_of(counts.epoch, counts.batch, self._sharded)
         rest, tensors = self._state(), self._tensors(full=not self._sharded)
         if self._sharded:
             rest[LEVERS], tensors[LEVERS] = separated(rest[LEVERS])
@@ -177,7 +180,7 @@ class Checkpoints:
                 dcp.save(tensors, checkpoint_id=partial, planner=SavePlanner())
             written = (rest, partial / REST) if self._sharded else (rest | tensors, partial)
             first_rank_writes(path, lambda: torch.save(*written))
-        self._files.newest_is(path, counts.batch)
+        self.files.newest_is(path, counts.batch)
 
     def _tensors(self, full: bool) -> dict[str, Any]:
         """Weights and the optimizer's state by the names of parameters; whole ones on the first rank only."""

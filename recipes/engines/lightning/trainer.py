@@ -50,6 +50,7 @@ class LightningTraining:
         run: what levers and callbacks see.
         parts: of the run.
         loggers: where figures go.
+        checkpoints: of the run.
     """
 
     trainer: pl.Trainer
@@ -57,6 +58,7 @@ class LightningTraining:
     run: LightningRun
     parts: Parts
     loggers: RunLoggers
+    checkpoints: Checkpoints
 
     def fit(self) -> None:
         """Train to the end of the run."""
@@ -70,9 +72,14 @@ class LightningTraining:
             raise
 
     def close(self) -> None:
-        """Close the loggers, end the data workers, and wait for the other ranks."""
+        """Close the loggers, end the data workers, and wait for the other ranks and the last checkpoint's copy.
+
+        Raises:
+            ValueError: the checkpoint could not be copied.
+        """
         self.loggers.close("FINISHED")
         self.parts.end_workers()
+        self.checkpoints.files.finish()
         if world_size() > 1:
             torch.distributed.barrier()
 
@@ -147,10 +154,10 @@ def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTrainin
         load=lambda: load_and_seed(checkpoints, recipe.seed),
         first_batch=lambda: restore_saved(checkpoints),
         save=checkpoints.save_if_due,
-        end_if_asked=lambda: end_if_asked(run, checkpoints.save_now if recipe.checkpoints.save else None),
+        end_if_asked=lambda: end_if_asked(run, checkpoints.save_and_wait if recipe.checkpoints.save else None),
     )
     module = TaskModule(parts, run, hooks, between, batches, seed=recipe.seed)
-    return LightningTraining(new_trainer(recipe, place, run, between, parts), module, run, parts, loggers)
+    return LightningTraining(new_trainer(recipe, place, run, between, parts), module, run, parts, loggers, checkpoints)
 
 
 def load_and_seed(checkpoints: Checkpoints, seed: int) -> None:

@@ -129,7 +129,7 @@ def test_what_is_saved_when(tmp_path):
         checkpoints.save_if_due()
         assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == saved
     (tmp_path / "checkpoints" / saved[0]).unlink()
-    checkpoints.save_now()  # there is one of this batch
+    checkpoints.save_and_wait()  # there is one of this batch
     assert not (tmp_path / "checkpoints" / saved[0]).exists()
 
 
