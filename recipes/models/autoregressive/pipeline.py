@@ -22,7 +22,7 @@ from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_t
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.autoregressive.transformer import TokenTransformer
 from recipes.models.family import ExportParts
-from recipes.models.sampling import Precision, SamplingProgress, autocast
+from recipes.models.sampling import DTYPES, Precision, SamplingProgress, autocast
 
 
 @dataclass
@@ -136,8 +136,11 @@ def jobs(captions: list[str], batch: int) -> Iterator[tuple[list[str], int]]:
 def load(parts: ExportParts) -> TokenPipeline:
     """The pipeline of an export. See `recipes.generation.exports.load_pipeline`."""
     parts.image_encoder.need_decoder()
+    network = load_transformer(parts.network).eval()
+    if parts.precision != "fp32":
+        network.cast_blocks(DTYPES[parts.precision])
     return TokenPipeline(
-        network=load_transformer(parts.network).to(parts.device).eval(),
+        network=network.to(parts.device),
         image_encoder=parts.image_encoder.to(parts.device),
         vocabulary=Vocabulary.read(parts.folder / "vocabulary.json"),
         resolution=parts.record["resolution"],

@@ -1,5 +1,6 @@
 """Sampling: the same tokens with and without a cache, choices by their distributions, completion, guidance."""
 
+import copy
 import math
 
 import pytest
@@ -53,6 +54,22 @@ def sample_without_cache(network, text, uniform, choice, given=None):
                 tokens[:, place] = choose(logits, uniform[caption, number, place : place + 1], choice)
             grids[caption, number] = tokens[0]
     return grids
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matrices_in_16_bits_give_the_bits_of_autocast(network, dtype):
+    """Of 12 billion parameters, autocast's copies are 24 GB beside 48."""
+    cast = copy.deepcopy(network)
+    cast.cast_blocks(dtype)
+    matrices = [p for name, p in cast.blocks.named_parameters() if "norm" not in name]
+    assert len(matrices) == 6 * (8 + 4) and {p.dtype for p in matrices} == {dtype}
+    assert sum(p.dtype == dtype for p in cast.parameters()) == len(matrices)
+    image = torch.arange(2 * ALL).view(2, ALL) % 30
+    with torch.autocast("cpu", dtype), torch.no_grad():
+        assert torch.equal(network(TEXT, image), cast(TEXT, image))
+    with torch.autocast("cpu", dtype):
+        tokens = [sample_tokens(n, TEXT, draw(), Choice(guidance=2.0)) for n in (network, cast)]
+    assert torch.equal(*tokens)
 
 
 def test_what_a_layer_reads_of_its_cache_is_on_the_device():
