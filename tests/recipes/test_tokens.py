@@ -175,6 +175,9 @@ def test_pictures_depend_on_caption_and_seed_alone(export):
     assert (pipeline.generate(captions, seeds=[0, 1, 2, 3, 4], batch=2) == together).all()
     assert (pipeline.generate(["c", "a"], seeds=[4, 1], batch=1) == together[[4, 1]]).all()
     assert (together[0] != together[1]).any()
+    half = load_pipeline(export, "cpu", "bf16")
+    assert half.network.blocks[0].branch.out.weight.dtype == torch.bfloat16
+    assert half.generate(captions, seeds=[0, 1, 2, 3, 4]).shape == together.shape
 
 
 @pytest.mark.parametrize(
