@@ -2,10 +2,11 @@
 
 Encoders that compute nothing give random values (Stable Diffusion 2 at 256: mean and std 4x32x32, text 77x1024,
 float16, 174 kB per image), which are written with hashes and brought to the disk. Batches of pixels are received from
-a worker process, which only allocates them, and copied, as into pinned memory. A rate is the number of images per CPU
-second of all threads of the main process.
+a worker process, which only allocates them, and copied, as into pinned memory. Written shards are also uploaded, to a
+server on this machine that keeps nothing: by a process of its own, as the job does it, and by a thread of the main
+process. A rate is the number of images per CPU second of all threads of the main process.
 
-    python benchmarks/encode_writing.py                # half a minute, 0.4 GB in the temporary folder
+    python benchmarks/encode_writing.py                # a minute, 0.4 GB in the temporary folder
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ import time
 from collections.abc import Iterator
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from streaming import MDSWriter
 from torch.utils.data import IterableDataset
 
+from benchmarks.discarding_store import discarding_store
 from benchmarks.reporting import write_results
 from data.files import to_disk
+from data.side_process import SideProcess
 from data.sources.base import InputShard, Position
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import LatentColumns
@@ -40,6 +44,8 @@ from precompute.encodings import Encodings
 from precompute.mds_files import MDSFiles
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress
+from precompute.upload import Uploads
+from precompute.upload_process import upload
 from precompute.writer import ShardWriter, Storage
 from recipes.encoders.base import Stored
 
@@ -78,20 +84,47 @@ def receive() -> None:
         pinned.copy_(batch.pixels[RESOLUTION])
 
 
-def write(kind: type[MDSWriter], values: list[Encodings]) -> None:
-    """Runs the encode job's pipeline on batches that are made in this process."""
+class UploadThread(SideProcess):
+    """In place of the process that uploads: tasks are done by the thread that waits for it."""
+
+    def start(self) -> None:
+        """Starts nothing."""
+
+    def do(self, task: dict[str, Any]) -> None:
+        upload(task)
+
+
+def write(
+    kind: type[MDSWriter], values: list[Encodings], uploader: type[SideProcess] | None = None
+) -> None:
+    """Runs the encode job's pipeline on batches that are made in this process.
+
+    Args:
+        kind: of the writer.
+        values: that are written.
+        uploader: does the uploads; None: there are none.
+    """
     columns, storage = LatentColumns({RESOLUTION: LATENT}, TEXT), Storage(hashes=("xxh3_64",))
     with tempfile.TemporaryDirectory(prefix="encode-") as folder:
         out, turns = Path(folder, "a"), itertools.cycle(values)
+
+        def publish(shard: InputShard) -> None:
+            to_disk(out)
+            if uploader is not None:
+                names = sorted(file.name for file in out.iterdir())
+                where = {"set": folder, "address": "s3://bucket/set", "folder": str(out), "place": "shards/a"}
+                uploads.add(where | {"names": names})
+
         pipeline = EncodePipeline(
             SimpleNamespace(kind="latents", dtype="float16"),
             None,
             lambda shard: ShardWriter(out, shard.shard, columns, storage, {}),
-            lambda shard: to_disk(out),
+            publish,
             EncodeProgress(1, quiet=True),
         )
         encoding = patch("precompute.pipeline.encode", lambda *inputs: next(turns))
-        with encoding, patch("precompute.shard_folder.MDSFiles", kind):
+        process = patch("precompute.upload.SideProcess", uploader or SideProcess)
+        with encoding, process, patch("precompute.shard_folder.MDSFiles", kind), Uploads() as uploads:
             pipeline.run(Decoded())
 
 
@@ -106,13 +139,16 @@ def main(argv: list[str] | None = None) -> None:
         "receiving": receive,
         "writing": lambda: write(MDSFiles, values),
         "writing by streaming's MDSWriter": lambda: write(MDSWriter, values),
+        "writing, uploads by a process": lambda: write(MDSFiles, values, SideProcess),
+        "writing, uploads by a thread": lambda: write(MDSFiles, values, UploadThread),
     }
     rates: dict[str, list[float]] = {name: [] for name in parts}
-    for _ in range(rounds):
-        for name, part in parts.items():
-            started = time.process_time()
-            part()
-            rates[name].append(BATCH * BATCHES / (time.process_time() - started))
+    with discarding_store() as variables, patch.dict(os.environ, variables):
+        for _ in range(rounds):
+            for name, part in parts.items():
+                started = time.process_time()
+                part()
+                rates[name].append(BATCH * BATCHES / (time.process_time() - started))
     rows = [
         {"part": name, "images/s per core": round(median(found)), "range": f"{min(found):,.0f} to {max(found):,.0f}"}
         for name, found in rates.items()

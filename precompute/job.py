@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,8 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         return ShardWriter(folder, shard.shard, columns, storage, options[shard.label])
 
     def upload(shard: InputShard) -> None:
-        uploads.add(partial(sets[shard.label].upload, shard.shard))
+        if (files := sets[shard.label].to_upload(shard.shard)) is not None:
+            uploads.add(files)
 
     def publish(shard: InputShard) -> None:
         sets[shard.label].publish(shard.shard, rank.rank)

@@ -71,17 +71,20 @@ class OutputSet:
         """Whether a finished shard is in the folder, and in the copy where one is made."""
         return self.is_encoded(shard) and (self.copy is None or self.copy.has(self.folder(shard)))
 
-    def upload(self, shard: str) -> None:
-        """Uploads what training reads of a finished shard, and what says how it was made. Does nothing where no copy is
-        made, or the shard is in it.
-
-        Raises:
-            ValueError: see `Copy.add`.
-        """
-        if self.copy is not None and not self.is_done(shard):
-            folder = self.folder(shard)
-            names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
-            self.copy.add(folder, f"shards/{shard}", names)
+    def to_upload(self, shard: str) -> dict[str, Any] | None:
+        """What `Uploads` takes: what training reads of a finished shard, and what says how it was made. None where no
+        copy is made, or the shard is in it."""
+        if self.copy is None or self.is_done(shard):
+            return None
+        folder = self.folder(shard)
+        names = sorted(path.name for path in folder.iterdir() if path.name != MARKER)
+        return {
+            "set": str(self.copy.folder),
+            "address": self.copy.address,
+            "folder": str(folder),
+            "place": f"shards/{shard}",
+            "names": names,
+        }
 
     def absent(self) -> list[str]:
         """Shards of which there is no finished folder, in order. The folders of others are not looked into.

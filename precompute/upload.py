@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from data.downloads import advice, ask_again
 from data.errors import one_line
 from data.files import write_text
 from data.log import every_rank
+from data.side_process import SideProcess
 from data.stores import STORES, Store, open_store, require_account, scheme_of
 
 RETRIES = 4  # of streaming's uploaders, for stores that `data.stores` has no client of
+SCRIPT = Path(__file__).with_name("upload_process.py")
 MARKER = "uploaded.txt"  # in the folder of a shard, and of the whole set: the address of the copy
 
 
@@ -72,13 +75,14 @@ class Copy:
 
 
 class Uploads:
-    """Uploads, one after the other, in a thread of their own. A context that waits for all of them at its end.
+    """Uploads, one after the other, by a process of their own. A context that waits for all of them at its end.
 
     After an error none is begun, nor where the context ends by one: the next start of the job makes up for them.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "uploader")
+        self._process = SideProcess(SCRIPT)
+        self._thread = ThreadPoolExecutor(1, "uploader")  # waits for the process
         self._begun: list[Future] = []
         self._error: BaseException | None = None
 
@@ -94,23 +98,28 @@ class Uploads:
         except BaseException:  # Ctrl-C while it waits: Python would finish all uploads before it exits
             self._thread.shutdown(wait=False, cancel_futures=True)
             raise
+        self._process.end()
         if kind is None and self._error is not None:
             raise self._error
 
-    def add(self, upload: Callable[[], None]) -> None:
-        """Begins `upload` after all others.
+    def add(self, files: dict[str, Any]) -> None:
+        """Begins to upload files after all others.
+
+        Args:
+            files: arguments of `Copy` and of `Copy.add`; see `precompute.upload_process`.
 
         Raises:
-            The error of an earlier one.
+            ValueError: an earlier upload has failed.
         """
         if self._error is not None:
             raise self._error
-        self._begun.append(self._thread.submit(self._run, upload))
+        self._process.start()
+        self._begun.append(self._thread.submit(self._run, files))
 
-    def _run(self, upload: Callable[[], None]) -> None:
+    def _run(self, files: dict[str, Any]) -> None:
         if self._error is None:
             try:
-                upload()
+                self._process.do(files)
             except BaseException as error:  # raised again in another thread
                 self._error = error
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from data.log import log
+from data.side_process import SideProcess
 from recipes.engines.bucket import Bucket
 from recipes.engines.record import RECORD, record_with
 from recipes.training.checkpoint_names import batch_of
@@ -18,10 +17,7 @@ SCRIPT = Path(__file__).with_name("copy_process.py")
 
 
 class CheckpointCopies:
-    """Copies checkpoints one after the other, each by a process of its own. Only the first rank has one.
-
-    A thread of this process would be simpler. But a store's client computes checksums and signs in Python, and what the
-    training does between its kernels would wait for Python's lock.
+    """Copies checkpoints one after the other, by a process of its own. Only the first rank uses it.
 
     A copy that fails costs a warning and not the run: the checkpoint is on the disk, and the next one is copied again.
     Only at the end of the run, which has no next one, it is an error.
@@ -33,7 +29,8 @@ class CheckpointCopies:
             address: `checkpoints.bucket`.
         """
         self.bucket = Bucket(address)
-        self._thread = ThreadPoolExecutor(1, "checkpoint-copies")
+        self._process = SideProcess(SCRIPT)
+        self._thread = ThreadPoolExecutor(1, "checkpoint-copies")  # waits for the process
         self._copy: Future[str | None] | None = None  # the last one: what went wrong
         self._name = ""
 
@@ -48,7 +45,6 @@ class CheckpointCopies:
         folder = path.parent.parent
         record = record_with(folder, path, folder)
         task = {
-            "parent": os.getpid(),
             "address": self.bucket.address,
             "path": str(path.absolute()),
             "link": link,
@@ -56,7 +52,9 @@ class CheckpointCopies:
             "record": {name: (record / name).read_text("utf-8") for name in RECORD if (record / name).is_file()},
         }
         self._name = path.name
-        self._copy = self._thread.submit(_copy, json.dumps(task))
+        with suppress(ValueError):  # which `do` raises again
+            self._process.start()
+        self._copy = self._thread.submit(self._do, task)
 
     def catch_up(self, newest: Path | None, link: str, keep: int) -> None:
         """Begin the copy of the newest checkpoint on the disk if that of the bucket is older, or there is none.
@@ -77,34 +75,22 @@ class CheckpointCopies:
         return None if self._copy is None else self._copy.result()
 
     def finish(self) -> None:
-        """Wait for the last copy.
+        """Wait for the last copy, and end the process.
 
         Raises:
             ValueError: it has failed.
         """
         error = self.wait()
+        self._process.end()
         if error is not None:
             raise ValueError(f"{error}; then start the same command again, which copies {self._name}")
 
-
-def _copy(task: str) -> str | None:
-    """Start the process and wait for it. Returns what went wrong, one line, of which a warning is given."""
-    error = _run(task)
-    if error is not None:
-        log.warning(f"checkpoints.bucket: {error}; the checkpoint stays on the disk, and the next one is copied again")
-    return error
-
-
-def _run(task: str) -> str | None:
-    try:
-        # A session of its own: Ctrl-C reaches all processes of a terminal, and the run waits for its copy.
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT)], input=task, capture_output=True, text=True, start_new_session=True
-        )
-    except OSError as error:
-        return f"no process could be started for the copy ({error.strerror})"
-    if done.returncode == 0:
+    def _do(self, task: dict[str, Any]) -> str | None:
+        try:
+            self._process.do(task)
+        except ValueError as error:
+            log.warning(
+                f"checkpoints.bucket: {error}; the checkpoint stays on the disk, and the next one is copied again"
+            )
+            return str(error)
         return None
-    lines = done.stderr.strip().splitlines()
-    said = lines[-1] if lines else "no message"
-    return said if done.returncode == 2 else f"the process that copies ended with status {done.returncode} ({said})"

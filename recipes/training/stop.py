@@ -8,7 +8,6 @@ on.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -17,11 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from data.side_process import end_with_parent
+
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INTERRUPTED = 130  # what shells make of SIGINT
 NO_SIGNAL = 0  # no signal has this number
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 _caught: str | None = None
 _in_batches = False
@@ -105,12 +105,6 @@ def stop_signals() -> Iterator[None]:
         watcher.join()  # it has read all signals
         os.close(write_end)
         _caught, _in_batches = None, False
-
-
-def end_with_parent(number: int) -> None:
-    """Ask Linux for a signal to this process when the thread that started it ends; 0: for none."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _catch(number: int, frame: FrameType | None) -> None:

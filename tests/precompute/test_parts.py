@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from data.log import every_rank, log
 from data.manifest import Manifest
 from data.ranks import Rank
 from data.sources.base import InputShard, Position, Rejected
+from precompute import upload
 from precompute.batch import DecodedBatch, ShardEnd
 from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
@@ -61,7 +63,8 @@ def write(output: OutputSet, shard: str, samples: list, options: dict, rank: int
     assert writer.complete
     writer.finish()
     output.publish(shard, rank)
-    output.upload(shard)
+    if (files := output.to_upload(shard)) is not None:
+        output.copy.add(Path(files["folder"]), files["place"], files["names"])
 
 
 def fail(error: Exception):
@@ -332,8 +335,25 @@ def test_encoders_do_not_wait_for_shards_that_are_complete_together(tmp_path):
     assert published == shards
 
 
-def test_uploads_go_on_beside_the_job():
+class InThisProcess:
+    """In place of the process that uploads: tasks are functions."""
+
+    def __init__(self, script):
+        assert script.is_file()
+
+    def start(self):
+        pass
+
+    def do(self, task):
+        task()
+
+    def end(self):
+        pass
+
+
+def test_uploads_go_on_beside_the_job(monkeypatch):
     """In order, all before the context ends. After an error no other one begins, and who adds the next one is told."""
+    monkeypatch.setattr(upload, "SideProcess", InThisProcess)
     done, may_go = [], threading.Event()
     with Uploads() as uploads:
         uploads.add(lambda: may_go.wait(60) and done.append(0))

@@ -68,12 +68,18 @@ class SlowBucket:
     def fetch(self, name, path):
         self.latest()
 
-    def copy(self, task):
-        """In place of the process that copies."""
-        try:
-            self.latest()
-        except ValueError as error:
-            return str(error)
+
+class Copying(SlowBucket):
+    """In place of the process that copies."""
+
+    def start(self):
+        pass
+
+    def do(self, task):
+        self.latest()
+
+    def end(self):
+        pass
 
 
 def tells(call, what):
@@ -96,7 +102,7 @@ def a_slow_bucket(folder):
     with pytest.MonkeyPatch.context() as patch:
         for module in (checkpoint_copies, fetched_checkpoints, resuming):
             patch.setattr(module, "Bucket", SlowBucket)
-        patch.setattr(checkpoint_copies, "_run", SlowBucket("").copy)
+        patch.setattr(checkpoint_copies, "SideProcess", Copying)
         for name in ("barrier", "all_reduce", "broadcast_object_list"):
             patch.setattr(dist, name, tells(getattr(dist, name), f"it waits in {name}"))
         patch.setattr(ranks, "time", SimpleNamespace(sleep=tells(time.sleep, "it asks")))

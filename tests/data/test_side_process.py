@@ -1,0 +1,94 @@
+"""A process that does tasks beside this one."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from benchmarks.killing import fork
+from data.side_process import SideProcess
+from tests.ranks import ROOT
+
+SCRIPT = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from data.side_process import serve
+
+def act(task):
+    print("what a library prints is no answer")
+    if "error" in task:
+        raise ValueError(task["error"])
+    if "status" in task:
+        os._exit(task["status"])
+    with open(task["file"], "a") as file:
+        print(os.getpid(), task["text"], file=file)
+    time.sleep(task.get("seconds", 0))
+
+serve(act)
+"""
+
+
+@pytest.fixture
+def process(tmp_path):
+    (tmp_path / "noting.py").write_text(SCRIPT)
+    process = SideProcess(tmp_path / "noting.py")
+    yield process
+    process.end()
+
+
+def notes(tmp_path):
+    """(number of the process, text) of what was noted."""
+    lines = (tmp_path / "notes").read_text().splitlines()
+    return [(int(number), text) for number, text in (line.split(" ", 1) for line in lines)]
+
+
+def test_one_process_does_one_task_after_another(process, tmp_path):
+    file = str(tmp_path / "notes")
+    process.do({"file": file, "text": "ä"})
+    with pytest.raises(ValueError, match="^no such\nbucket$"):
+        process.do({"error": "no such\nbucket"})
+    process.do({"file": file, "text": "second"})
+    first, second = notes(tmp_path)
+    assert (first[1], second[1]) == ("ä", "second") and first[0] == second[0] != os.getpid()
+    with pytest.raises(ValueError, match="^noting: the process has ended with status 3$"):
+        process.do({"status": 3})
+    process.do({"file": file, "text": "third"})  # by another process
+    assert notes(tmp_path)[2][0] != first[0]
+
+
+def test_it_ends_though_a_forked_process_holds_its_pipe(process, tmp_path):
+    process.start()
+    forked = fork(lambda: time.sleep(60), tmp_path / "log.txt", {})
+    try:
+        process.end()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends a signal when a parent dies")
+def test_it_dies_with_the_process_that_started_it(process, tmp_path):
+    def parent():
+        process.do({"file": str(tmp_path / "notes"), "text": "begun", "seconds": 600})
+
+    child = fork(parent, tmp_path / "log.txt", {})
+    end = time.monotonic() + 60
+    while not (tmp_path / "notes").exists() or not notes(tmp_path):
+        assert time.monotonic() < end, (tmp_path / "log.txt").read_text()
+        time.sleep(0.02)
+    ((number, _),) = notes(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while alive(number) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not alive(number)
+
+
+def alive(number):
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"  # nobody may be there to ask for its status
+    except FileNotFoundError:
+        return False
