@@ -20,7 +20,8 @@ class Unigram(Callback):
     """Logs the cross-entropy of each validation set's tokens under their frequencies in training.
 
     The frequencies are those of the run's batches so far, with one added to each count. A model that has learned only
-    how often each token occurs has this loss; one that has learned nothing has ln K.
+    how often each token occurs has this loss; one that has learned nothing has the logarithm of the number of tokens
+    in its softmax: in `autoregressive`, text and image tokens together.
     """
 
     def __init__(self, task: Task, run_name: str, *, column: str = "image") -> None:

@@ -3,7 +3,8 @@
 Both take a large square of the image, resize it by area averaging to a side a little above R, and cut a random R x R
 square out of the result. Cutting first and resizing once gives the same pixels at a lower cost. A crop is therefore one
 box in pixels of the original image, with fractional coordinates. The images of the dVAE are also flipped at random.
-Those of the transformer are not, because images may show text.
+Those of the transformer are not, because images may show text. The published program resizes with TensorFlow's
+`align_corners`, which moves pixels by less than one. It is left out.
 """
 
 from collections.abc import Callable

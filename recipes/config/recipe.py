@@ -77,7 +77,8 @@ class Training:
     during the first batches (on a CPU the whole batch)."""
     precision: Literal["auto", "fastest", "fp32", "amp_bf16", "amp_fp16"] = "auto"
     """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU. fastest: amp_bf16 on a
-    GPU and on a CPU that has instructions for it (AVX512-BF16, AMX), else fp32. A CPU hardly gains from amp_fp16."""
+    GPU and on a CPU that has instructions for it (AVX512-BF16, AMX), else fp32. A CPU hardly gains from amp_fp16. Under
+    all of them, GPUs that have TF32 multiply fp32 numbers in it: factors have 11 significant bits, sums 32 bits."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU if there is one, else the CPU; a run on several machines needs cpu if they have no GPU."""
     eval_every: Duration | None = None

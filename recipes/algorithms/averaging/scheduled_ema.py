@@ -23,7 +23,7 @@ MUCH = 0.3  # share of the weights of its beginning in the average at the end of
 class ScheduledEMA(Lever):
     """Averages the weights over the last part of a run.
 
-    Source: MosaicML, "Training Stable Diffusion from Scratch: deep dive" (the last 3.5% of the run). The average starts
+    Source: MosaicML, "Training Stable Diffusion: deep dive" (the last 3.5% of the run). The average starts
     as a copy of the weights. From then on, validation, sample grids and exports use it, and checkpoints hold it.
 
     Attributes:

@@ -2,7 +2,8 @@
 
 Steps are numbered as in that description. The code here depends only on gradients, a state and process groups. Its
 caller runs `compress` for each block whose gradients are complete, then `repair`, `reduce_others` and `agree` once
-each, and `finish` for each block. Numbers are computed in 32 bits, and those of 64-bit gradients in 64 bits.
+each, and `finish` for each block. Numbers are computed in 32 bits (in training, GPUs multiply in TF32), and those of
+64-bit gradients in 64 bits.
 
     G  gradient of a matrix on this machine, (rows, columns) with rows <= columns
     E  G + the error of earlier steps: the term of this machine in the sum

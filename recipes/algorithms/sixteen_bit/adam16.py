@@ -1,4 +1,4 @@
-"""AdamW with 16-bit moments (Ramesh et al. 2021, appendix D): 4 bytes per parameter instead of 8."""
+"""AdamW with 16-bit moments (Ramesh et al. 2021, appendix B.2): 4 bytes per parameter instead of 8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""16-bit floating-point formats with six exponent bits (Ramesh et al. 2021, appendix D), stored as int16.
+"""16-bit floating-point formats with six exponent bits (Ramesh et al. 2021, B.2 and E.2), stored as int16.
 
 | format | bits (sign-exponent-significand) | bias | least subnormal | least normal | largest | used for |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -121,7 +121,7 @@ class TokenTransformer(nn.Module):
         codes: int,
         implementation: Implementation = "auto",
     ) -> None:
-        """Build it with new weights, initialised as in Child et al. (2019, section 6), the architecture DALL-E names.
+        """Build it with new weights, initialised as in Child et al. (2019, 5.2 and 6), the architecture DALL-E names.
 
         Standard deviations: weights 0.125 / sqrt(fan-in); token embeddings 0.125 / sqrt(d); position embeddings the
         same, divided by the root of their number per position. Output layers of residual branches are divided by

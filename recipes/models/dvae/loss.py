@@ -1,6 +1,6 @@
 """The terms of the dVAE's evidence lower bound, and the relaxation through which gradients pass.
 
-Ramesh et al. 2021, section 2.1 and appendices A.1 and A.3. Letters: B images, R side in pixels, G side of the grid of
+Ramesh et al. 2021, section 2.1 and appendices A.2 and A.3. Letters: B images, R side in pixels, G side of the grid of
 codes, K codes.
 """
 

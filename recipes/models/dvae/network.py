@@ -91,7 +91,8 @@ class Conv(nn.Module):
     """A convolution with "same" padding. Initial weights are N(0, 1 / fan_in), biases 0.
 
     Attributes:
-        full_precision: compute in float32 even under autocast. FSDP, too, keeps the weights in float32.
+        full_precision: compute in float32 (where TF32 is allowed, in it) even under autocast. FSDP, too, keeps the
+            weights in float32.
     """
 
     def __init__(self, inputs: int, outputs: int, size: int, full_precision: bool = False) -> None:

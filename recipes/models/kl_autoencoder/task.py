@@ -14,7 +14,7 @@ from recipes.models.weights import load_diffusers
 
 
 class KLAutoencoder(Task):
-    """AutoencoderKL (Rombach et al. 2022, section 3.1) trained with an L1 likelihood and a small KL weight."""
+    """AutoencoderKL (Rombach et al. 2022, section 3.1) by absolute error and KL, without perceptual or GAN loss."""
 
     entry_points = ("reconstruct",)
 
@@ -36,7 +36,8 @@ class KLAutoencoder(Task):
             latent_channels: channels of the latents.
             norm_groups: groups of every GroupNorm.
             middle_attention: whether there is self-attention at the smallest grid.
-            kl_weight: weight of the KL divergence per latent value, relative to the absolute error per pixel value.
+            kl_weight: weight of the KL divergence per latent value, relative to the absolute error per pixel value. Of
+                Stable Diffusion's autoencoder it is 1e-6 for sums over an image, which at f = 8 is 2e-8 here.
 
         Raises:
             ValueError: a number out of range, or a width that is not a multiple of norm_groups.

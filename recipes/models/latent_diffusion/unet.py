@@ -78,7 +78,7 @@ def unet(
     norm_groups: int = 32,
     dropout: float = 0.0,
 ) -> UNet:
-    """The U-Net of Stable Diffusion 2 (Rombach et al. 2022, section 3.2 and appendix E), at any width.
+    """The U-Net of Stable Diffusion 2 (Rombach et al. 2022, sections 3.2 and 3.3), at any width.
 
     Args:
         channels: width of each level, from the full grid down.

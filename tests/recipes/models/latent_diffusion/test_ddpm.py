@@ -82,7 +82,7 @@ def test_the_errors_of_both_predictions_are_one_error(batch):
 @pytest.mark.parametrize("gamma", [1.0, 5.0])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_min_snr_is_the_clipped_weight_of_the_error_in_x0(batch, prediction, gamma):
-    """Hang et al. 2023, equation 7: min(snr, gamma) |x_0 - prediction of x_0|^2, whatever the network predicts."""
+    """Hang et al. 2023, section 3.4: min(snr, gamma) |x_0 - prediction of x_0|^2, whatever the network predicts."""
     x0, noise = batch
     objective = DDPM(prediction=prediction, min_snr_gamma=gamma).double()
     own = objective.schedule
