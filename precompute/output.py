@@ -27,7 +27,7 @@ from typing import Any
 from data.disk_errors import about
 from data.files import atomic_write, read_object, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
-from data.mds_index import read_index
+from data.mds_index import INDEX, read_index
 from precompute.config import EncodeConfig, changed_option
 from precompute.totals import counts_text, rejected, totals
 from precompute.upload import MARKER, Copy
@@ -35,7 +35,6 @@ from precompute.upload import MARKER, Copy
 OPTIONS = "options.json"
 CONFIG = "config.yaml"
 DONE = "done.json"
-INDEX = "index.json"
 UNREADABLE = "unreadable"
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
