@@ -18,8 +18,8 @@ from data.files import write_text
 from data.log import every_rank, log
 from data.ranks import Rank
 from data.sources.base import Rejected, Source
-from data.text_manifest import VOCABULARY, TextManifest
-from data.vocabulary_files import copy_vocabulary
+from data.text_manifest import TextManifest
+from data.vocabulary_files import VOCABULARY, copy_vocabulary
 from precompute.config import source_options
 from precompute.output import CONFIG, OutputSet
 from precompute.pack_config import PackConfig
