@@ -53,9 +53,9 @@ GOAL = 3000  # samples/s per core
 VALUES_IN_A_PAGE = 2048
 
 
-def write(folder: Path, samples: int, shard_size: str, seed: int = 0) -> None:
+def write(folder: Path, samples: int, shard_size: str) -> None:
     """Writes the same samples to folder/mds (as precompute/encode.py does), folder/tars and folder/files."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     columns = LatentColumns({RESOLUTION: LATENT}, TEXT)
     mds = ShardWriter(folder / "mds", "all", columns, Storage(shard_size), {})
     (folder / "tars").mkdir()

@@ -42,6 +42,7 @@ clock = time.monotonic
 DEFAULTS = ("checkpoints.every=100ba",)  # of what the command line may say otherwise
 OVERRIDES = ("checkpoints.keep=2", "checkpoints.bucket=null", "training.duration=1000000000ba")
 FILES = "open files"
+NOTES = 300  # of the memory, in a run
 
 
 class TimeIsUp(Exception):
@@ -57,14 +58,13 @@ class MemoryOverTime(Callback):
         batches: that were trained.
     """
 
-    def __init__(self, seconds: float, notes: int = 300) -> None:
+    def __init__(self, seconds: float) -> None:
         """
         Args:
             seconds: to train for, from the end of the first batch on.
-            notes: number of times that the memory is noted.
         """
         self.seconds = seconds
-        self.pause = seconds / notes
+        self.pause = seconds / NOTES
         self.notes: dict[str, list[tuple[float, int]]] = {}
         self.batches = 0
         self._began: float | None = None

@@ -17,7 +17,7 @@ from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.files import atomic_folder, read_if_object, write_json
 from data.loading import Loading
 from data.log import log
-from data.manifest import Manifest
+from data.manifest import NULL_TEXT, Manifest
 from data.vocabulary_files import copy_vocabulary
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
@@ -166,7 +166,7 @@ def export(
         if loading.manifest is not None:
             loading.manifest.write(new)
             if loading.null_text is not None:
-                np.save(new / "null_text.npy", loading.null_text.numpy())
+                np.save(new / NULL_TEXT, loading.null_text.numpy())
             record = {**record, "resolution": loading.resolution}
             for source, name in encoder_folders(loading.manifest):
                 shutil.copytree(source, new / name, dirs_exist_ok=True)

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 
 from recipes.config.command_line import path_of
 from recipes.planning.finding import Finding
-from recipes.planning.machine_checks import cheap_checks
+from recipes.planning.machine_checks import SECONDS, cheap_checks
 
 QUERY = ("nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
-SECONDS = 60  # after which a driver hangs
 
 
 def gpus(wanted: int, query: tuple[str, ...] = QUERY) -> Iterator[Finding]:

@@ -12,8 +12,8 @@ from types import FrameType
 
 from cluster.scheduler import Place
 from cluster.status import AGAIN, DONE, status_of
+from recipes.training.stop import SIGNALS
 
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 POLL = 0.1  # seconds
 
 
@@ -62,7 +62,7 @@ class Processes:
 
     def run(self) -> int:
         """Start the processes, and wait until all have ended; their common status, see `status_of`."""
-        before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
+        before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
         try:
             for environment in self.environments:
                 self.started.append(self._start(environment))

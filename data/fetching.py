@@ -31,7 +31,7 @@ from streaming.base.world import World
 
 from data.downloads import fetch
 from data.errors import WorkersError, one_line
-from data.mds_index import read_index
+from data.mds_index import INDEX, read_index
 
 # Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
 # run takes a machine for lost.
@@ -63,7 +63,7 @@ class WholeStream(Stream):
             with nullcontext() if world.is_local_leader else self._patient():
                 return super().get_shards(world, allow_unsafe_types)
         finally:  # also where it failed: this says why
-            if (folder / "index.json").is_file() and not any(shard["samples"] for shard in read_index(folder)):
+            if (folder / INDEX).is_file() and not any(shard["samples"] for shard in read_index(folder)):
                 raise ValueError(f"{folder}: a set without samples; leave it out, or encode it again")
 
     @contextmanager

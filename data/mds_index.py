@@ -8,6 +8,7 @@ from typing import Any
 
 from data.files import read_object
 
+INDEX = "index.json"
 Shard = dict[str, Any]  # one entry of the index
 # Names of the hashes that a shard may have.
 HASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"} | {
@@ -23,7 +24,7 @@ def read_index(folder: str | Path) -> list[Shard]:
         ValueError: it is no index of MDS shards of version 2; an entry lacks a field, holds a value of another type,
             names a file outside of the folder, or more samples than its file has room for.
     """
-    path = Path(folder, "index.json")
+    path = Path(folder, INDEX)
     try:
         values = read_object(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -322,11 +322,8 @@ def draw(hexcode: str, size: int) -> bytes:
     png = bytes(
         resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size, background="white", skip_system_fonts=True)
     )
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    if image.size != (size, size):
-        image = image.resize((size, size), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    Image.open(io.BytesIO(png)).convert("RGB").save(buffer, "PNG")
     return buffer.getvalue()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from data.files import read_object, write_text
 
 NAME = "text.json"
-VOCABULARY = "vocabulary.json"  # copy of the vocabulary's file in the set
 VERSION = 1
 
 

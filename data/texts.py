@@ -17,8 +17,9 @@ from data.loading import Batch, Loading, Placement
 from data.model_requirements import check_kind
 from data.ranges import check_reading
 from data.shared_batches import Specs
-from data.text_manifest import NAME, VOCABULARY, TextManifest
+from data.text_manifest import NAME, TextManifest
 from data.tokens import widen
+from data.vocabulary_files import VOCABULARY
 
 
 def texts_cost(args: dict[str, Any], plan: Plan) -> Cost:

@@ -8,6 +8,7 @@ from typing import Any
 
 from data.files import atomic_write, read_object
 
+VOCABULARY = "vocabulary.json"  # the copy in a set of packed texts or an export
 SUFFIX = ".manifest.json"
 
 
@@ -34,7 +35,7 @@ def read_manifest(vocabulary: Path) -> dict[str, Any]:
 
 def copy_vocabulary(vocabulary: Path, folder: Path) -> Path:
     """Copies a vocabulary, and its manifest if it has one, to FOLDER/vocabulary.json. Returns the copy's path."""
-    copy = folder / "vocabulary.json"
+    copy = folder / VOCABULARY
     files = {manifest_path(vocabulary): manifest_path(copy), vocabulary: copy}  # whoever finds the copy finds both
     for file, target in files.items():
         if file == vocabulary or file.is_file():

@@ -15,10 +15,10 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.files import write_text
 from precompute.config import EncodeConfig, VocabularyConfig
 from precompute.pack_config import PackConfig
-from recipes.config.command_line import groups_of, path_of, signatures
+from recipes.config.command_line import groups_of, path_of
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import Recipe
-from recipes.config.schema import Signature, read_section, subsections
+from recipes.config.schema import Signature, read_section, read_signature, subsections
 from recipes.evaluation.config import Evaluation
 
 INTRODUCTION = """\
@@ -124,9 +124,9 @@ def document() -> str:
     parts = [INTRODUCTION]
     parts += [f"## {title(cls)}: `{script}`\n\n{section_tables(cls)}" for cls, script in SCRIPTS.items()]
     parts.append(f"## Components\n\n{group_list()}")
-    for group, components in signatures().items():
+    for group, components in COMPONENTS.items():
         parts.append(f"### {group}\n")
-        parts += [component_text(COMPONENTS[group][name], name, signature) for name, signature in components.items()]
+        parts += [component_text(target, name) for name, target in components.items()]
     return "\n".join(parts)
 
 
@@ -171,9 +171,9 @@ def group_list() -> str:
     return "\n".join(lines) + "\n"
 
 
-def component_text(target: str, name: str, signature: Signature) -> str:
+def component_text(target: str, name: str) -> str:
     """The description of a component and a table of its arguments."""
-    file = target.split(":")[0].replace(".", "/") + ".py"
+    signature, file = read_signature(target), target.split(":")[0].replace(".", "/") + ".py"
     arguments = table(signature, "argument") if signature.parameters else "No arguments.\n"
     return f"#### `{name}`\n\n{escaped(signature.doc)} ([source](../{file}))\n\n{arguments}"
 

@@ -167,7 +167,7 @@ def text_shape(encoder: Component) -> tuple[tuple[int, int], bool]:
 
 def _open_clip(model: str) -> dict[str, Any]:
     """open_clip's config of a model, read without importing open_clip, which imports torch."""
-    package = importlib.util.find_spec("open_clip")
-    if package is None or not model or "/" in model:
+    if not model or "/" in model:
         return {}
+    package = importlib.util.find_spec("open_clip")
     return read_if_object(Path(package.submodule_search_locations[0]) / "model_configs" / f"{model}.json")

@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,15 +27,14 @@ from typing import Any
 from data.disk_errors import about
 from data.files import atomic_write, read_object, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
-from data.mds_index import read_index
+from data.mds_index import INDEX, read_index
 from precompute.config import EncodeConfig, changed_option
-from precompute.totals import counts_text, totals
+from precompute.totals import counts_text, rejected, totals
 from precompute.upload import MARKER, Copy
 
 OPTIONS = "options.json"
 CONFIG = "config.yaml"
 DONE = "done.json"
-INDEX = "index.json"
 UNREADABLE = "unreadable"
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
@@ -267,8 +265,8 @@ class OutputSet:
                     entries.append(info)
                 rejected_lines.write(self._file(shard, REJECTED).read_bytes())
             if not any(marker["samples"] for marker in markers):
-                rejected = sum((Counter(marker["rejected"]) for marker in markers), Counter())
-                reasons = [counts_text(sorted(rejected.items()))] if rejected else []
+                counts = rejected(markers)
+                reasons = [counts_text(counts.items())] if counts else []
                 if left := sum(marker.get("left_out", 0) for marker in markers):  # of packed texts
                     reasons.append(f"{left:,} tokens of texts fill no row; give fewer positions, or longer texts")
                 why = "; ".join(reasons) or "the source is empty"

@@ -7,7 +7,6 @@ out.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from data.files import write_text
 from data.log import every_rank, log
 from data.ranks import Rank
 from data.sources.base import Rejected, Source
-from data.text_manifest import VOCABULARY, TextManifest
-from data.vocabulary_files import copy_vocabulary
+from data.text_manifest import TextManifest
+from data.vocabulary_files import VOCABULARY, copy_vocabulary
 from precompute.config import source_options
 from precompute.output import CONFIG, OutputSet
 from precompute.pack_config import PackConfig
 from precompute.shard_folder import ShardFolder, Storage
-from precompute.totals import counts_text
+from precompute.totals import counts_text, rejected
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 
@@ -152,7 +151,6 @@ def _pack_shard(
 def _merge(config: PackConfig, output: OutputSet, vocabulary: Vocabulary, options: dict[str, Any]) -> None:
     """Writes the index, the rejected texts and the manifest of all shards, the manifest last."""
     markers = output.join(options)
-    rejected = sum((Counter(marker["rejected"]) for marker in markers), Counter())
 
     def total(name: str) -> int:
         return sum(marker[name] for marker in markers)
@@ -164,7 +162,7 @@ def _merge(config: PackConfig, output: OutputSet, vocabulary: Vocabulary, option
         samples=total("samples"),
         texts=total("texts"),
         left_out=total("left_out"),
-        rejected=dict(sorted(rejected.items())),
+        rejected=rejected(markers),
         shards=len(markers),
         bytes=total("bytes"),
         request=options,

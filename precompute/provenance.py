@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from platform import python_version
 from typing import Any
 
@@ -86,12 +86,5 @@ def manifest_fields(
         "caption_policy": CAPTION_POLICY[images.kind],
         "columns": columns.encodings(),
         "request": config.request(),
-        "software": {"python": python_version(), **{name: _version(name) for name in PACKAGES}},
+        "software": {"python": python_version(), **{name: version(name) for name in PACKAGES}},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

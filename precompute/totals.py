@@ -17,9 +17,6 @@ def totals(markers: list[dict[str, Any]]) -> dict[str, Any]:
     Returns:
         The fields samples, shards, bytes, reencoded, rejected, upscaled and latents of `data.manifest.Manifest`.
     """
-    rejected: Counter[str] = Counter()
-    for marker in markers:
-        rejected.update(marker["rejected"])
     resolutions = list(markers[0]["upscaled"]) if markers else []
     statistics = list(markers[0]["latents"]) if markers else []
     return {
@@ -27,10 +24,15 @@ def totals(markers: list[dict[str, Any]]) -> dict[str, Any]:
         "shards": len(markers),
         "bytes": sum(marker["bytes"] for marker in markers),
         "reencoded": sum(marker["reencoded"] for marker in markers),
-        "rejected": dict(sorted(rejected.items())),
+        "rejected": rejected(markers),
         "upscaled": {r: sum(marker["upscaled"][r] for marker in markers) for r in resolutions},
         "latents": {r: moments([marker["latents"][r] for marker in markers]) for r in statistics},
     }
+
+
+def rejected(markers: list[dict[str, Any]]) -> dict[str, int]:
+    """The number of rejected samples by reason, in the order of reasons. `markers` as of `totals`."""
+    return dict(sorted(sum((Counter(marker["rejected"]) for marker in markers), Counter()).items()))
 
 
 def moments(sums: list[dict[str, Any]]) -> dict[str, list[float]]:

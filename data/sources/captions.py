@@ -6,15 +6,12 @@ import functools
 import unicodedata
 from typing import Any
 
-LANGUAGES = "py3langid"  # BSD, 139 languages, its model included (no pickle); needs NumPy only
-
 
 class CaptionRules:
     """Judges captions. See `data.sources.filters.Filter` for the arguments.
 
     Raises:
-        ValueError: a bound that nothing can meet, a pattern that does not compile, a language identifier that is not
-            installed or does not know the language.
+        ValueError: a bound that nothing can meet, a pattern that does not compile, or an unknown language.
     """
 
     def __init__(
@@ -110,18 +107,14 @@ def _check_pattern(number: int, pattern: str) -> None:
 
 
 def _check_language(language: str) -> None:
-    try:
-        known = _identifier().labels
-    except ImportError:
-        raise ValueError(
-            f"filter.language: needs the package {LANGUAGES}, which is not installed; it is in requirements.lock"
-        ) from None
+    known = _identifier().labels
     if language not in known:
         raise ValueError(f"filter.language is {language!r}: give one of {', '.join(sorted(known))}")
 
 
 @functools.cache  # 70 MB per process; not part of the filter, because that is sent to worker processes
 def _identifier() -> Any:
+    """py3langid's, which knows 139 languages; its model is in the package, and no pickle."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data.aliases import InputPath
-from data.mds_index import read_index
+from data.mds_index import INDEX, read_index
 from data.memory import MEMORY
 from data.sources.base import MAX_FILE_BYTES, ReadOnce, Rejected, Sample, assemble, shard_ids, try_again
 
@@ -38,7 +38,7 @@ class MDSSource:
                 another encoding (pickles are refused).
         """
         self.root = Path(path)
-        index = self.root / "index.json"
+        index = self.root / INDEX
         infos = read_index(self.root)
         files = [info["raw_data"] for info in infos]
         facts = [(file["basename"], info["samples"], file["bytes"]) for file, info in zip(files, infos, strict=True)]

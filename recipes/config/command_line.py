@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from data.disk_errors import disk_error, disk_line
-from recipes.config.components import COMPONENTS
 from recipes.config.entry_points import all_components, packages
 from recipes.config.recipe import load_config, to_yaml
 from recipes.config.schema import Signature, read_section, read_signature, subsections
@@ -174,8 +173,3 @@ def _section_lines(cls: type, prefix: str) -> list[str]:
         if parameter.name in inner:
             lines += _section_lines(inner[parameter.name], f"{prefix}{parameter.name}.")
     return lines
-
-
-def signatures() -> dict[str, dict[str, Signature]]:
-    """The signatures of all components of this repository: group -> name -> signature."""
-    return {g: {name: read_signature(target) for name, target in names.items()} for g, names in COMPONENTS.items()}

@@ -380,8 +380,6 @@ class Checker:
             return float(value)
         if kind == "str" and isinstance(value, str):
             return value
-        if kind == "dict" and isinstance(value, Mapping):
-            return dict(value)
         if kind == "Duration" and isinstance(value, str):
             if not DURATION.fullmatch(value):
                 self.fail(path, f"{quoted(given)} is not a duration, such as 500ba, 2ep or 0.5dur")

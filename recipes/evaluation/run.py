@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from data.log import log
+from data.manifest import NAME as MANIFEST
 from data.ranks import Rank
 from data.sources.base import Sample
 from data.threads import all_cores
@@ -48,7 +49,7 @@ def evaluate(export: Path, config: Evaluation) -> dict[str, Any] | None:
     reranker = None if config.rerank is None else Reranker(config.rerank.by, pipeline.device, "rerank.by")
     identity = {
         "network": digest(network),
-        "manifest": digest(folder / "manifest.json"),
+        "manifest": digest(folder / MANIFEST),
         "record": {name: value for name, value in read_record(folder).items() if name in ("objective", "resolution")},
         "extractor": extractor.hash,
         "clip": None if clip is None else weights_hash(clip.network),

@@ -11,7 +11,7 @@ from data.encoded_sets import EncodedSet
 from data.files import write_json
 from data.loading import Loading
 from data.manifest import NAME as MANIFEST
-from data.text_manifest import VOCABULARY
+from data.vocabulary_files import VOCABULARY
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
@@ -138,7 +138,7 @@ def vocabulary(named: str, place: EncodedSet) -> Path:
     Raises:
         FileNotFoundError: neither is there.
     """
-    copy = Path(place.local, "vocabulary.json")
+    copy = Path(place.local, VOCABULARY)
     found = next((file for file in (Path(named), copy) if file.is_file()), None)
     if found is None:
         raise FileNotFoundError(f"{named}: no such vocabulary; give a folder that has a copy of it: --data FOLDER")

@@ -9,6 +9,7 @@ from typing import Literal
 from data.disk_errors import about
 from data.files import atomic_folder, write_text
 from data.log import log
+from data.manifest import NAME as MANIFEST
 from recipes.config.build import imported
 from recipes.exporting.card import model_card
 from recipes.exporting.checkpoints import find_checkpoint
@@ -100,5 +101,5 @@ def write_layout(native: Path, new: Path, layout: Layout | None, family: Family 
             raise ValueError(f"--layout diffusers: {error}; use native") from None
         log.info(f"export: {error}; it is written in the native layout")
         return "native"
-    shutil.copyfile(native / "manifest.json", new / "manifest.json")
+    shutil.copyfile(native / MANIFEST, new / MANIFEST)
     return "diffusers"

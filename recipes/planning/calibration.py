@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 from data.cost import count_text, size_text
 from data.memory import MEMORY
 from data.process_groups import leave
+from recipes.models.sampling import DTYPES
 from recipes.planning.gpus import Device, Shares
 from recipes.planning.link_checks import all_reduce_rate, synchronize
 
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST, LARGEST = 256, 16384  # sides of the matrices
 ENOUGH = 0.05  # seconds: a product that takes as long is timed well, and is not enlarged
 ROUNDS = 5
@@ -51,7 +51,7 @@ def calibrate() -> tuple[Device, dict[str, Any]]:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=120))
     try:
         # All processes at the same time, as in a run: those of a CPU share its memory.
-        peaks = {name: products(kind, dtype) for name, dtype in FORMATS.items()}
+        peaks = {name: products(kind, dtype) for name, dtype in DTYPES.items()}
         if kind == "cuda":
             peaks["tf32"] = products(kind, torch.float32, tf32=True)
         bandwidth, gap = copies(kind), operations(kind)

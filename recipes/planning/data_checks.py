@@ -11,7 +11,7 @@ from typing import Any
 from data.cost import count_text, size_text
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
-from data.mds_index import read_index
+from data.mds_index import INDEX, read_index
 from data.ranges import bytes_of
 from data.stale_memory import MEMORY
 from data.text_manifest import NAME as TEXT_MANIFEST
@@ -20,7 +20,6 @@ from recipes.config.schema import read_signature
 from recipes.config.values import Component
 from recipes.planning.finding import Finding
 
-INDEX = "index.json"
 # What each worker reads, and has fetched ahead; a cache with less room fetches shards again and again.
 SHARDS_AT_A_TIME = 8
 LEAST_SHARDS = 4  # with less, streaming does not begin

@@ -65,37 +65,42 @@ def traffic_lines(recipe: Recipe, task: nn.Module, costs: Costs, devices: Device
             f"{size_text(gradients)} of gradients per step"
         )
     if devices.tensor > 1:
-        plan, samples = sized_plan(recipe, task), recipe.training.device_batch(devices.world)
-        low = recipe.training.precision in ("amp_bf16", "amp_fp16")
-        value, loss_value = (2 if low or costs.gathered else FLOAT), (2 if low else FLOAT)
-        passes, sequence = microbatches_of(recipe, devices), recipe.training.sequence_parallel
-        again = recomputed(recipe, task)
-        sent = sent_bytes(
-            plan,
-            samples,
-            devices.tensor,
-            value=value,
-            loss_value=loss_value,
-            table_value=2 if fsdp is not None and gathered_format(recipe, costs) == "bf16" else FLOAT,
-            sequence=sequence,
-            again=again,
-            passes=passes,
-        )
-        found = messages(plan, samples // passes, devices.tensor, sequence, again)
-        inside = [one for one in found if one.what == "branches"]
-        sizes = {one.values: [other for other in inside if other.values == one.values] for one in inside}
-        counts = ", ".join(
-            " and ".join(f"{one.count} {NAMES[one.kind]}" for one in ones) + f" of {size_text(value * values)}"
-            for values, ones in sizes.items()
-        )
-        yield (
-            f"within {devices.tensor} tensor parallel devices: each sends {size_text(sent)} per step; {counts} per "
-            f"microbatch in {len(plan.branches)} branches"
-        )
+        yield _tensor_line(recipe, task, costs, devices)
     if devices.replicas > 1:
         cost = replica_traffic(task, costs, devices)
         sent = f"{size_text(cost.sent_bytes)} per step, {cost.sent_note}"
         yield f"between {devices.replicas} replicas: each device sends {sent}"
+
+
+def _tensor_line(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices) -> str:
+    """What each device sends to the others among which matrices are divided, and in how many messages."""
+    plan, samples = sized_plan(recipe, task), recipe.training.device_batch(devices.world)
+    low = recipe.training.precision in ("amp_bf16", "amp_fp16")
+    value = 2 if low or costs.gathered else FLOAT
+    passes, sequence = microbatches_of(recipe, devices), recipe.training.sequence_parallel
+    again = recomputed(recipe, task)
+    sent = sent_bytes(
+        plan,
+        samples,
+        devices.tensor,
+        value=value,
+        loss_value=2 if low else FLOAT,
+        table_value=2 if recipe.training.fsdp is not None and gathered_format(recipe, costs) == "bf16" else FLOAT,
+        sequence=sequence,
+        again=again,
+        passes=passes,
+    )
+    found = messages(plan, samples // passes, devices.tensor, sequence, again)
+    inside = [one for one in found if one.what == "branches"]
+    sizes = {one.values: [other for other in inside if other.values == one.values] for one in inside}
+    counts = ", ".join(
+        " and ".join(f"{one.count} {NAMES[one.kind]}" for one in ones) + f" of {size_text(value * values)}"
+        for values, ones in sizes.items()
+    )
+    return (
+        f"within {devices.tensor} tensor parallel devices: each sends {size_text(sent)} per step; {counts} per "
+        f"microbatch in {len(plan.branches)} branches"
+    )
 
 
 def state_bytes(parameters: int, trained: int, share: float, costs: Costs) -> float:

@@ -19,9 +19,7 @@ from recipes.planning.finding import Finding
 
 # Each MDS shard that is read, and each worker's socket, takes a file descriptor.
 FILES = 4096
-# streaming keeps the state of a data set here, and data workers hand over their batches through it.
-SHARED_MEMORY = Path("/dev/shm")
-SHARED_BYTES = 1 << 30
+SHARED_BYTES = 1 << 30  # for streaming's state of a data set, and for batches that data workers hand over
 # The oldest driver that runs a major version of CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility).
 DRIVERS = {11: 450, 12: 525, 13: 580}
 LOCKS = ("requirements.lock", "requirements-torch211.lock")
@@ -174,7 +172,7 @@ def open_files() -> Finding:
     return Finding("warning", "open files", f"at most {limit:,} per process: run `ulimit -n {FILES}` or more")
 
 
-def shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
+def shared_memory(folder: Path = stale.MEMORY) -> Finding:
     """The room for batches that data workers hand over."""
     if not folder.is_dir():
         return Finding("error", "shared memory", f"{folder} is not there, which data workers need: mount it")
@@ -188,7 +186,7 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
     return Finding("ok", "shared memory", f"{size_text(left)} free in {folder}")
 
 
-def stale_memory(clear: bool, folder: Path = SHARED_MEMORY) -> Finding:
+def stale_memory(clear: bool, folder: Path = stale.MEMORY) -> Finding:
     """Blocks of shared memory that killed processes have left.
 
     Args:

@@ -1,7 +1,6 @@
 """Rules for captions: what is set aside, with which reason, and that bad rules are named when the filter is made."""
 
 import pickle
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,13 +100,6 @@ def test_bad_rules(rules, message):
 def test_a_filter_goes_to_worker_processes():
     found = pickle.loads(pickle.dumps(Filter(boilerplate=DATES, min_caption_words=2)))
     assert found.caption(Sample("k", b"", "photographed on 1.1.")).reason == "boilerplate"
-
-
-def test_language_without_its_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "py3langid", None)
-    captions._identifier.cache_clear()
-    with pytest.raises(ValueError, match="needs the package py3langid, which is not installed"):
-        Filter(language="en")
 
 
 @pytest.fixture

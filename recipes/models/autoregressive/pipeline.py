@@ -18,6 +18,7 @@ from data.image_grid import to_uint8
 from data.sources.base import Rejected, Sample
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
+from data.vocabulary_files import VOCABULARY
 from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_tokens, uniforms
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.autoregressive.transformer import TokenTransformer
@@ -142,7 +143,7 @@ def load(parts: ExportParts) -> TokenPipeline:
     return TokenPipeline(
         network=network.to(parts.device),
         image_encoder=parts.image_encoder.to(parts.device),
-        vocabulary=Vocabulary.read(parts.folder / "vocabulary.json"),
+        vocabulary=Vocabulary.read(parts.folder / VOCABULARY),
         resolution=parts.record["resolution"],
         device=parts.device,
         precision=parts.precision,
