@@ -259,6 +259,8 @@ def test_other_captions_in_a_table_are_another_shard(tmp_path):
     [
         ("t.csv", b"picture,text\na.png,one\n", "line 2: no column file_name or file"),
         ("t.csv", b"file,text\na.png,one, two\n", "line 2: more cells"),
+        ("t.csv", b"file;text\na.png;one, two\n", "line 1: the cells are separated by ';': separate them by commas"),
+        ("t.csv", b"file\ttext\na.png\tone\n", r"line 1: the cells are separated by '\\t'"),
         ("t.csv", b"file,text\na.png,\xff\n", "not UTF-8"),
         ("t.csv", b'file,text\na.png,"' + b"a\n" * 99_999, "line 2: field larger .*: close the quote"),
         ("t.csv", b'file,text\na.png,a\n"b.png,' + b"b" * 200_000, "line 3: field larger .*: close the quote"),

@@ -327,7 +327,8 @@ def test_several_sources_make_several_sets(read, recipe, tmp_path, tars):
 
 def test_a_set_without_an_image_is_an_error(recipe, capsys):
     error = expect_error([recipe(filter={"name": "pictures", "min_side": 5000})], capsys)
-    assert "nothing was encoded" in error and "too_small" in error
+    assert "nothing was encoded (empty_caption 1, too_small 14)" in error
+    assert "delete this folder before you encode again" in error  # what was rejected is not read again
 
 
 def test_a_resolution_that_the_encoder_does_not_divide(recipe, capsys):
