@@ -80,12 +80,14 @@ def test_a_damaged_index_is_said_in_one_line(small_recipe, latent_sets, tmp_path
         list(cheap_recipe_checks(recipe))
 
 
-def test_a_folder_without_a_set(small_recipe, tmp_path):
+def test_a_folder_without_a_set(small_recipe, latent_sets, tmp_path):
     """The run would be refused when it opens the set."""
     (tmp_path / "set").mkdir()
     recipe = small_recipe(tmp_path / "run", f"evals.val.streams.val.path={tmp_path}/set")
     (line,) = absent_inputs(recipe, [])
     assert line.startswith(f"evals.val.streams.val.path: `{tmp_path}/set` has no manifest.json; write the set first")
+    recipe = small_recipe(tmp_path / "run", f"data.streams.train.path={latent_sets}")  # `out` of the encode job
+    assert absent_inputs(recipe, [])[0].endswith(f"has no manifest.json; give {latent_sets}/train")
 
 
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
