@@ -325,6 +325,16 @@ def test_several_sources_make_several_sets(read, recipe, tmp_path, tars):
     assert len(read(tmp_path / "out" / "train")) == 8 and len(read(tmp_path / "out" / "val")) == 4
 
 
+def test_captions_that_are_too_long_are_counted(recipe, tmp_path, capsys):
+    """The text encoder reads 12 tokens, of which two mark the begin and the end."""
+    for number, words in enumerate((1, 9, 10, 500)):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text(" ".join(["a"] * words))
+    main([recipe(sources={"train": {"name": "folder", "path": str(tmp_path)}}, batch=3)])
+    said = "encode: rank 0: 2 captions fill the 12 tokens of the text encoder, or were cut to them\n"
+    assert said in capsys.readouterr().out
+
+
 def test_a_set_without_an_image_is_an_error(recipe, capsys):
     error = expect_error([recipe(filter={"name": "pictures", "min_side": 5000})], capsys)
     assert "nothing was encoded (empty_caption 1, too_small 14)" in error
