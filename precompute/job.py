@@ -80,7 +80,8 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         return ShardWriter(folder, shard.shard, columns, storage, options[shard.label])
 
     def upload(shard: InputShard) -> None:
-        uploads.add(partial(sets[shard.label].upload, shard.shard))
+        if config.upload is not None:  # otherwise the end of the job would speak of uploads
+            uploads.add(partial(sets[shard.label].upload, shard.shard))
 
     def publish(shard: InputShard) -> None:
         sets[shard.label].publish(shard.shard, rank.rank)
