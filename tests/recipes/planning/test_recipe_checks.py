@@ -142,6 +142,8 @@ def test_disk(small_recipe, latent_sets, tmp_path, monkeypatch):
     assert disk(tmp_path / "new" / "run", 10).level == "ok"
     full = disk(tmp_path / "new" / "run", 11)
     assert full.level == "error" and "lower checkpoints.keep" in full.text
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)  # of another user
+    assert disk(tmp_path / "run", 0).text == f"nothing can be written into {tmp_path} for {tmp_path}/run: set `output`"
 
 
 def test_the_command(capsys):
