@@ -213,10 +213,10 @@ def test_a_folder_without_texts_names_the_table_that_is_there(tmp_path):
 
 
 def test_suffixes_of_a_folder_are_taken_in_any_case(tmp_path):
-    for name, text in (("a.png", "a.TXT"), ("b.PNG", "b.txt"), ("c.Jpg", "c.Txt")):
+    for name, text in (("a.png", "a.TXT"), ("b.PNG", "b.txt"), ("c.Jpg", "c.Txt"), ("d.JFIF", "d.txt")):
         (tmp_path / name).write_bytes(picture(1))
         (tmp_path / text).write_text(text)
-    assert [row.caption for row in read(FolderSource(path=str(tmp_path)))] == ["a.TXT", "b.txt", "c.Txt"]
+    assert [row.caption for row in read(FolderSource(path=str(tmp_path)))] == ["a.TXT", "b.txt", "c.Txt", "d.txt"]
     (tmp_path / "a.txt").write_text("the usual name first")
     assert read(FolderSource(path=str(tmp_path)))[0].caption == "the usual name first"
 
