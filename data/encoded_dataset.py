@@ -192,7 +192,10 @@ class EncodedLoader(StreamingDataLoader):
                 raise ValueError(error.line) from None
             if not isinstance(error, NotFetched):
                 raise
-            raise ValueError(f"data: {error.line}; start again when the store answers, and see {CREDENTIAL}") from None
+            what = "copy or encode the set again"
+            if any(stream.remote is not None for stream in self.dataset.streams):
+                what = f"start again when the store answers, and see {CREDENTIAL}"
+            raise ValueError(f"data: {error.line}; {what}") from None
 
     def _epoch(self) -> Iterator[Batch]:
         begin = None

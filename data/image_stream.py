@@ -141,9 +141,8 @@ class ImageStream(IterableDataset):
                 return
             empty = 0 if found else empty + 1
             if empty == EMPTY_PASSES:
-                raise ValueError(
-                    f"part {part[0] + 1} of {part[1]} of the source has no usable image: use fewer workers or ranks"
-                )
+                what = "use fewer workers or ranks" if part[1] > 1 else "check it, its captions and the filter"
+                raise ValueError(f"part {part[0] + 1} of {part[1]} of the source has no usable image: {what}")
             turn, drawn = turn + 1, 0
 
     def _pass(

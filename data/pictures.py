@@ -77,8 +77,9 @@ def pictures(
 
     Args:
         source: where images and captions come from.
-        resolution: side of the square crop in pixels.
-        filter: which images are used; null: all that decode.
+        resolution: side of the square crop in pixels. Smaller images are enlarged, unless the filter's min_side leaves
+            them out.
+        filter: which images are used; null: all that decode and have a caption.
         crop: at the centre or at a random position (training only), or DALL-E's crops for its dVAE (with flip: 0.5) or
             its transformer (training only), which also vary the size.
         flip: share of images that are flipped horizontally (training only).

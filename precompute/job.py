@@ -200,6 +200,11 @@ def _encode(
         f"encode: rank {rank.rank}: {progress.images:,} images in {duration(seconds)}, "
         f"{progress.rate:,.1f} images/s; the encoder waited for data {pipeline.waited / seconds:.0%} of the time"
     )
+    if pipeline.full_captions:
+        every_rank.warning(
+            f"encode: rank {rank.rank}: {pipeline.full_captions:,} captions fill the {pipeline.texts.length} tokens "
+            "of the text encoder, or were cut to them"
+        )
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:

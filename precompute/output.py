@@ -270,7 +270,10 @@ class OutputSet:
                 if left := sum(marker.get("left_out", 0) for marker in markers):  # of packed texts
                     reasons.append(f"{left:,} tokens of texts fill no row; give fewer positions, or longer texts")
                 why = "; ".join(reasons) or "the source is empty"
-                raise ValueError(f"{self.out}: nothing was encoded ({why}); see shards/*/{REJECTED}")
+                raise ValueError(
+                    f"{self.out}: nothing was encoded ({why}); see shards/*/{REJECTED}; correct the cause, and "
+                    "delete this folder before you encode again"
+                )
         write_json(self.out / INDEX, {"version": 2, "shards": entries})
         return markers
 

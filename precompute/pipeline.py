@@ -62,6 +62,7 @@ class EncodePipeline:
         failed: after `run`, the shards that could not be read, each with its reason.
         finished: shards that were published.
         waited: seconds in which the encoders had nothing to do.
+        full_captions: encoded captions that take all positions of the text encoder, most of them because they were cut.
     """
 
     def __init__(
@@ -78,6 +79,12 @@ class EncodePipeline:
         self.failed: dict[InputShard, str] = {}
         self.finished: set[InputShard] = set()
         self.waited = 0.0
+        self.full_captions = 0
+        if texts is not None:
+            begin_end_padding = texts.tokenize([""])[0]
+            self._padding = begin_end_padding[-1]
+            # Where the end mark is also the padding, the token before the last one is a word's only without padding.
+            self._last = -2 if begin_end_padding[1] == self._padding else -1
         self._results: queue.Queue[EncodedBatch | None] = queue.Queue(maxsize=4)
         self._error: BaseException | None = None
 
@@ -98,6 +105,8 @@ class EncodePipeline:
             while (batch := self._next(source, before)) is not None:
                 current = EncodedBatch(batch, None)
                 if batch.images:
+                    if self.texts is not None:
+                        self.full_captions += int((batch.tokens[:, self._last] != self._padding).sum())
                     current.encodings = encode(batch.pixels, batch.tokens, self.images, self.texts).to_cpu()
                 # The device works on the new batch while the previous one is checked and written.
                 if before is not None:

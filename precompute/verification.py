@@ -68,8 +68,9 @@ def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out
         values: dict[str, Any] = {"holds": not faults, "faults": faults, **figures(found), "again": as_values(again)}
         if again.records:
             values["psnr"] = _contact_sheet(again, images, max(config.resolutions), out / f"{label}.png")
-        write_json(out / f"{label}.json", values, indent=1)
-        _report(folder, found, again, values)
+        file = out / f"{label}.json"
+        write_json(file, values, indent=1)
+        _report(folder, found, again, values, file)
         holds &= not faults
     return holds
 
@@ -113,7 +114,7 @@ def _contact_sheet(again: Reencoded, images: ImageEncoder, resolution: int, path
     return psnr(originals, pictures)
 
 
-def _report(folder: Path, found: Survey, again: Reencoded, values: dict[str, Any]) -> None:
+def _report(folder: Path, found: Survey, again: Reencoded, values: dict[str, Any], file: Path) -> None:
     log.info(f"{folder}: {found.samples:,} samples in {found.files:,} files, {found.hashes:,} hashes compared")
     for name, largest in found.largest.items():
         used = f", {found.used[name]:,} different codes" if name in found.used else f", largest {largest:.4g}"
@@ -132,4 +133,4 @@ def _report(folder: Path, found: Survey, again: Reencoded, values: dict[str, Any
         log.info(f"  fault: {fault}")
     if len(values["faults"]) > FAULTS:
         log.info(f"  and {len(values['faults']) - FAULTS:,} more faults")
-    log.info(f"  {'holds' if values['holds'] else 'does not hold'}")
+    log.info(f"  {'no faults' if values['holds'] else 'the set has faults'}; the figures are in {file}")

@@ -43,7 +43,7 @@ REASONS = {
 # Larger files are not read into memory. The largest photographs have a tenth of this.
 MAX_FILE_BYTES = 256 * 1024 * 1024
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
+IMAGE_SUFFIXES = ("jpg", "jpeg", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 
 
 @dataclass(frozen=True, slots=True)

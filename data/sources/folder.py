@@ -23,6 +23,7 @@ from data.sources.base import (
 
 _NAME_COLUMNS = ("file_name", "file")
 _CAPTION_COLUMNS = ("text", "caption")
+_SUFFIXES = f".{', .'.join(IMAGE_SUFFIXES)}"
 
 
 class FolderSource:
@@ -77,7 +78,7 @@ class FolderSource:
                     f"{next(iter(self.images))}; give names relative to the folder, with their suffix"
                 )
         if not self.images:
-            raise FileNotFoundError(f"source.path: no image (.{', .'.join(IMAGE_SUFFIXES)}) in {path}")
+            raise FileNotFoundError(f"source.path: no image ({_SUFFIXES}) in {path}")
         # Captions without an image and repeated rows are entries too, so that they are rejected.
         entries: list[tuple[str, str]] = [("image", name) for name in self.images]
         entries += [("orphan", name) for name in orphans] + [("repeated", name) for name in repeated]
@@ -101,7 +102,7 @@ class FolderSource:
         once = ReadOnce()
         for kind, name in self.entries[shard]:
             if kind == "orphan":
-                yield once(Rejected(name, "missing_image", "a caption that names no image of the folder"))
+                yield once(Rejected(name, "missing_image", f"a caption without an image ({_SUFFIXES}) of its name"))
             elif kind == "repeated":
                 yield Rejected(name, "duplicate_key", "a second row of the captions table")
             else:
@@ -203,6 +204,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         before = 0  # number of lines of the rows so far
         try:
             before = reader.line_num if reader.fieldnames else 0
+            first = (reader.fieldnames or [""])[0]
+            if other := next((mark for mark in (";", "\t") if mark in first), None):  # of some spreadsheet programs
+                raise ValueError(f"{path}, line 1: the cells are separated by {other!r}: separate them by commas")
             for row in reader:
                 if None in row:
                     raise ValueError(f"{path}, line {reader.line_num}: more cells than columns: quote the commas")

@@ -110,10 +110,11 @@ class TarSource:
     def _sample(self, key: str, members: dict[str, bytes | int]) -> Sample | Rejected:
         """Makes a sample of the members of a key: suffix -> bytes, or the size of a member that is too large."""
         images = [suffix for suffix in members if suffix in IMAGE_SUFFIXES]
+        has = f"members {', '.join(members)}"
         if len(images) > 1:
             return Rejected(key, "duplicate_image", f"members {', '.join(images)}")
         if not images:
-            return Rejected(key, "missing_image", f"members {', '.join(members)}")
+            return Rejected(key, "missing_image", has)
         huge = [f"{suffix}: {data} bytes" for suffix, data in members.items() if isinstance(data, int)]
         if huge:
             return Rejected(key, "too_large_file", ", ".join(huge))
@@ -127,6 +128,9 @@ class TarSource:
                 return Rejected(key, "broken_metadata", f"a JSON {type(fields).__name__}, not an object")
             found = fields.get(self.caption.removeprefix("json:"))
             caption = found if isinstance(found, str) else None
+            has = f"fields {', '.join(fields)}" if fields else has
+        if caption is None:
+            return Rejected(key, "missing_caption", f"no {self.caption} (the source's `caption`), but {has:.200}")
         return assemble(key, members[images[0]], caption)
 
 

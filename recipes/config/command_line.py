@@ -98,6 +98,8 @@ def check_out(path: Path) -> None:
         fail([f"--out: {path}: {error.strerror}; give another name"])
     if not above.is_dir():
         fail([f"--out: {path} is below {above}, which is a file; give another name"])
+    if not os.access(above, os.W_OK | os.X_OK):
+        fail([f"--out: {path}: nothing can be written into {above}; give another name"])
 
 
 @contextlib.contextmanager

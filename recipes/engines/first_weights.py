@@ -15,12 +15,15 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
 
     Raises:
         FileNotFoundError, ValueError: see `Task.load_export`. Where the folder says that its weights are of another
-            kind of model, the message does, too.
+            kind of model, the message does, too; where it is a run's folder, the message names its export.
     """
     folder = Path(recipe.checkpoints.load_weights)
     try:
         task.load_export(folder)
     except (FileNotFoundError, ValueError) as error:
+        if (folder / "export" / "done.json").is_file():
+            where = f"checkpoints.load_weights: {folder} is the folder of a run"
+            raise ValueError(f"{where}; give {folder}/export") from None
         theirs, own = _kind(folder), _named(recipe.model.name, task.export_record())
         if theirs is None or theirs == own or theirs in {type(module).__name__ for module in task.modules()}:
             raise

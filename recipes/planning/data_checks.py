@@ -53,10 +53,9 @@ def unwritten_sets(recipe: Recipe) -> Iterator[str]:
         for name, stream in (data.args.get("streams") or {}).items():
             folder = stream.args.get("path")
             if folder and Path(folder).exists() and not Path(folder, manifest).is_file():
-                yield (
-                    f"{label}.streams.{name}.path: `{folder}` has no {manifest}; write the set first, with "
-                    "precompute/encode.py or pack.py"
-                )
+                sets = sorted(str(file.parent) for file in Path(folder).glob(f"*/{manifest}"))
+                todo = f"give {sets[0]}" if sets else "write the set first, with precompute/encode.py or pack.py"
+                yield f"{label}.streams.{name}.path: `{folder}` has no {manifest}; {todo}"
 
 
 def local_manifests(recipe: Recipe) -> dict[str, Manifest]:

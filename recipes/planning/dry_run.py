@@ -114,7 +114,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         *algorithm_lines(costs),
         f"batch: {batch_text(recipe.training, devices.world)}",
         *traffic_lines(recipe, task, costs, devices),
-        f"run: {length_text(recipe.training.duration, length)}",
+        f"run: {length_text(recipe, length)}",
         *evals_lines(recipe, costs, length),
         checkpoints_text(recipe, costs.checkpoint_bytes(found.parameters), costs.averaged_bytes, length),
         *callback_lines(costs, length),

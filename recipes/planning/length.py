@@ -13,6 +13,7 @@ from recipes.config.recipe import Recipe, Training
 from recipes.config.values import plain_values
 
 IN_EPOCHS = re.compile(r"[\d.]+ep")
+DURATION = re.compile(r"([\d.]+)(ba|ep|sp|dur)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Length:
 
     def steps_in(self, duration: str) -> float | None:
         """A duration in optimizer steps, such as 25.0 for "1ep"."""
-        number, unit = re.fullmatch(r"([\d.]+)(\w+)", duration).groups()
+        number, unit = DURATION.fullmatch(duration).groups()
         if unit == "sp":  # divided: by a factor of 1 / batch, 7 batches of 75 would be slightly more than 7
             return float(number) / self.batch
         steps = {"ba": 1.0, "ep": self.epoch_steps, "dur": self.steps}[unit]
@@ -102,14 +103,20 @@ def batch_text(training: Training, world: int) -> str:
     return f"{text}, in {count_text(count, 'microbatch', 'microbatches')} of {microbatch:,}{rest}"
 
 
-def length_text(duration: str, length: Length) -> str:
-    """Steps, samples and epochs of a run."""
+def length_text(recipe: Recipe, length: Length) -> str:
+    """Steps, samples and epochs of a run, and whether it ends within the warm-up of its schedule."""
     if length.steps is None:
-        return f"{duration}; the number of steps depends on data that is not on this machine or has no manifest"
+        return (
+            f"{recipe.training.duration}; the number of steps depends on data that is not on this machine or has no "
+            "manifest"
+        )
     text = f"{count_text(length.steps, 'step')}, {count_text(length.steps * length.batch, 'sample')}"
-    if length.epoch_steps is None:
-        return text
-    return f"{text}, {length.steps / length.epoch_steps:,.2f} epochs of {count_text(length.epoch_steps, 'step')}"
+    if length.epoch_steps is not None:
+        text += f", {length.steps / length.epoch_steps:,.2f} epochs of {count_text(length.epoch_steps, 'step')}"
+    warmup = str(recipe.schedule.args.get("warmup"))
+    if DURATION.fullmatch(warmup) and (length.steps_in(warmup) or 0) > length.steps:
+        text += f"; it ends within the warm-up of {warmup}, below optimizer.lr: shorten schedule.warmup"
+    return text
 
 
 def times_text(every: str | None, length: Length) -> str:

@@ -96,7 +96,7 @@ def _size(path: Path) -> int:
 
 
 def disk(output: Path, needed: int) -> Finding:
-    """Whether the checkpoints and exports of a run fit on the disk of its folder.
+    """Whether the folder of a run can be written, and its checkpoints and exports fit on the disk.
 
     Args:
         output: folder of the run, which need not exist.
@@ -105,6 +105,8 @@ def disk(output: Path, needed: int) -> Finding:
     folder = output.absolute()
     while not folder.is_dir():
         folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Finding("error", "disk", f"nothing can be written into {folder} for {output}: set `output`")
     left = shutil.disk_usage(folder).free
     if left < needed:
         return Finding(

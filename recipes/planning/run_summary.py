@@ -46,7 +46,7 @@ def opening(
         "precision": f"{precision}, {_sharding_text(training, world)}",
         "optimizer": _optimizer_text(recipe.optimizer, recipe.schedule, training.grad_clip),
         "algorithms": ", ".join(algorithm.name for algorithm in recipe.algorithms.values()) or "none",
-        "length": length_text(training.duration, length),
+        "length": length_text(recipe, length),
         "checkpoints": _checkpoints_text(recipe),
         "config": f"{Path(recipe.output, CONFIG)} (--print-config prints it)",
     }

@@ -326,6 +326,9 @@ def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
     before = set(multiprocessing.active_children())
     with pytest.raises(ValueError, match=r"shard.00002.mds: sample \d+ is damaged"):
         list(loader)
+    Path(fast[0]["local"], "shard.00002.mds").unlink()
+    with pytest.raises(ValueError, match=r"shard.00002.mds.*; copy or encode the set again$"):
+        list(make_loader(True, fast, workers))
     assert set(multiprocessing.active_children()) <= before
 
 

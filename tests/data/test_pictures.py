@@ -291,7 +291,7 @@ def test_rejected_pictures_are_left_out_and_counted(capsys):
 
 
 def test_a_part_without_a_picture_is_an_error():
-    with pytest.raises(ValueError, match="part 1 of 1 of the source has no usable image"):
+    with pytest.raises(ValueError, match="part 1 of 1 of the source has no usable image: check it"):
         next(iter(load(Numbered(1, 3, reject=(0, 1, 2)))))
     with pytest.raises(ValueError, match="the validation set has no usable image; check its source and its filter"):
         load(Numbered(1, 3, reject=(0, 1, 2)), training=False)

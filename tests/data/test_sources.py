@@ -213,10 +213,10 @@ def test_a_folder_without_texts_names_the_table_that_is_there(tmp_path):
 
 
 def test_suffixes_of_a_folder_are_taken_in_any_case(tmp_path):
-    for name, text in (("a.png", "a.TXT"), ("b.PNG", "b.txt"), ("c.Jpg", "c.Txt")):
+    for name, text in (("a.png", "a.TXT"), ("b.PNG", "b.txt"), ("c.Jpg", "c.Txt"), ("d.JFIF", "d.txt")):
         (tmp_path / name).write_bytes(picture(1))
         (tmp_path / text).write_text(text)
-    assert [row.caption for row in read(FolderSource(path=str(tmp_path)))] == ["a.TXT", "b.txt", "c.Txt"]
+    assert [row.caption for row in read(FolderSource(path=str(tmp_path)))] == ["a.TXT", "b.txt", "c.Txt", "d.txt"]
     (tmp_path / "a.txt").write_text("the usual name first")
     assert read(FolderSource(path=str(tmp_path)))[0].caption == "the usual name first"
 
@@ -259,6 +259,8 @@ def test_other_captions_in_a_table_are_another_shard(tmp_path):
     [
         ("t.csv", b"picture,text\na.png,one\n", "line 2: no column file_name or file"),
         ("t.csv", b"file,text\na.png,one, two\n", "line 2: more cells"),
+        ("t.csv", b"file;text\na.png;one, two\n", "line 1: the cells are separated by ';': separate them by commas"),
+        ("t.csv", b"file\ttext\na.png\tone\n", r"line 1: the cells are separated by '\\t'"),
         ("t.csv", b"file,text\na.png,\xff\n", "not UTF-8"),
         ("t.csv", b'file,text\na.png,"' + b"a\n" * 99_999, "line 2: field larger .*: close the quote"),
         ("t.csv", b'file,text\na.png,a\n"b.png,' + b"b" * 200_000, "line 3: field larger .*: close the quote"),

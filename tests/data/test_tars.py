@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data import downloads
 from data.sources import tars
-from data.sources.base import Sample
+from data.sources.base import Rejected, Sample
 from data.sources.tars import TarSource, expand
 from tests.data.test_sources import ROWS, layout, picture, read, reasons, write_tar
 
@@ -108,6 +108,10 @@ def test_tar_caption_out_of_json(tmp_path):
     assert read(source)[0].caption == "told at length"
     missing = {"b": "missing_caption", "c": "missing_caption"}
     assert reasons(source) == missing | dict.fromkeys(broken, "broken_metadata")
+    texts = TarSource(urls=str(tmp_path / "x.tar"))  # `caption` was forgotten
+    told = "no {} (the source's `caption`), but {}".format
+    details = [row.detail for found in (source, texts) for row in read(found) if isinstance(row, Rejected)]
+    assert details[1] == told("json:long", "members png, txt") and details[-1] == told("txt", "members png, json")
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])

@@ -18,6 +18,7 @@ from data.transforms import crop_box, resize_and_crop
 from precompute import job as job_module
 from precompute.encode import main
 from precompute.output import OutputSet
+from precompute.upload import Uploads
 from precompute.writer import ShardWriter
 from recipes.encoders import base
 from recipes.encoders.vae import KLVae
@@ -318,16 +319,28 @@ def test_random_crops_are_reproducible_and_small_images_can_be_enlarged(read, re
         assert (sample["crop_16"] == sample["crop_32"]).all()
 
 
-def test_several_sources_make_several_sets(read, recipe, tmp_path, tars):
+def test_several_sources_make_several_sets(read, recipe, tmp_path, tars, monkeypatch):
+    monkeypatch.setattr(Uploads, "add", lambda *_: pytest.fail("no copy of these sets is made"))
     urls = {"train": f"{tars}/{{00000..00001}}.tar", "val": f"{tars}/00002.tar"}
     sources = {label: {"name": "tars", "urls": url} for label, url in urls.items()}
     main([recipe(sources=sources, resolutions=[32])])
     assert len(read(tmp_path / "out" / "train")) == 8 and len(read(tmp_path / "out" / "val")) == 4
 
 
+def test_captions_that_are_too_long_are_counted(recipe, tmp_path, capsys):
+    """The text encoder reads 12 tokens, of which two mark the begin and the end."""
+    for number, words in enumerate((1, 9, 10, 500)):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text(" ".join(["a"] * words))
+    main([recipe(sources={"train": {"name": "folder", "path": str(tmp_path)}}, batch=3)])
+    said = "encode: rank 0: 2 captions fill the 12 tokens of the text encoder, or were cut to them\n"
+    assert said in capsys.readouterr().out
+
+
 def test_a_set_without_an_image_is_an_error(recipe, capsys):
     error = expect_error([recipe(filter={"name": "pictures", "min_side": 5000})], capsys)
-    assert "nothing was encoded" in error and "too_small" in error
+    assert "nothing was encoded (empty_caption 1, too_small 14)" in error
+    assert "delete this folder before you encode again" in error  # what was rejected is not read again
 
 
 def test_a_resolution_that_the_encoder_does_not_divide(recipe, capsys):

@@ -143,9 +143,10 @@ def test_one_run_and_one_of_another_version(folders, tmp_path, capsys):
         ("picture", "not readable as a picture"),
         ("grids", "--grids: 0; give 1 or more"),
         ("folder", "is a folder; give the name of a file"),
+        ("locked", "x.html: nothing can be written into /"),
     ],
 )
-def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys):
+def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys, monkeypatch):
     other, options = tmp_path / "other", []
     if case == "twice":
         other = folders[0]
@@ -154,6 +155,9 @@ def test_bad_input_in_one_line(case, said, folders, tmp_path, capsys):
     elif case == "folder":
         other = folders[1]
         options = ["--out", str(tmp_path)]
+    elif case == "locked":
+        other = folders[1]
+        monkeypatch.setattr("os.access", lambda folder, mode: folder != tmp_path)  # of another user
     elif case != "missing":
         made_run(other, base="openmoji_dvae" if case == "kind" else "openmoji_diffusion")
     if case == "silent":

@@ -15,13 +15,17 @@ def test_weights_of_another_denoiser(small_recipe, tmp_path, one):
     folder, other = tmp_path / "export", {"unet": "dit", "dit": "unet"}[one]
     task = build(small_recipe(tmp_path, denoiser=one).model)
     task.export(folder)
-    write_json(folder / "export.json", task.export_record())
+    for name in ("export.json", "done.json"):
+        write_json(folder / name, task.export_record())
     recipe = small_recipe(tmp_path, denoiser=other)
     recipe.checkpoints.load_weights = str(folder)
     said = f"holds the weights of latent_diffusion with the denoiser {one}, and the recipe builds latent_diffusion with"
     with pytest.raises(ValueError, match=f"{said} the denoiser {other} .*no such") as error:
         load_first_weights(recipe, build_on_meta(recipe.model))
     assert "\n" not in str(error.value)
+    recipe.checkpoints.load_weights = str(tmp_path)  # of the run, not of its export
+    with pytest.raises(ValueError, match=f"load_weights: {tmp_path} is the folder of a run; give {folder}$"):
+        load_first_weights(recipe, build_on_meta(recipe.model))
 
 
 def test_weights_of_another_family(small_recipe, tmp_path):

@@ -80,12 +80,14 @@ def test_a_damaged_index_is_said_in_one_line(small_recipe, latent_sets, tmp_path
         list(cheap_recipe_checks(recipe))
 
 
-def test_a_folder_without_a_set(small_recipe, tmp_path):
+def test_a_folder_without_a_set(small_recipe, latent_sets, tmp_path):
     """The run would be refused when it opens the set."""
     (tmp_path / "set").mkdir()
     recipe = small_recipe(tmp_path / "run", f"evals.val.streams.val.path={tmp_path}/set")
     (line,) = absent_inputs(recipe, [])
     assert line.startswith(f"evals.val.streams.val.path: `{tmp_path}/set` has no manifest.json; write the set first")
+    recipe = small_recipe(tmp_path / "run", f"data.streams.train.path={latent_sets}")  # `out` of the encode job
+    assert absent_inputs(recipe, [])[0].endswith(f"has no manifest.json; give {latent_sets}/train")
 
 
 @pytest.mark.parametrize(("limit", "level"), [("1kb", "error"), ("300kb", "warning"), ("1gb", "ok")])
@@ -140,6 +142,8 @@ def test_disk(small_recipe, latent_sets, tmp_path, monkeypatch):
     assert disk(tmp_path / "new" / "run", 10).level == "ok"
     full = disk(tmp_path / "new" / "run", 11)
     assert full.level == "error" and "lower checkpoints.keep" in full.text
+    monkeypatch.setattr(os, "access", lambda folder, mode: folder != tmp_path)  # of another user
+    assert disk(tmp_path / "run", 0).text == f"nothing can be written into {tmp_path} for {tmp_path}/run: set `output`"
 
 
 def test_the_command(capsys):

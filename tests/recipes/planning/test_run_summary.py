@@ -49,8 +49,18 @@ def test_other_runs():
     ]
     found = lines("openmoji_vae.yaml", *overrides)
     assert found[4] == "precision:   fp32, FSDP2 SHARD_GRAD_OP, replicas: 2"
+    assert found[7] == "length:      3,200 steps, 12,800 samples"
     kept = "every 5ba, all kept, begun anew at each start, in runs/openmoji_vae/checkpoints; starts from s3://x"
     assert found[8] == f"checkpoints: {kept}"
+
+
+@pytest.mark.parametrize(("warmup", "within"), [("21ba", True), ("1100sp", False), ("6ep", True), ("5ep", False)])
+def test_a_run_that_ends_within_its_warm_up_says_so(warmup, within):
+    """As with a shipped recipe whose duration alone was shortened."""
+    overrides = ["training.duration=20ba", f"schedule.warmup={warmup}"]
+    (found,) = (line for line in lines("openmoji_diffusion.yaml", *overrides, samples=256) if "length:" in line)
+    text = f"; it ends within the warm-up of {warmup}, below optimizer.lr: shorten schedule.warmup"
+    assert found.endswith(f"5.00 epochs of 4 steps{text if within else ''}")
 
 
 def test_an_epoch_without_a_batch_is_refused():
