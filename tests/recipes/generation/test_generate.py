@@ -151,6 +151,7 @@ def test_what_is_not_there(tmp_path, export, capsys):
 
 def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
     assert f"--out: {tmp_path} is a folder" in refuse(command(export, tmp_path), capsys)
+    assert "x.jpg: the file is a PNG; give a name" in refuse(command(export, tmp_path / "x.jpg"), capsys)
     (tmp_path / "file").touch()
     assert f"x.png is below {tmp_path}/file, which is" in refuse(command(export, tmp_path / "file" / "x.png"), capsys)
     assert "File name too long; give another name" in refuse(command(export, tmp_path / ("x" * 300)), capsys)
