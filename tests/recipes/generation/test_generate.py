@@ -205,6 +205,9 @@ def test_where_the_export_is_looked_for(tmp_path, export):
     (network / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="language: no exported run of a token model or diffusion model"):
         find_export(network.parent)
+    (network.parent / "export.json").write_text("{}")
+    with pytest.raises(ValueError, match="language: its model generates no images .* of a token model or diffusion"):
+        find_export(network.parent)
 
 
 def test_a_seed_that_generators_do_not_take_is_refused(export, capsys):
