@@ -124,7 +124,7 @@ def write(
         )
         encoding = patch("precompute.pipeline.encode", lambda *inputs: next(turns))
         process = patch("precompute.upload.SideProcess", uploader or SideProcess)
-        with encoding, process, patch("precompute.shard_folder.MDSFiles", kind), Uploads() as uploads:
+        with encoding, process, patch("precompute.shard_folder.MDSFiles", kind), Uploads(uploader is not None) as uploads:
             pipeline.run(Decoded())
 
 

@@ -21,6 +21,7 @@ from data.files import point_to
 from data.loading import Placement
 from data.sources.tars import TarSource
 from data.stores import S3Store
+from precompute.pipeline import EncodePipeline
 from precompute.upload import MARKER
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
@@ -62,13 +63,23 @@ def job(bucket, drawings, latent_sets, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def encoded(bucket, job) -> Path:
-    """The set that two ranks have encoded; also at s3://sets/latents/train."""
+    """The set that two ranks have encoded; also at s3://sets/latents/train. They end while shards are uploaded."""
     from precompute.encode import main
+
+    publish = EncodePipeline._publish
+
+    def until_one_is_uploaded(*arguments):
+        publish(*arguments)
+        end = time.monotonic() + 60
+        while not bucket.names("latents/train") and time.monotonic() < end:
+            time.sleep(0.01)
 
     for rank in ("1", "0"):  # they share nothing but the folder, so they may run after each other
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RANK", rank)
             patch.setenv("WORLD_SIZE", "2")
+            patch.setattr(EncodePipeline, "_publish", until_one_is_uploaded)
+            patch.setattr(bucket, "seconds", 0.05)
             assert not names_in(bucket, "latents/train/manifest.json")
             main([str(job)])
     return job.parent / "set" / "train"
