@@ -19,6 +19,7 @@ from data.side_process import serve
 
 def act(task):
     print("what a library prints is no answer")
+    os.write(1, b"also in C\\n")
     if "error" in task:
         raise ValueError(task["error"])
     if "status" in task:
@@ -57,6 +58,8 @@ def test_one_process_does_one_task_after_another(process, tmp_path):
     process.do({"file": file, "text": "ä"})
     with pytest.raises(ValueError, match="^no such\nbucket$"):
         process.do({"error": "no such\nbucket"})
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # as Slurm does, to all processes of a job
+        os.kill(notes(tmp_path)[0][0], number)
     process.do({"file": file, "text": "second"})
     first, second = notes(tmp_path)
     assert (first[1], second[1]) == ("ä", "second") and first[0] == second[0] != os.getpid()
