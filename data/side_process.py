@@ -92,7 +92,7 @@ def serve(act: Callable[[dict[str, Any]], None]) -> None:
     """Do the tasks of the process whose number is this one's argument, until one of them is None, or it ends.
 
     Args:
-        act: called with each task; a ValueError is the answer to it, and other errors end the process.
+        act: called with each task; a ValueError or OSError is the answer to it, and other errors end the process.
     """
     end_with_parent(signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
@@ -108,7 +108,7 @@ def serve(act: Callable[[dict[str, Any]], None]) -> None:
             break
         try:
             act(task)
-        except ValueError as raised:
+        except (ValueError, OSError) as raised:
             error = str(raised)
         print(json.dumps(error), file=answers, flush=True)
 
