@@ -81,18 +81,18 @@ class Uploads:
     second Ctrl-C ends that which goes on.
 
     Args:
-        any: whether there will be any; else there is no process.
+        needed: whether there will be any; else there is no process.
     """
 
-    def __init__(self, any: bool = True) -> None:
-        self._any = any
+    def __init__(self, needed: bool = True) -> None:
+        self._needed = needed
         self._process = SideProcess(SCRIPT)
         self._thread = ThreadPoolExecutor(1, "uploader")  # waits for the process
         self._begun: list[Future] = []
         self._error: BaseException | None = None
 
     def __enter__(self) -> Uploads:
-        if self._any:
+        if self._needed:
             self._process.start()  # not in `add`, which threads call that end before the uploads do
         return self
 
@@ -100,6 +100,8 @@ class Uploads:
         left = sum(not upload.done() for upload in self._begun)
         if kind is None and left > 1 and self._error is None:
             every_rank.info(f"encode: {left} shards are still to be uploaded")
+        if kind is not None and left:
+            every_rank.info("encode: ends when the shard that is being uploaded is there; Ctrl-C ends it at once")
         try:
             self._thread.shutdown(cancel_futures=kind is not None)
         except BaseException:  # Ctrl-C while it waits: Python would finish all uploads before it exits

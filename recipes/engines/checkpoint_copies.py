@@ -71,10 +71,10 @@ class CheckpointCopies:
             "record": {name: (record / name).read_text("utf-8") for name in RECORD if (record / name).is_file()},
         }
         self._name = path.name
-        _begun.add(self)
         with suppress(ValueError):  # which `do` raises again
             self._process.start()
         self._copy = self._thread.submit(self._do, task)
+        _begun.add(self)
 
     def catch_up(self, newest: Path | None, link: str, keep: int) -> None:
         """Begin the copy of the newest checkpoint on the disk if that of the bucket is older, or there is none.
