@@ -110,10 +110,11 @@ class CheckpointCopies:
         """Wait for the last copy, whatever becomes of it, and end the process.
 
         Args:
-            why: the error that ends the run, which is printed if there is something to wait for.
+            why: the error that ends the run. It is printed if there is something to wait for, unless it has been.
         """
         if not self._copy.done():
-            log.info(f"checkpoints: {one_line(why)}; the run ends when {self._name} is copied")
+            reason = "" if isinstance(why, SystemExit) else f"{one_line(why)}; "
+            log.info(f"checkpoints: {reason}the run ends when {self._name} is copied")
         self.wait()
         self._process.end()
 
