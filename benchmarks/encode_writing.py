@@ -124,7 +124,8 @@ def write(
         )
         encoding = patch("precompute.pipeline.encode", lambda *inputs: next(turns))
         process = patch("precompute.upload.SideProcess", uploader or SideProcess)
-        with encoding, process, patch("precompute.shard_folder.MDSFiles", kind), Uploads() as uploads:
+        files = patch("precompute.shard_folder.MDSFiles", kind)
+        with encoding, process, files, Uploads(uploader is not None) as uploads:
             pipeline.run(Decoded())
 
 

@@ -4,9 +4,8 @@
 
 It starts the processes as `torchrun` and `composer` do (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and differs
 from them where a scheduler looks: signals are passed on to the processes, which get all the time that they need for a
-checkpoint (torchrun kills after 30 s; composer does not pass SIGTERM on, and kills 30 s after Ctrl-C), the exit status
-is that of the processes, 85 for "start me again" included (torchrun makes it 1), and each process has a log file of its
-own.
+checkpoint (torchrun and composer kill after 30 s, and do not pass SIGUSR1 on), the exit status is that of the
+processes, 85 for "start me again" included (torchrun makes it 1), and each process has a log file of its own.
 """
 
 import argparse

@@ -55,7 +55,7 @@ class SlowBucket:
     def __init__(self, address):
         self.address = address
 
-    def check_writable(self):
+    def check_writable(self, keep):
         pass
 
     def latest(self):
