@@ -13,8 +13,8 @@ from typing import Any
 from data.downloads import advice, ask_again
 from data.errors import one_line
 from data.files import write_text
+from data.helper_process import HelperProcess
 from data.log import every_rank
-from data.side_process import SideProcess
 from data.stores import STORES, Store, open_store, require_account, scheme_of
 
 RETRIES = 4  # of streaming's uploaders, for stores that `data.stores` has no client of
@@ -86,7 +86,7 @@ class Uploads:
 
     def __init__(self, needed: bool = True) -> None:
         self._needed = needed
-        self._process = SideProcess(SCRIPT)
+        self._process = HelperProcess(SCRIPT)
         self._thread = ThreadPoolExecutor(1, "uploader")  # waits for the process
         self._begun: list[Future] = []
         self._error: BaseException | None = None

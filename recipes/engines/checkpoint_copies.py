@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import one_line
+from data.helper_process import HelperProcess
 from data.log import log
-from data.side_process import SideProcess
 from recipes.engines.bucket import Bucket
 from recipes.engines.record import RECORD, record_with
 from recipes.training.checkpoint_names import batch_of
@@ -48,7 +48,7 @@ class CheckpointCopies:
             address: `checkpoints.bucket`.
         """
         self.bucket = Bucket(address)
-        self._process = SideProcess(SCRIPT)
+        self._process = HelperProcess(SCRIPT)
         self._thread = ThreadPoolExecutor(1, "checkpoint-copies")  # waits for the process
         self._copy: Future[str | None] | None = None  # the last one: what went wrong
         self._name = ""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from data.side_process import end_with_parent
+from data.helper_process import end_with_parent
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -358,7 +358,7 @@ class InThisProcess:
 
 def test_uploads_go_on_beside_the_job(monkeypatch):
     """In order, all before the context ends. After an error no other one begins, and who adds the next one is told."""
-    monkeypatch.setattr(upload, "SideProcess", InThisProcess)
+    monkeypatch.setattr(upload, "HelperProcess", InThisProcess)
     done, may_go = [], threading.Event()
     with Uploads() as uploads:
         uploads.add(lambda: may_go.wait(60) and done.append(0))

@@ -102,7 +102,7 @@ def a_slow_bucket(folder):
     with pytest.MonkeyPatch.context() as patch:
         for module in (checkpoint_copies, fetched_checkpoints, resuming):
             patch.setattr(module, "Bucket", SlowBucket)
-        patch.setattr(checkpoint_copies, "SideProcess", Copying)
+        patch.setattr(checkpoint_copies, "HelperProcess", Copying)
         for name in ("barrier", "all_reduce", "broadcast_object_list"):
             patch.setattr(dist, name, tells(getattr(dist, name), f"it waits in {name}"))
         patch.setattr(ranks, "time", SimpleNamespace(sleep=tells(time.sleep, "it asks")))

@@ -1,4 +1,4 @@
-"""A Python process beside this one, for what would make this one's threads wait for Python's global interpreter lock.
+"""A helper process, for what would make this one's threads wait for Python's global interpreter lock.
 
 A store's client computes checksums, signs and copies in Python: a thread of this process would be simpler, but what
 this process does between the kernels of a GPU would wait for it.
@@ -20,7 +20,7 @@ from typing import Any
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
-class SideProcess:
+class HelperProcess:
     """Does tasks one after another.
 
     It ends with the thread that starts it, which should be the main thread: by SIGKILL, so that the next start of what
@@ -99,7 +99,6 @@ def serve(act: Callable[[dict[str, Any]], None]) -> None:
         sys.exit(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm sends them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
-    os.nice(10)  # what the other process does comes first
     answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)  # libraries may print past Python's file, too
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""A process that does tasks beside this one."""
+"""The helper process: tasks, errors, and when it ends."""
 
 import os
 import signal
@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.killing import fork
-from data.side_process import SideProcess
+from data.helper_process import HelperProcess
 from tests.ranks import ROOT
 
 SCRIPT = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from data.side_process import serve
+from data.helper_process import serve
 
 def act(task):
     print("what a library prints is no answer")
@@ -35,7 +35,7 @@ serve(act)
 @pytest.fixture
 def process(tmp_path):
     (tmp_path / "noting.py").write_text(SCRIPT)
-    process = SideProcess(tmp_path / "noting.py")
+    process = HelperProcess(tmp_path / "noting.py")
     yield process
     process.end()
 
