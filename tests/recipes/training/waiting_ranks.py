@@ -107,9 +107,18 @@ def a_slow_bucket(folder):
             patch.setattr(dist, name, tells(getattr(dist, name), f"it waits in {name}"))
         patch.setattr(ranks, "time", SimpleNamespace(sleep=tells(time.sleep, "it asks")))
         files = CheckpointFiles(folder, KINDS["lightning"], keep=1, bucket="s3://sets/run")
+
+        def copy():
+            said = SlowBucket.said
+            if dist.get_rank() == 1:
+                SlowBucket.said = folder  # it has said something, as the first rank does not wait here
+            files.newest_is(folder / "ep0-ba9", 9)
+            SlowBucket.said = said
+            files.finish()
+
         waits = {
             "fetch": lambda: prepare_folder(recipe, "lightning"),
-            "copy": lambda: (files.newest_is(folder / "ep0-ba9", 9), files.finish()),
+            "copy": copy,
             "load": lambda: fetched("s3://sets/run/ep0-ba9", folder),
         }
         for refuses in (False, True):
