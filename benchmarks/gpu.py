@@ -1,15 +1,15 @@
-"""Everything that a machine with one GPU can tell about this repository, in nine minutes.
+"""Test this repository on a machine with one GPU and measure its speed and memory, in nine minutes.
 
     python benchmarks/gpu.py                                  # results go to benchmarks/results and docs/gpu.md
     python benchmarks/gpu.py --out results --budget 300       # all files in one folder; five minutes
-    python benchmarks/gpu.py --list                           # the steps, in the order of their worth
+    python benchmarks/gpu.py --list                           # the steps, the most important first
     python benchmarks/gpu.py --only unet_256 numbers          # steps whose names begin so; results of others stay
     python benchmarks/gpu.py --small --device cpu             # all of it at tiny sizes, to see whether it runs
     python benchmarks/gpu.py --place results/gpu.jsonl        # its tables into benchmarks/results and docs/gpu.md
 
-Nothing is fetched, and caches are written to runs/gpu/cache only. Each step runs in a process of its own with a limit
-of time, so that an error, a lack of memory or a hang ends that step alone; what it has found until then is kept. The
-processes are forks of one that has imported everything. docs/gpu.md says what each table means.
+Nothing is downloaded, and caches are written to runs/gpu/cache only. Each step runs in its own process with a time
+limit, so an error, a lack of memory or a hang ends only that step; its results until then are kept. The processes are
+forks of one that has imported everything. docs/gpu.md says what each table means.
 """
 
 from __future__ import annotations
@@ -185,17 +185,17 @@ def run_all(chosen: list[Item], run: Callable[[Item, float], str], records: Reco
 
 def main(arguments: list[str] | None = None) -> Records | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=path_of, help="folder of all results; default: runs/gpu, then as --place")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds")
-    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="steps whose names begin so")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="STEP", help="no steps whose names begin so")
+    parser.add_argument("--out", type=path_of, help="folder of results (default: runs/gpu, then as with --place)")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which the run ends (540)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="only steps whose names begin so")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="STEP", help="leave out steps whose names begin so")
     parser.add_argument("--resume", action="store_true", help="only steps that are not done in --out")
-    parser.add_argument("--small", action="store_true", help="tiny sizes")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see whether the steps run")
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu", help="cpu: as if there were no GPU")
-    parser.add_argument("--here", action="store_true", help="all steps in this process, without limits of time")
-    parser.add_argument("--commit", help="what the code is, where it was carried without its repository")
+    parser.add_argument("--here", action="store_true", help="run all steps in this process, without time limits")
+    parser.add_argument("--commit", help="commit of the code, if the checkout has no .git")
     parser.add_argument("--list", action="store_true", help="print the steps and end")
-    parser.add_argument("--place", type=path_of, metavar="RECORDS", help="only put a run's tables where they belong")
+    parser.add_argument("--place", type=path_of, metavar="RECORDS", help="only write the tables of these records")
     options = parser.parse_args(arguments)
     began = time.monotonic()
     if options.place:

@@ -48,7 +48,7 @@ class Exponents(PeriodicCallback):
         """
         Args:
             every: interval; the gradients counted are those of the next batch.
-            log2_scale: binary logarithm of the scale that the range of fp16 is drawn for if blocks have no scale.
+            log2_scale: binary logarithm of the scale for which the range of fp16 is drawn if blocks have no scale.
 
         Raises:
             ValueError: the model has no blocks.

@@ -51,7 +51,7 @@ class Export(PeriodicCallback):
         """A sharded task is gathered into the first rank's host memory, in a task that `blank` makes.
 
         Args:
-            every: interval; null: only the end of the run, when weights are always written.
+            every: interval; null: only at the end of the run, when weights are always written.
         """
         super().__init__(every)
         self.task = task

@@ -72,7 +72,7 @@ class Fid(PeriodicCallback):
         """
         Args:
             reference: images with captions.
-            every: interval; null: only the end of the run, when figures are always logged.
+            every: interval; null: only at the end of the run, when metrics are always logged.
             images: number of images, one per caption. The captions are drawn from the reference without replacement.
             reference_images: number of images of the reference, drawn without replacement; null: all.
             metrics: figures to log.

@@ -77,7 +77,7 @@ class GradientScales(PeriodicCallback):
     def __init__(self, output: str, scaling: ResblockGradScaling | None, *, every: Duration | None = None) -> None:
         """
         Args:
-            every: interval; null: only the end of the run, when both files are always written.
+            every: interval; null: only at the end of the run, when both files are always written.
 
         Raises:
             ValueError: the run has no resblock_grad_scaling.

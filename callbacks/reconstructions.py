@@ -40,7 +40,7 @@ class Reconstructions(PeriodicCallback):
     ) -> None:
         """
         Args:
-            every: interval; null: only the end of the run, when a grid is always written.
+            every: interval; null: only at the end of the run, when a grid is always written.
             pictures: number of images, of the first rank's first batch.
 
         Raises:

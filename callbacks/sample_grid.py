@@ -47,7 +47,7 @@ class SampleGrid(PromptGrid):
 
         Args:
             prompts: captions, one per image.
-            every: interval; null: only the end of the run, when a grid is always written.
+            every: interval; null: only at the end of the run, when a grid is always written.
             seed: the noise of the i-th image is drawn from seed + i.
             steps: network evaluations per image.
             guidance: scale of classifier-free guidance; 1 for none.

@@ -32,7 +32,7 @@ class StepTimer:
     def __init__(self, window: int, on_gpu: bool) -> None:
         """
         Args:
-            window: number of steps that averages are taken over.
+            window: number of steps over which averages are taken.
             on_gpu: whether the parts run on the current CUDA device.
         """
         self.on_gpu = on_gpu

@@ -50,7 +50,7 @@ class Throughput(Callback):
         """`blank` makes the task anew on the meta device, where FLOPs are counted.
 
         Args:
-            window: number of steps that averages are taken over.
+            window: number of steps over which averages are taken.
             communication_every: interval between profiles of 3 steps that give the share of communication; null: none.
         """
         check_least("throughput", 1, window=window)

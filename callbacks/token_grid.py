@@ -47,7 +47,7 @@ class TokenGrid(PromptGrid):
 
         Args:
             prompts: captions, one per image.
-            every: interval; null: only the end of the run, when a grid is always written.
+            every: interval; null: only at the end of the run, when a grid is always written.
             seed: the tokens of the i-th image are drawn from seed + i.
             temperature: divisor of the logits.
             top_k: sample from the k most likely codes; null: from all.

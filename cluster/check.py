@@ -1,8 +1,8 @@
-"""Whether a machine may take part in a run: quick checks that a job makes on each machine before it starts.
+"""Check quickly whether a machine can be used; a job does this on each machine before it starts.
 
     python cluster/check.py --gpus 8
 
-Prints the findings of the doctor that need no torch, and exits with status 1 if the machine cannot be used.
+Makes those checks of `recipes/doctor.py` that need no torch, and exits with status 1 if the machine cannot be used.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Whether what trains on this machine or in this container goes on: the health check of the image.
+"""Check whether the training run on this machine or in this container makes progress: the health check of the image.
 
     python cluster/health.py
 
 Exits with status 1 if a process has shown no sign of life for longer than its recipe's `training.watchdog`, or if the
 driver does not show the GPUs on which the run has begun. Exporting, saving a checkpoint, validating, and compiling the
-first batch may take an hour. A run shows no signs before its imports are done, nor without a watchdog; nor do other
-programs: then nothing is found wrong.
+first batch may take an hour. Other programs, runs without a watchdog, and runs that are still importing packages show
+no signs; for these, the status is 0.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def health(folder: Path, query: tuple[str, ...] = QUERY) -> Iterator[Finding]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=path_of, help=f"of the heartbeats; without it, what {VARIABLE} names")
+    parser.add_argument("--folder", type=path_of, help=f"folder of the heartbeats (default: the variable {VARIABLE})")
     options = parser.parse_args(arguments)
     folder = options.folder or os.environ.get(VARIABLE)
     if not folder:

@@ -2,10 +2,13 @@
 
     python cluster/launch.py --machines 2 --processes 8 -- recipes/train.py yamls/sd2_base.yaml
 
-It starts the processes as `torchrun` and `composer` do (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), and differs
-from them where a scheduler looks: signals are passed on to the processes, which get all the time that they need for a
-checkpoint (torchrun and composer kill after 30 s, and do not pass SIGUSR1 on), the exit status is that of the
-processes, 85 for "start me again" included (torchrun makes it 1), and each process has a log file of its own.
+It sets the same environment variables as `torchrun` and `composer` (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...),
+but differs in three ways that matter to a scheduler:
+
+- Signals are passed on to the processes, which get all the time that they need for a checkpoint. (torchrun and composer
+  kill them after 30 s, and do not pass SIGUSR1 on.)
+- The exit status is that of the processes, including 85 for "start me again". (That of torchrun is 1.)
+- Each process has its own log file.
 """
 
 import argparse
@@ -30,10 +33,10 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", type=int, default=1, help="number of machines of the run")
     parser.add_argument("--processes", type=int, default=1, help="processes on each machine, one per GPU")
-    parser.add_argument("--hosts", default="", help="names of the machines, in their order, separated by commas")
-    parser.add_argument("--logs", type=path_of, help="folder of the log files; without it all processes print here")
-    parser.add_argument("--status", type=path_of, help="folder that gets this machine's exit status, for a script")
-    parser.add_argument("--patience", type=float, default=20, help="seconds that others have to end after a failure")
+    parser.add_argument("--hosts", default="", help="names of the machines by rank, separated by commas")
+    parser.add_argument("--logs", type=path_of, help="folder of the log files (default: all processes print here)")
+    parser.add_argument("--status", type=path_of, help="folder for this machine's exit status")
+    parser.add_argument("--patience", type=float, default=20, help="seconds for the others to end after a failure")
     parser.add_argument("command", nargs="+", help="a Python script and its arguments, after --")
     return parser.parse_args(arguments)
 

@@ -6,8 +6,8 @@
         --image registry.example.com/precompose:1 --claim runs --queue research --dry-run
     python cluster/submit.py skypilot yamls/sd2_base.yaml --machines 2 --accelerator H200 --dry-run
 
-The YAML and its overrides are checked here, before anything waits in a queue. docs/cluster.md explains what a job does
-when it is pre-empted, reaches its limit of time or loses a machine.
+The YAML and its overrides are checked before the job is submitted. docs/cluster.md explains what a job does when it is
+pre-empted, reaches its time limit or loses a machine.
 """
 
 import argparse
@@ -51,16 +51,16 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("yaml", help="a recipe or an encode job, by its path from the root of the repository")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     add = parser.add_argument
-    add("--dry-run", action="store_true", help="print it, and submit nothing")
+    add("--dry-run", action="store_true", help="print the job, and submit nothing")
     add("--machines", type=int, required=True, help="number of machines")
     add("--gpus", type=int, default=8, help="GPUs of each machine (8); 0: one process on its CPU")
-    add("--spares", type=int, default=0, help="slurm: machines that wait for one to fail")
-    add("--name", help="of the job; otherwise the run's name")
-    add("--hours", type=float, help="limit of time of one start; the job goes on in the next one")
+    add("--spares", type=int, default=0, help="slurm: further machines that replace broken ones")
+    add("--name", help="name of the job (the run's name)")
+    add("--hours", type=float, help="time limit of one start; the job is then queued again and continues")
     add("--grace", type=int, default=300, help="seconds for a checkpoint before the job is stopped (300)")
-    add("--retries", type=int, default=3, help="starts after failures in a row (3)")
-    add("--image", help="container image; without it the machines' own environment")
-    add("--mount", action="append", default=[], metavar="OUTSIDE:INSIDE", help="a folder in the container; repeatable")
+    add("--retries", type=int, default=3, help="restarts after failures in a row (3)")
+    add("--image", help="container image (default: the environment of the checkout)")
+    add("--mount", action="append", default=[], metavar="OUTSIDE:INSIDE", help="a mounted folder; repeatable")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="an environment variable; repeatable")
     add("--cpus", type=int, help="cores for each process")
     add("--memory", type=int, help="host memory of each machine in GB")
@@ -69,15 +69,15 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     slurm.add_argument("--account")
     slurm.add_argument("--qos")
     slurm.add_argument("--container", choices=("pyxis", "apptainer"), default="pyxis", help="what runs the image")
-    slurm.add_argument("--python", default=".venv/bin/python", help="interpreter where there is no image")
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="further option; repeatable")
+    slurm.add_argument("--python", default=".venv/bin/python", help="interpreter, if there is no image")
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="option of sbatch; repeatable")
     kubernetes = parser.add_argument_group("kubernetes")
     kubernetes.add_argument("--namespace")
     kubernetes.add_argument("--queue", help="LocalQueue of Kueue")
     kubernetes.add_argument("--claim", help="PersistentVolumeClaim for runs/")
-    kubernetes.add_argument("--secret", help="Secret whose keys become environment variables")
+    kubernetes.add_argument("--secret", help="Secret; each of its keys becomes an environment variable")
     kubernetes.add_argument("--cache", help="folder of each machine, at /cache in the pods")
-    kubernetes.add_argument("--topology", help="label of nodes that are near to each other")
+    kubernetes.add_argument("--topology", help="label by which Kueue places pods close to each other")
     parser.add_argument_group("skypilot").add_argument("--accelerator", help="GPU to rent, such as H200")
     options = parser.parse_intermixed_args(arguments)
     for scheduler, names in OWN.items():

@@ -120,8 +120,8 @@ def local_set(
         path: folder that precompute/encode.py wrote.
         proportion: share of the samples that come from this set.
         repeat: how often the set is read per epoch; may be below 1.
-        validate_hash: hash that each shard is compared with when a process first reads from it, such as xxh3_64, if the
-            set was written with it; null: no check.
+        validate_hash: hash by which each shard is checked when a process first reads from it, such as xxh3_64; the set
+            must have been written with it. null: no check.
     """
     return EncodedSet(path, None, {"proportion": proportion, "repeat": repeat, "validate_hash": validate_hash})
 
@@ -146,7 +146,8 @@ def remote_set(
         proportion: share of the samples that come from this set.
         repeat: how often the set is read per epoch; may be below 1.
         keep_zip: keep compressed shards beside the decompressed ones.
-        validate_hash: hash that shards are checked with, such as xxh3_64, if they were written with it; null: no check.
+        validate_hash: hash by which shards are checked, such as xxh3_64; the set must have been written with it. null:
+            no check.
         download_retry: number of further attempts after a failed download, with pauses of 1, 2, 4, ... s.
         download_timeout: maximum time to wait for a shard, in seconds.
 

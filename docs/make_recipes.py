@@ -38,7 +38,7 @@ callbacks:
   progress: {name: progress, seconds: 30}
 ```
 
-A command is given a YAML file and, optionally, overrides of the form `key.sub=value`, where the value is YAML:
+A command takes a YAML file and, optionally, overrides of the form `key.sub=value`, where the value is YAML:
 
 ```bash
 composer recipes/train.py yamls/openmoji_vae.yaml training.duration=1200ba optimizer.lr=1e-3
@@ -57,8 +57,8 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
 
 - All keys are checked before anything is built. All errors are reported at once, one line each; the message for a
   misspelled key gives its full path and the most similar allowed key.
-- Giving a component another name removes the arguments of the component that it replaces. The order of overrides on
-  the command line does not matter:
+- If an override gives a component another name, the arguments of the replaced component are removed. The order of
+  overrides on the command line does not matter:
 
   ```bash
   composer recipes/train.py yamls/openmoji_vae.yaml schedule.name=constant schedule.warmup=100ba
@@ -73,8 +73,8 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
       'loggers.wandb={name: wandb, project: precompose}'
   ```
 
-- `base: other.yaml`, a path relative to this YAML file, inherits the keys of that file, which this one may override.
-  Lists are replaced as a whole. So a recipe of your own can be short:
+- `base: other.yaml` inherits all keys of another YAML file, so a recipe of your own can be short. The path is relative
+  to your file. The keys of your file override those of the other file; lists are replaced as a whole:
 
   ```yaml
   base: sd2_base.yaml
@@ -85,12 +85,12 @@ composer -n 8 recipes/train.py yamls/sd2_base.yaml 'callbacks.sample_grid.prompt
     scheduled_ema: {name: scheduled_ema, decay: 0.999, last: 2000ba}
   ```
 
-- `${training.duration}` inserts the value of another key. A text that contains `${` itself is written `\\${`.
+- `${training.duration}` inserts the value of another key. Write `\\${` for a literal `${`.
 - A *duration* is a number and a unit: `500ba` batches, `2ep` epochs, `1000sp` samples, `0.25dur` a fraction of the run.
 - An *existing path* is checked before the run starts. Relative paths start in the folder in which the command is run. A
   *hub id* has the form `owner/name`.
-- A run starts by printing ten lines on its model, data, batch sizes, precision, optimizer, algorithms, length and
-  checkpoints. It saves the config as `config.yaml` in its output folder. That file is itself a recipe.
+- At its start, a run prints ten lines about its model, data, batch sizes, precision, optimizer, algorithms, length and
+  checkpoints. It saves the config as `config.yaml` in its output folder. This file is itself a valid recipe.
 
 ## Objectives
 
@@ -114,8 +114,8 @@ python recipes/generate.py runs/openmoji_unet_flow/export --prompts "red heart" 
 `shift` of `rectified_flow` moves the times of training and sampling towards noise, which larger images need: twice the
 side needs twice the shift (Esser et al. 2024, section 5.3.2).
 
-An export contains its objective and the configuration of its sampler, so `recipes/generate.py` needs no option for
-them.
+An export contains its objective and the configuration of its sampler, so `recipes/generate.py` needs no options for
+these.
 """
 
 

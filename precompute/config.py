@@ -41,13 +41,13 @@ class EncodeConfig:
     """Local folder of the result; each source gets a folder inside it, which has the source's label as its name."""
     upload: str | None = None
     """Address in an object store for a copy of the result, from which training can stream: s3://, gs://, oci://,
-    azure:// or azure-dl://. Each shard is uploaded when it is finished, the manifest when all are.
-    null: none."""
+    azure:// or azure-dl://. Each shard is uploaded when it is finished, and the manifest at the end. null: no
+    upload."""
     sources: dict[str, Annotated[Any, "source"]]
     """Sources of images with captions, by label (train, val, ...)."""
     filter: Annotated[Any, "filter"] | None = None
-    """Which images and captions are taken; the others are listed in rejected.jsonl with a reason. null takes all that
-    can be read."""
+    """Which images and captions are encoded; rejected.jsonl lists the rejected ones with a reason. null: all that can
+    be read."""
     resolutions: list[int]
     """Sides of the encoded squares, in pixels. Each image is decoded once for all of them."""
     crop: Literal["center", "random", "dvae", "transformer"] = "center"
@@ -78,8 +78,9 @@ class EncodeConfig:
     hashes: list[str] = field(default_factory=lambda: ["xxh3_64"])
     """Checksums of the MDS files in the index, by which `validate_hash` finds damaged files in training."""
     leave_out_unreadable: bool = False
-    """Whether the set is completed without input shards that cannot be read. They are named, tried again when the job
-    is started again, and the job still ends with an error status. false: the set is completed when all are."""
+    """Whether the set is completed without input shards that cannot be read. The job still ends with an error that
+    names these shards, and tries them again when it is started again. false: the set is completed only when all shards
+    have been read."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU with the number of this process on its machine, or the CPU where there is no GPU."""
     seed: int = 17
@@ -178,13 +179,13 @@ class VocabularyConfig:
     sources: dict[str, Annotated[Any, "source"]]
     """Sources of images with captions, by label; only the captions are used. Leave validation sets out."""
     filter: Annotated[Any, "filter"] | None = None
-    """Which captions are taken, as in the encode job; null takes all that can be read."""
+    """Which captions are used, as in the encode job; null: all that can be read."""
     entries: int = 16384
     """Number of entries, the 256 bytes included. It is an error if the captions give fewer."""
     limit: int | None = None
     """Maximum number of captions, read from shards in random order; null reads all."""
     seed: int = 17
-    """Seed of that order."""
+    """Seed of the random order in which shards are read."""
 
     def __post_init__(self) -> None:
         self.filter = self.filter or default_filter()

@@ -4,7 +4,7 @@
     composer -n 8 precompute/encode.py yamls/sd2_encode.yaml out=/data/latents_256    # or torchrun --nproc_per_node 8
     python precompute/encode.py yamls/sd2_encode.yaml --dry-run
 
-When it is started again, it encodes only the shards that are not done yet.
+A job that is started again encodes only the missing shards.
 """
 
 import sys

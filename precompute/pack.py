@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 16 precompute/pack.py yamls/gpt2_pack.yaml    # processes share the input shards
     python precompute/pack.py yamls/gpt2_pack.yaml --dry-run
 
-When it is started again, it packs only the shards that are not done yet.
+A job that is started again packs only the missing shards.
 """
 
 import sys

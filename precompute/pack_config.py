@@ -21,14 +21,15 @@ class PackConfig:
     out: str
     """Local folder of the result; each source gets a folder inside it, which has the source's label as its name."""
     sources: dict[str, Annotated[Any, "source"]]
-    """Sources of texts by label (train, val, ...), of text files or of captions, whose images are not read."""
+    """Sources of text files or of captions, by label (train, val, ...). The images of captions are not read."""
     filter: Annotated[Any, "filter"] | None = None
-    """Which texts are taken, as in the encode job; the others are listed in rejected.jsonl. null takes all that can be
+    """Which texts are packed, as in the encode job; rejected.jsonl lists the rejected ones. null: all that can be
     read."""
     vocabulary: InputPath
-    """File of the vocabulary that `precompute/vocabulary.py` wrote. The end of a text is one token more."""
+    """File of the vocabulary that `precompute/vocabulary.py` wrote. The end-of-text token is added to it."""
     positions: int = 1024
-    """Tokens that are predicted per row. A row has one more, which the next row of its shard begins with."""
+    """Tokens that are predicted per row. A row has one token more, which is also the first token of the next row of its
+    shard."""
     size_limit: str = "64mb"
     """Maximum size of an MDS file before compression, such as 64mb."""
     compression: str | None = None

@@ -1,13 +1,13 @@
-"""Embed images and captions with a contrastive model, one similarity per pair, and find images that two sets share.
+"""Compute how well images and captions fit, with a contrastive model, or find images that two sets share.
 
     python precompute/scores.py yamls/openmoji_encode.yaml --model=runs/openmoji_judge/export
     composer -n 8 precompute/scores.py yamls/sd2_encode.yaml --model=ViT-B-32/laion2b_s34b_b79k
     python precompute/scores.py yamls/openmoji_encode.yaml --model=runs/openmoji_judge/export --shared val train
 
-The arguments are those of the encode job, whose sources are read; it need not have run. Scores are written beside the
-sets, into OUT/LABEL/scores; when it is started again, it does only the shards that are not done yet. With --shared,
-images of the first set that are also in the second are listed in OUT/LABEL/scores/shared.json, and shared.png shows
-them. docs/data.md describes the files.
+The arguments are those of an encode job. Its sources are read; the encode job itself need not have run. Scores are
+written into OUT/LABEL/scores. A job that is started again scores only the missing shards. With --shared, images of the
+first set that are also in the second are listed in OUT/LABEL/scores/shared.json, and shared.png shows them.
+docs/data.md describes the files.
 """
 
 import argparse

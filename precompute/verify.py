@@ -3,10 +3,10 @@
     python precompute/verify.py runs/openmoji/latents/train
     python precompute/verify.py yamls/openmoji_encode.yaml --records=64 --seed=0 --out=runs/verified
 
-The argument is the folder of one set, or the YAML of the job that encoded some, with the overrides that it was given.
-Every file is read once. `records` random samples are read from their source again and encoded at other batch sizes and
-in fp32. Writes figures as LABEL.json and decoded samples beside the originals as LABEL.png into `--out`, by default
-the folder `verified` beside the sets. Exits with status 1 if the set does not hold.
+The argument is the folder of one set, or the YAML of an encode job with the overrides with which the job ran. Every
+file is read once. `records` random samples are read from their source again and encoded at other batch sizes and in
+fp32. LABEL.json with the results, and LABEL.png with decoded samples beside the originals, are written into `--out`, by
+default the folder `verified` beside the sets. Exits with status 1 if the set has faults.
 """
 
 import argparse

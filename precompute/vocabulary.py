@@ -1,9 +1,9 @@
-"""Train the BPE vocabulary with which captions are encoded.
+"""Train the BPE vocabulary by which captions are encoded.
 
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml
     python precompute/vocabulary.py yamls/openmoji_vocabulary.yaml entries=512 out=runs/small/vocabulary.json
 
-Writes a file of the `tokenizers` library, and beside it a manifest with its sha256 and what it was made from.
+Writes a file in the format of the `tokenizers` library, and beside it a manifest with its sha256 and its sources.
 """
 
 import sys

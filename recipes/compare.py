@@ -1,9 +1,9 @@
-"""Runs side by side in one HTML page: losses and metrics, speed, configs, and the pictures that they drew.
+"""Compare runs in one HTML page: losses and metrics, speed, configs, and the images that the runs drew.
 
     python recipes/compare.py runs/openmoji_diffusion runs/openmoji_unet --out report.html
 
-The page needs no network and no other file. Figures are read from the TensorBoard files of the runs, pictures from
-their grids; docs/comparison.md says what it shows.
+The page needs no network and no other file. Metrics are read from the TensorBoard files of the runs, and images from
+their grids. docs/comparison.md describes the page.
 """
 
 import argparse
@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=path_of, nargs="+", help="folders of runs, such as runs/openmoji_diffusion")
     parser.add_argument("--out", type=path_of, default=Path("report.html"), help="page to write (default: %(default)s)")
-    parser.add_argument("--grids", type=int, default=12, help="grids taken of each run (default: %(default)s)")
-    parser.add_argument("--side", type=int, default=192, help="largest side of a picture in px (default: %(default)s)")
+    parser.add_argument("--grids", type=int, default=12, help="grids shown of each run (default: %(default)s)")
+    parser.add_argument("--side", type=int, default=192, help="largest side of an image in px (default: %(default)s)")
     options = parser.parse_args(arguments)
     for name in ("grids", "side"):
         if getattr(options, name) < 1:

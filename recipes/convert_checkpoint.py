@@ -1,13 +1,14 @@
-"""Go on with a run under the other engine: convert its checkpoint.
+"""Convert a checkpoint, so that its run can be continued with the other engine.
 
 python recipes/convert_checkpoint.py runs/sd2_base/checkpoints/latest-rank0.pt --to lightning
 python recipes/convert_checkpoint.py runs/sd2_base/checkpoints/latest --to composer
 
-A sharded checkpoint is also made a full one of the same engine, for instance because an earlier version wrote it:
+A sharded checkpoint can also be converted to a full checkpoint of the same engine, as some checkpoints of earlier
+versions must be (docs/upgrading.md):
 
 python recipes/convert_checkpoint.py runs/dalle_12b/checkpoints/ep0-ba5000 --to composer
 
-The converted checkpoint lies beside the other one, and is the newest for checkpoints.autoresume.
+The converted checkpoint is written into the same folder, and checkpoints.autoresume treats it as the newest.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from recipes.config.command_line import path_of, user_errors
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=path_of, help="checkpoint of a run, or a link to one")
-    parser.add_argument("--to", choices=["composer", "lightning"], required=True, help="engine that is to go on")
+    parser.add_argument("--to", choices=["composer", "lightning"], required=True, help="engine that continues the run")
     options = parser.parse_args(arguments)
     with user_errors():
         # PyTorch takes seconds to import; --help does not wait for it.

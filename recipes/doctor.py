@@ -1,11 +1,11 @@
-"""Check this machine, and a recipe if one is given, and say how to mend what is wrong.
+"""Check this machine, and a recipe if one is given, and say how to fix each problem.
 
     python recipes/doctor.py
     python recipes/doctor.py yamls/openmoji_diffusion.yaml
     composer -n 8 recipes/doctor.py yamls/sd2_base.yaml     # also the clocks of the machines and the links between them
-    python recipes/doctor.py --clear                        # removes the shared memory that dead processes have left
+    python recipes/doctor.py --clear                        # removes the shared memory that killed processes have left
 
-Exits with status 1 if a run could not start or could not end. Training makes the quick ones of these checks itself.
+Exits with status 1 if a run could not start or could not end. A training run makes the quick checks at its start.
 """
 
 import os

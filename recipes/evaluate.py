@@ -1,16 +1,16 @@
-"""How good an export's images are: FID and other figures by a YAML, or retrieval accuracy.
+"""Measure how good an export's images are: FID and other metrics, or retrieval accuracy.
 
-With a YAML (docs/evaluation.md), images are compared with a reference; any launcher starts several ranks:
+With a YAML file (docs/evaluation.md), images are compared with a reference; any launcher starts several ranks:
 
     python recipes/evaluate.py runs/openmoji_diffusion/export yamls/openmoji_evaluate.yaml sampling.guidance=3
 
-Without one, retrieval accuracy says how well images fit their captions, by a contrastive model that took no part in
-training them.
+Without a YAML file, retrieval accuracy measures how well images fit their captions, by a contrastive model that took no
+part in training the images' model.
 
-For each caption of each set one image is drawn, or the best of several (--candidates). The contrastive model orders all
+For each caption of each set one image is drawn, or the best of several (--candidates). The contrastive model ranks all
 captions of all sets by how well they fit the image; `top1` and `top5` are the shares of images whose own caption comes
-first, or among the first five. The same figures for the real images say what the contrastive model itself can see, and
-those for images that were encoded and decoded what latents or tokens leave for it to see.
+first, or among the first five. The same metrics of real images show how good the contrastive model is, and those of
+images that were encoded and decoded show how much latents or tokens lose.
 
 python recipes/evaluate.py runs/openmoji_diffusion/export --retrieval runs/openmoji_judge/export \\
     --sets seen="runs/openmoji/tars/train/*.tar" held_out="runs/openmoji/tars/val/*.tar" --number 23
@@ -36,8 +36,8 @@ from recipes.generation.options import add_options, candidates_of, own_options
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--retrieval", required=True, metavar="FOLDER", help="open_clip folder, or MODEL/TAG")
-    parser.add_argument("--sets", nargs="+", required=True, metavar="NAME=TARS", help="captioned images, in tars")
+    parser.add_argument("--retrieval", required=True, metavar="MODEL", help="open_clip folder, or MODEL/TAG")
+    parser.add_argument("--sets", nargs="+", required=True, metavar="NAME=TARS", help="sets of captioned images")
     parser.add_argument("--number", type=int, help="captions drawn from each set (default: all)")
     parser.add_argument("--out", type=path_of, help="JSON file to write, in addition to the table on standard output")
     add_options(parser, batch=64)

@@ -1,4 +1,4 @@
-"""A checkpoint, or an export of a run, as a folder that other programs open: diffusers, or three lines of Python.
+"""Convert a checkpoint, or an export of a run, to a folder that other programs can open, such as diffusers.
 
 python recipes/export.py runs/openmoji_diffusion/checkpoints/latest-rank0.pt exports/openmoji
 python recipes/export.py runs/openmoji_dalle exports/openmoji_dalle --weights raw
@@ -21,17 +21,17 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("checkpoint", type=path_of, help="checkpoint of either engine, a run's folder, or its export")
     parser.add_argument("out", type=path_of, help="folder to write; an earlier export in it is replaced")
     parser.add_argument(
-        "--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged if there are any)"
+        "--weights", choices=["ema", "raw"], help="averaged, or of the last batch (default: averaged if there are any)"
     )
     parser.add_argument(
-        "--layout", choices=["diffusers", "native"], help="(default: diffusers, if it has such a model)"
+        "--layout", choices=["diffusers", "native"], help="of the folder (default: diffusers, if it has such a model)"
     )
     parser.add_argument("--recipe", type=path_of, help="config of the checkpoint's run (default: its config.yaml)")
     parser.add_argument(
         "--data",
         type=path_of,
         metavar="FOLDER",
-        help="encoded set, or export, of the run (default: as the recipe says)",
+        help="folder with the manifest of the run's data: the encoded set, or an export (default: as the recipe says)",
     )
     options = parser.parse_args(arguments)
     with user_errors():

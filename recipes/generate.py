@@ -1,4 +1,4 @@
-"""Images from captions, with the weights that a training run exported.
+"""Draw images from captions, with the weights that a training run exported.
 
 python recipes/generate.py runs/openmoji_diffusion/export --prompts "red heart" "cat face" --out grid.png
 python recipes/generate.py runs/openmoji_dalle/export --prompts "red heart" --candidates 32 --each 4 \

@@ -1,12 +1,12 @@
-"""Say before a run what it takes: memory, time per step, hours and cost, for each way to divide it over GPUs.
+"""Estimate memory, time per step, hours and cost of a run, with DDP, FSDP and tensor parallelism.
 
     python recipes/plan.py yamls/sd2_base.yaml --gpu h200 --gpus 8 64 512 --price 3.5
     python recipes/plan.py yamls/sd2_base_512.yaml training.global_batch=1024 --gpu a100-40 --gpus 16 --between 25
-    python recipes/plan.py --calibrate mine             # measure this machine; torchrun: also its links
+    python recipes/plan.py --calibrate mine             # measures this machine; with torchrun also its all-reduces
     python recipes/plan.py yamls/sd2_base.yaml --gpu mine --gpus 1
 
-Plans compute and download nothing: the model's operations are read off without memory for weights. docs/planning.md
-says how, and how far the figures can be trusted.
+A plan needs no GPU and downloads nothing: the model's operations are counted without memory for its weights.
+docs/planning.md describes how, and how the plans compare with published rates.
 """
 
 import argparse
@@ -34,13 +34,13 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("yaml", nargs="?", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(
-        "--gpu", help="kind of GPU, such as h200, or a name given to --calibrate; a wrong one lists all"
+        "--gpu", help="kind of GPU, such as h200, or a name given to --calibrate; an unknown kind lists all"
     )
-    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs to plan for")
     parser.add_argument("--machine", type=int, default=8, help="GPUs of each machine (8)")
-    parser.add_argument("--between", type=float, help="GB/s that a machine sends to others, instead of the table's")
-    parser.add_argument("--price", type=float, help="price of a GPU for an hour")
-    parser.add_argument("--calibrate", metavar="NAME", help="measure this machine, and store it under a name")
+    parser.add_argument("--between", type=float, help="GB/s between machines (default: of usual machines)")
+    parser.add_argument("--price", type=float, help="price of one GPU for an hour")
+    parser.add_argument("--calibrate", metavar="NAME", help="measure this machine, and store the rates under this name")
     parser.add_argument("--devices", type=path_of, default=ROOT / "runs" / "devices", help="folder of measured devices")
     options = parser.parse_intermixed_args(arguments)
     if options.calibrate is None and not (options.yaml and options.gpu and options.gpus):

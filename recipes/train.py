@@ -3,8 +3,8 @@
     composer recipes/train.py yamls/sd2_base.yaml training.global_batch=256
     python recipes/train.py yamls/openmoji_diffusion.yaml --dry-run
 
---dry-run prints sizes and counts and exits, --print-config prints the resolved config and exits, --help lists the
-keys. docs/recipes.md lists the components.
+--dry-run checks the recipe, prints its memory and communication and exits. --print-config prints the resolved config
+and exits. --help lists the keys, and docs/recipes.md the components.
 """
 
 import importlib

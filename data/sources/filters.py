@@ -65,7 +65,8 @@ class Filter:
             min_ascii_letters: minimum share of letters that are a to z, which tells alphabets apart, but not languages.
             language: the captions' language, such as en, as the package py3langid names it; null for any.
             language_confidence: captions are rejected if they are in another language with at least this probability.
-                Short captions can be of many languages. At 0, all whose most likely language is another are rejected.
+                The language of a short caption is often ambiguous. At 0, a caption is rejected whenever its most likely
+                language is another one.
             boilerplate: regular expressions (RE2, ignoring case) of text that says nothing about the image, such as
                 "photographed on .*".
             max_boilerplate: maximum share of a caption's characters that boilerplate may match.

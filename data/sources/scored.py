@@ -19,8 +19,8 @@ class ScoredSource:
         Args:
             source: the source that was scored.
             scores: folder of its scores, such as runs/mine/train/scores.
-            at_least: smallest cosine similarity of an image and its caption. Its scale depends on the model; the
-                summary of the scores says which share of the pairs reaches which value.
+            at_least: smallest cosine similarity of an image and its caption. The scale of similarities depends on the
+                model; the summary of the scores contains their quantiles.
 
         Raises:
             ValueError: a similarity that no pair can have.

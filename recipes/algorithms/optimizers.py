@@ -40,8 +40,8 @@ def adamw(
         betas: decays of the running mean and of the running variance.
         eps: added to the root of the variance.
         weight_decay: decoupled decay, times the learning rate.
-        decay_vectors: whether it also applies to parameters of fewer than two dimensions: gains, biases, and scalars
-            such as the temperature of a contrastive model. Megatron-LM and open_clip leave them out.
+        decay_vectors: whether weight decay also applies to parameters of fewer than two dimensions: gains, biases, and
+            scalars such as the temperature of a contrastive model. Megatron-LM and open_clip do not apply it to these.
         fused: update all parameters in one kernel, on GPUs and CPUs, sharded or not; equal up to 32-bit rounding.
 
     Raises:

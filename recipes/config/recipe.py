@@ -37,7 +37,8 @@ class FSDP:
     """Number format of gathered parameters. Shards, norms, reduced gradients and optimizer state are always fp32. auto:
     bf16 if the precision is amp_bf16; fp16 inside of blocks if resblock_grad_scaling runs them in fp16; else fp32."""
     replicas: int | Literal["machines"] = 1
-    """Device groups that each hold the whole model. 1: sharded over all devices; machines: within each machine."""
+    """Number of device groups that each hold the whole model. 1: it is sharded over all devices; machines: within each
+    machine."""
     sync: Literal["microbatch", "batch"] = "microbatch"
     """When gradients are reduced over the shards: after each microbatch, or once per batch, which takes memory for
     fp32 gradients of the whole model. Between replicas they are always averaged once per batch."""
@@ -77,8 +78,9 @@ class Training:
     during the first batches (on a CPU the whole batch)."""
     precision: Literal["auto", "fastest", "fp32", "amp_bf16", "amp_fp16"] = "auto"
     """Number format of the forward and backward pass. auto: amp_bf16 on a GPU, fp32 on a CPU. fastest: amp_bf16 on a
-    GPU and on a CPU that has instructions for it (AVX512-BF16, AMX), else fp32. A CPU hardly gains from amp_fp16. Under
-    all of them, GPUs that have TF32 multiply fp32 numbers in it: factors have 11 significant bits, sums 32 bits."""
+    GPU and on a CPU that has instructions for it (AVX512-BF16, AMX), else fp32. A CPU hardly gains from amp_fp16. With
+    every format, GPUs that have TF32 use it to multiply fp32 numbers: factors have 11 significant bits, sums 32
+    bits."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU if there is one, else the CPU; a run on several machines needs cpu if they have no GPU."""
     eval_every: Duration | None = None
@@ -90,10 +92,11 @@ class Training:
     The update of each such batch is skipped."""
     watchdog: float | None = 300.0
     """Seconds without progress after which each rank prints the call in which it waits and writes its stacks into the
-    output folder. Compiling, or drawing a sample grid, for longer causes this line, too. null: never."""
+    output folder. The line is also printed if compiling, or drawing a sample grid, takes longer. null: never."""
     watchdog_ends: bool = False
-    """Whether a rank that has printed this line exits with status 86: within a batch shortly after the line; while it
-    may be compiling the first batch, validating, drawing, exporting or saving a checkpoint, after an hour."""
+    """Whether a rank that has printed this line then exits with status 86: shortly after the line if it hangs within a
+    batch; after an hour if it may be compiling the first batch, validating, drawing, exporting or saving a
+    checkpoint."""
     fsdp: FSDP | None = None
     """Sharding over devices; null: each device holds the whole model (DDP)."""
     tensor_parallel: int = 1
@@ -101,10 +104,11 @@ class Training:
     computes its own batch. The models `autoregressive`, `language` and the denoiser `dit` support it. More than one
     such group needs `fsdp`."""
     sequence_parallel: bool = False
-    """Whether these devices also divide the positions of norms, residual stream and dropout. The activations of a layer
-    then take 1/N of the memory on each device, and a quarter more is sent."""
+    """Whether the devices of such a group also divide the positions of norms, residual stream and dropout. The
+    activations of a layer then take 1/N of the memory on each device, and communication grows by a quarter."""
     tensor_between_machines: bool = False
-    """Whether such a group may be spread over machines, whose links are slower than those within one."""
+    """Whether such a group may span several machines. The links between machines are slower than those within a
+    machine."""
     progress_bar: bool = False
     """Show the progress bar of the engine, in addition to the lines of the `progress` callback."""
 
@@ -250,7 +254,7 @@ class Recipe:
     output: str | None = None
     """Folder of checkpoints, logs, samples and the resolved config; null: runs/<run_name>."""
     seed: int = 17
-    """Seed of the initial weights, the order of samples and the noise (to which each rank adds its number)."""
+    """Seed of the initial weights, the order of samples and the noise; for the noise, each rank adds its number."""
     model: Annotated[Any, "model"]
     """The model to train, with its loss."""
     data: Annotated[Any, "data"]

@@ -95,8 +95,8 @@ def wandb(
         project: project that the run belongs to.
         entity: user or team; null: the logged-in user.
         tags: tags of the run.
-        offline: write to disk only, to be synchronised later. Each start is then a run of its own, because W&B
-            replaces a run when another one with its id is synchronised.
+        offline: write to disk only, to be synchronised later. Each start is then a separate run, because W&B replaces a
+            run when another run with the same id is synchronised.
     """
 
     def begin() -> WandBWriter | None:

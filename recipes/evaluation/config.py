@@ -14,8 +14,8 @@ class Extractor:
     """The network whose features the metrics compare."""
 
     kind: Literal["inception", "contrastive"] = "inception"
-    """inception: InceptionV3 as FID defines it (torch-fidelity); contrastive: the image tower of an open_clip model,
-    whose figures compare with those of the same tower only."""
+    """inception: InceptionV3 as FID defines it (torch-fidelity); contrastive: the image tower of an open_clip model.
+    Compare its metrics only with those of the same image tower."""
     path: str | None = None
     """inception: local file of the weights, null to fetch them from torch-fidelity's release; contrastive: an open_clip
     folder, such as the export of a contrastive_text run, or MODEL/TAG."""
@@ -49,8 +49,8 @@ class Evaluation:
     """An evaluation of an export."""
 
     out: str
-    """Folder of the report, of finished work, from which an interrupted evaluation continues, and of the reference's
-    features."""
+    """Folder of the report, of the reference's features, and of finished work, from which an interrupted evaluation
+    continues."""
     reference: Reference
     """The images that generated ones are compared with, and the source of the captions."""
     images: int | None = None

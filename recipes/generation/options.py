@@ -22,15 +22,15 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
     parser.add_argument("checkpoint", type=path_of, help="export folder of a run, or the run's folder")
     parser.add_argument("--candidates", type=int, help="images drawn per caption, of which the best are kept")
     parser.add_argument(
-        "--rerank", metavar="FOLDER", help="open_clip folder, or MODEL/TAG of open_clip, that says which are best"
+        "--rerank", metavar="MODEL", help="contrastive model that ranks them: folder or MODEL/TAG of open_clip"
     )
-    parser.add_argument("--guidance", type=float, help="classifier-free guidance (default: see below)")
-    parser.add_argument("--seed", type=seed, default=0, help="image i is drawn by seed + i (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=batch, help="images sampled at once (default: %(default)s)")
+    parser.add_argument("--guidance", type=float, help="weight of classifier-free guidance (default: see below)")
+    parser.add_argument("--seed", type=seed, default=0, help="image i has the seed SEED + i (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=batch, help="images drawn at once (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the network")
     parser.add_argument(
-        "--weights", choices=["ema", "raw"], help="averaged, or as trained (default: averaged if there are any)"
+        "--weights", choices=["ema", "raw"], help="averaged, or of the last batch (default: averaged if there are any)"
     )
     added = set()
     for family in families().values():

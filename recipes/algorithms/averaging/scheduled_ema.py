@@ -44,16 +44,16 @@ class ScheduledEMA(Lever):
         """Give `decay` or `half_life`; `start` or `last` or, for the whole run, neither.
 
         Args:
-            decay: share of the average that an update keeps, between 0 and 1. For more than 0.9999, give a larger
-                `every` with a lower decay instead: of a weight that hardly changes, an average in 32 bits stays away by
-                up to 6e-8 / (1 - decay) of its size.
+            decay: share of the average that an update keeps, between 0 and 1. Instead of more than 0.9999, set a larger
+                `every` and a lower decay: the average of a weight that hardly changes is wrong by up to 6e-8 / (1 -
+                decay) of its size, because of 32-bit rounding.
             half_life: duration after which the weight of a contribution has halved, such as 5000ba; `decay` follows
                 from it and from `every`.
             start: when the average begins, such as 800000ba or 0.965dur; null: at the start of the run.
             last: how long before the end of the run the average begins, such as 50000ba.
             every: batches from one update to the next.
-            device: same: beside the parameters. cpu: in host memory, updated by the CPU from a copy that training
-                does not wait for (DALL-E: every 25 batches with a decay of 0.99).
+            device: same: on the device of the parameters. cpu: in host memory, updated by the CPU from a copy that
+                training does not wait for (DALL-E: every 25 batches with a decay of 0.99).
 
         Raises:
             ValueError: keys that contradict each other, or out of range.

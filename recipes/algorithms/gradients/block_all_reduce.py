@@ -19,7 +19,7 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class BlockAllReduce(Lever):
-    """Takes the place of DistributedDataParallel: averages the gradients of each block of the model by one all-reduce.
+    """Replaces DistributedDataParallel: averages the gradients of each block of the model by one all-reduce.
 
     DistributedDataParallel copies gradients into its buckets one by one, with a kernel per parameter. That is a fifth
     of the kernels of a step of Stable Diffusion 2's U-Net, and with CUDA graphs most of them. Here all gradients of a
@@ -35,8 +35,8 @@ class BlockAllReduce(Lever):
         """
         Args:
             task: the model; its `blocks()` are averaged one by one.
-            wire: number format in which gradients are sent and added. bf16 halves what is sent. Gradients that are not
-                stored in 32 bits are sent as they are stored.
+            wire: number format in which gradients are sent and added. bf16 halves the communication. Gradients that are
+                not stored in 32 bits are sent as they are stored.
 
         Raises:
             ValueError: the model trains nothing.

@@ -14,7 +14,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 class CudnnBenchmark(Lever):
-    """Lets cuDNN measure the algorithms of each convolution when a shape first comes up, and take the fastest.
+    """Lets cuDNN time its algorithms for each new shape of a convolution, and use the fastest.
 
     For batches of one shape, as those of precomputed latents. Algorithms add in different orders, so that two runs of a
     recipe may differ in rounding.

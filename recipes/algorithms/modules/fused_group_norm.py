@@ -20,8 +20,8 @@ class FusedGroupNorms(Lever):
         """See `fuse_group_norms`.
 
         Args:
-            when: auto measures each shape once, when it first comes up, against eager PyTorch, and takes the faster
-                one; on a CPU it leaves the model unchanged. always does not depend on timings, so runs repeat exactly.
+            when: auto times each new shape once against eager PyTorch and uses the faster one; on a CPU it leaves the
+                model unchanged. always does not depend on timings, so runs repeat exactly.
         """
         self.task = task
         self.when = when

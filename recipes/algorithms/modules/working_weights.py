@@ -14,7 +14,7 @@ from recipes.training.run import Run
 
 
 class WorkingWeights(Lever):
-    """Keeps the 16-bit weights that autocast makes of 32-bit ones from the first microbatch of a batch to the last.
+    """Keeps the 16-bit copies that autocast makes of the weights over all microbatches of a batch.
 
     Autocast copies each weight when a layer first needs it, and forgets all copies when its context ends, after the
     forward pass of each microbatch. Here it forgets them when the last backward pass of the batch has ended, before the

@@ -59,7 +59,7 @@ class PowerSGD(Lever):
             overlap: average each block during the backward pass, for sharded models; otherwise after it. Results are
                 equal.
             wire: number format in which P and Q are sent.
-            buffer: number format of the error that compression leaves, which is added to the next gradient.
+            buffer: number format of the error of the compression, which is added to the next gradient.
             p_scale: factor of P on the wire; 1-6-9 represents magnitudes from 2^-68 to just below 16.
             q_scale: factor of Q on the wire.
             clip: largest norm of the averaged gradient, computed from Q; null: no clipping. It replaces

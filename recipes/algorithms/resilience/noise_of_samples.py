@@ -10,7 +10,7 @@ from recipes.training.run import Run
 
 
 class NoiseOfSamples(Lever):
-    """Draws noise, times, posterior samples, flips and dropped captions by sample, whichever rank trains on it.
+    """Draws noise, times, posterior samples, flips and dropped captions by sample, whatever the number of ranks.
 
     The numbers depend on the sample's key, the batch's number and the seed. So a run that goes on with another number
     of ranks, or with other microbatches, learns what it would have learned, but for the order of additions. Without

@@ -21,7 +21,7 @@ from recipes.training.transfer import sent
 
 
 class ResblockGradScaling(Lever):
-    """Runs residual blocks in fp16, each with its own gradient scale; the identity path and all else stay in 32-bit.
+    """Runs residual blocks in fp16, each with its own gradient scale; everything else stays in 32 bits.
 
     It needs training.precision fp32, because it sets the precision of blocks itself. An update in which any block
     overflowed is skipped. As published, the matrices of blocks and their gradients can be stored in 16 bits, too. Other
