@@ -35,7 +35,7 @@ from torch.utils.data import IterableDataset
 from benchmarks.discarding_store import discarding_store
 from benchmarks.reporting import write_results
 from data.files import to_disk
-from data.side_process import SideProcess
+from data.helper_process import HelperProcess
 from data.sources.base import InputShard, Position
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import LatentColumns
@@ -84,7 +84,7 @@ def receive() -> None:
         pinned.copy_(batch.pixels[RESOLUTION])
 
 
-class UploadThread(SideProcess):
+class UploadThread(HelperProcess):
     """In place of the process that uploads: tasks are done by the thread that waits for it."""
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class UploadThread(SideProcess):
 
 
 def write(
-    kind: type[MDSWriter], values: list[Encodings], uploader: type[SideProcess] | None = None
+    kind: type[MDSWriter], values: list[Encodings], uploader: type[HelperProcess] | None = None
 ) -> None:
     """Runs the encode job's pipeline on batches that are made in this process.
 
@@ -123,8 +123,9 @@ def write(
             EncodeProgress(1, quiet=True),
         )
         encoding = patch("precompute.pipeline.encode", lambda *inputs: next(turns))
-        process = patch("precompute.upload.SideProcess", uploader or SideProcess)
-        with encoding, process, patch("precompute.shard_folder.MDSFiles", kind), Uploads() as uploads:
+        process = patch("precompute.upload.HelperProcess", uploader or HelperProcess)
+        files = patch("precompute.shard_folder.MDSFiles", kind)
+        with encoding, process, files, Uploads(uploader is not None) as uploads:
             pipeline.run(Decoded())
 
 
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         "receiving": receive,
         "writing": lambda: write(MDSFiles, values),
         "writing by streaming's MDSWriter": lambda: write(MDSWriter, values),
-        "writing, uploads by a process": lambda: write(MDSFiles, values, SideProcess),
+        "writing, uploads by a process": lambda: write(MDSFiles, values, HelperProcess),
         "writing, uploads by a thread": lambda: write(MDSFiles, values, UploadThread),
     }
     rates: dict[str, list[float]] = {name: [] for name in parts}

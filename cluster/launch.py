@@ -5,8 +5,8 @@
 It sets the same environment variables as `torchrun` and `composer` (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...),
 but differs in three ways that matter to a scheduler:
 
-- Signals are passed on to the processes, which get all the time that they need for a checkpoint. (torchrun kills them
-  after 30 s. composer does not pass SIGTERM on, and kills them 30 s after Ctrl-C.)
+- Signals are passed on to the processes, which get all the time that they need for a checkpoint. (torchrun and composer
+  kill them after 30 s, and do not pass SIGUSR1 on.)
 - The exit status is that of the processes, including 85 for "start me again". (That of torchrun is 1.)
 - Each process has its own log file.
 """

@@ -89,7 +89,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
     progress = EncodeProgress(len(todo), known, quiet=rank.rank != 0)
     pipeline = EncodePipeline(images, texts, open_writer, publish, progress)
-    with Uploads() as uploads:
+    with Uploads(config.upload is not None) as uploads:
         for shard in own:
             if shard in encoded and not sets[shard.label].is_done(shard.shard):
                 upload(shard)  # a job that made no copy, or was ended before

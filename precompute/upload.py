@@ -13,8 +13,8 @@ from typing import Any
 from data.downloads import advice, ask_again
 from data.errors import one_line
 from data.files import write_text
+from data.helper_process import HelperProcess
 from data.log import every_rank
-from data.side_process import SideProcess
 from data.stores import STORES, Store, open_store, require_account, scheme_of
 
 RETRIES = 4  # of streaming's uploaders, for stores that `data.stores` has no client of
@@ -77,26 +77,36 @@ class Copy:
 class Uploads:
     """Uploads, one after the other, by a process of their own. A context that waits for all of them at its end.
 
-    After an error none is begun, nor where the context ends by one: the next start of the job makes up for them.
+    After an error none is begun, nor where the context ends by one: the next start of the job makes up for them. A
+    second Ctrl-C ends that which goes on.
+
+    Args:
+        needed: whether there will be any; else there is no process.
     """
 
-    def __init__(self) -> None:
-        self._process = SideProcess(SCRIPT)
+    def __init__(self, needed: bool = True) -> None:
+        self._needed = needed
+        self._process = HelperProcess(SCRIPT)
         self._thread = ThreadPoolExecutor(1, "uploader")  # waits for the process
         self._begun: list[Future] = []
         self._error: BaseException | None = None
 
     def __enter__(self) -> Uploads:
+        if self._needed:
+            self._process.start()  # not in `add`, which threads call that end before the uploads do
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         left = sum(not upload.done() for upload in self._begun)
         if kind is None and left > 1 and self._error is None:
             every_rank.info(f"encode: {left} shards are still to be uploaded")
+        if kind is not None and left:
+            every_rank.info("encode: ends when the shard that is being uploaded is there; Ctrl-C ends it at once")
         try:
             self._thread.shutdown(cancel_futures=kind is not None)
         except BaseException:  # Ctrl-C while it waits: Python would finish all uploads before it exits
             self._thread.shutdown(wait=False, cancel_futures=True)
+            self._process.kill()
             raise
         self._process.end()
         if kind is None and self._error is not None:
@@ -113,7 +123,6 @@ class Uploads:
         """
         if self._error is not None:
             raise self._error
-        self._process.start()
         self._begun.append(self._thread.submit(self._run, files))
 
     def _run(self, files: dict[str, Any]) -> None:

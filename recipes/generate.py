@@ -34,6 +34,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.columns is not None and not 1 <= options.columns <= MOST_COLUMNS:
         fail([f"--columns: {options.columns}; give 1 to {MOST_COLUMNS}"])
+    if options.out.suffix.lower() not in ("", ".png"):
+        fail([f"--out: {options.out}: the file is a PNG; give a name that ends in .png"])
     check_out(options.out)
     return options
 

@@ -52,12 +52,14 @@ def main() -> None:
                 # CPU time here, and 26 s after Composer.
                 importlib.import_module("wandb")
             trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
+            from recipes.engines.checkpoint_copies import copies_end
             from recipes.training.ranks import says_that_another_ended
         training = recipe.training
         # After the imports, of which Composer's sets signal handlers of its own.
         with (
             stop_signals(),
             only_run(recipe.output),
+            copies_end(),
             watched(training.watchdog, recipe.output, training.watchdog_ends),
             says_that_another_ended(),
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from recipes.config.scalars import load
 from recipes.config.source_code import ROOT
 from recipes.config.values import ConfigError
 
+MARK = re.compile(r'in "<(byte|unicode) string>", line')  # of PyYAML, which is given no file
 MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
 
 
@@ -123,6 +125,7 @@ def _one_line(error: Exception, where: str = "") -> str:
         return f"{where}: nested too deeply".removeprefix(": ")
     key = getattr(error, "full_key", None) or where
     text = " ".join(str(error).split("\n    full_key")[0].split())
+    text = MARK.sub("at line", text)
     if isinstance(error, GrammarParseError):
         text += r"; a text that contains ${ is written \${"
     return f"{key}: {text}" if key else text

@@ -12,7 +12,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,19 @@ class Bucket:
             raise ValueError(f"{self.address}/{LATEST}: does not name a checkpoint; {REMOVE}")
         return latest
 
-    def check_writable(self) -> None:
+    def check_writable(self, keep: int) -> None:
         """
+        Args:
+            keep: as of `push`.
+
         Raises:
-            ValueError: the store refuses a small object, or does not answer.
+            ValueError: the store refuses a small object, or to remove it where `keep` needs that, or does not answer.
         """
         with self._answers(f"{TRIAL}: cannot be written"):
             self._store.write(TRIAL, b"")
-            with suppress(*self._store.errors):  # a credential that may not delete is enough for `keep: -1`
-                self._store.delete(TRIAL)
+        may_stay = suppress(ValueError) if keep == -1 else nullcontext()
+        with may_stay, self._answers(f"{TRIAL}: cannot be removed, which checkpoints.keep: {keep} needs"):
+            self._store.delete(TRIAL)
 
     def push(self, path: Path, link: str, keep: int, record: Mapping[str, str]) -> None:
         """Copy a checkpoint, then name it the newest, and remove what earlier ones need no more.

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from data.errors import one_line
+from data.helper_process import HelperProcess
 from data.log import log
-from data.side_process import SideProcess
 from recipes.engines.bucket import Bucket
 from recipes.engines.record import RECORD, record_with
 from recipes.training.checkpoint_names import batch_of
 
 SCRIPT = Path(__file__).with_name("copy_process.py")
+
+_begun: set[CheckpointCopies] = set()  # that have begun a copy, and have not finished
+
+
+@contextmanager
+def copies_end() -> Iterator[None]:
+    """A context that an error leaves only when the copy that goes on has ended. Another run may begin then.
+
+    Python would wait for the copy, too, when it ends, but without a word and when the folder is no longer locked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for copies in _begun:
+            copies.end(error)
+        _begun.clear()
+        raise
 
 
 class CheckpointCopies:
@@ -29,7 +48,7 @@ class CheckpointCopies:
             address: `checkpoints.bucket`.
         """
         self.bucket = Bucket(address)
-        self._process = SideProcess(SCRIPT)
+        self._process = HelperProcess(SCRIPT)
         self._thread = ThreadPoolExecutor(1, "checkpoint-copies")  # waits for the process
         self._copy: Future[str | None] | None = None  # the last one: what went wrong
         self._name = ""
@@ -55,6 +74,7 @@ class CheckpointCopies:
         with suppress(ValueError):  # which `do` raises again
             self._process.start()
         self._copy = self._thread.submit(self._do, task)
+        _begun.add(self)
 
     def catch_up(self, newest: Path | None, link: str, keep: int) -> None:
         """Begin the copy of the newest checkpoint on the disk if that of the bucket is older, or there is none.
@@ -82,8 +102,21 @@ class CheckpointCopies:
         """
         error = self.wait()
         self._process.end()
+        _begun.discard(self)
         if error is not None:
             raise ValueError(f"{error}; then start the same command again, which copies {self._name}")
+
+    def end(self, why: BaseException) -> None:
+        """Wait for the last copy, whatever becomes of it, and end the process.
+
+        Args:
+            why: the error that ends the run. It is printed if there is something to wait for, unless it has been.
+        """
+        if not self._copy.done():
+            reason = "" if isinstance(why, SystemExit) else f"{one_line(why)}; "
+            log.info(f"checkpoints: {reason}the run ends when {self._name} is copied")
+        self.wait()
+        self._process.end()
 
     def _do(self, task: dict[str, Any]) -> str | None:
         try:

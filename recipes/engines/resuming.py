@@ -56,7 +56,7 @@ def _prepare(recipe: Recipe, engine: str) -> list[str]:
     remove_halves(output)
     bucket = None if checkpoints.bucket is None else Bucket(checkpoints.bucket)
     if bucket is not None:
-        bucket.check_writable()  # now, and not when the first checkpoint is copied
+        bucket.check_writable(checkpoints.keep)  # now, and not when the first checkpoint is copied
     if not checkpoints.resumes:
         return []
     if bucket is not None:

@@ -33,7 +33,7 @@ def find_export(path: Path) -> Path:
     Raises:
         FileNotFoundError: there is none.
         ValueError: `path` is a file, which would have to be unpickled, or a pipeline of diffusers; the export's family
-            is unknown.
+            is unknown, or its model generates no images.
     """
     if path.is_file():
         raise ValueError(
@@ -42,10 +42,12 @@ def find_export(path: Path) -> Path:
         )
     if (path / "model_index.json").is_file():
         raise ValueError(f"{path}: a pipeline of diffusers, which opens it; give the folder of the run or its export")
+    titles = " or ".join(f"{family.title} model" for family in families().values())
     for folder in (path, path / "export"):
         if _identify(folder) is not None:
             return folder
-    titles = " or ".join(f"{family.title} model" for family in families().values())
+        if (folder / "export.json").is_file():
+            raise ValueError(f"{folder}: its model generates no images from captions; give the export of a {titles}")
     raise FileNotFoundError(f"{path}: no exported run of a {titles}; give runs/<run_name>/export")
 
 

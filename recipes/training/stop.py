@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from data.side_process import end_with_parent
+from data.helper_process import end_with_parent
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -64,8 +64,8 @@ def begin_batches() -> None:
 def stop_signals() -> Iterator[None]:
     """A context in which `SIGNALS` ask the process to stop. Python sets handlers in the main thread only.
 
-    The end of the launcher that started the process does, too: `composer` ends at SIGTERM without a word to its
-    processes, which would train on and hold their GPUs.
+    The end of the launcher that started the process does, too: `composer` ends at SIGUSR1, or at a second SIGTERM,
+    without a word to its processes, which would train on and hold their GPUs.
 
     A second Ctrl-C ends a process that no launcher has started at once. Launchers pass on the first one, so that ranks
     get it twice, and end their ranks themselves at the second. A process whose SIGINT is ignored, as a shell does for

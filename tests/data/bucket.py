@@ -21,6 +21,7 @@ class Bucket:
         failing: number of requests that are still answered with status 500.
         expired: whether the credential is refused, as S3 refuses one that has expired.
         refused: end of the names of objects that may not be written; None: all may.
+        removes: whether objects may be removed.
         seconds: that each answer takes longer.
         lost: called with the name of each object that arrives, and the number of the part that it is of a large one, or
             None. Whether it is lost on the way; None: all are kept.
@@ -31,6 +32,7 @@ class Bucket:
         self.app = app
         self.failing, self.expired, self.seconds, self.asked = 0, False, 0.0, 0
         self.refused = self.lost = None
+        self.removes = True
         self.lock = threading.Lock()
 
     def __call__(self, environ, start_response):
@@ -48,7 +50,8 @@ class Bucket:
                 start_response("500 Internal Server Error", [("Content-Length", "0")])
                 return [b""]
         writes = environ["REQUEST_METHOD"] in ("PUT", "POST")
-        if self.refused is not None and writes and environ["PATH_INFO"].endswith(self.refused):
+        refused = self.refused is not None and writes and environ["PATH_INFO"].endswith(self.refused)
+        if refused or (environ["REQUEST_METHOD"] == "DELETE" and not self.removes):
             start_response("403 Forbidden", [("Content-Length", "0")])
             return [b""]
         if self.expired:  # S3 says why in the body, which answers to HEAD requests do not have

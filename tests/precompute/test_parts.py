@@ -338,6 +338,8 @@ def test_encoders_do_not_wait_for_shards_that_are_complete_together(tmp_path):
 class InThisProcess:
     """In place of the process that uploads: tasks are functions."""
 
+    killed = False
+
     def __init__(self, script):
         assert script.is_file()
 
@@ -350,10 +352,13 @@ class InThisProcess:
     def end(self):
         pass
 
+    def kill(self):
+        self.killed = True
+
 
 def test_uploads_go_on_beside_the_job(monkeypatch):
     """In order, all before the context ends. After an error no other one begins, and who adds the next one is told."""
-    monkeypatch.setattr(upload, "SideProcess", InThisProcess)
+    monkeypatch.setattr(upload, "HelperProcess", InThisProcess)
     done, may_go = [], threading.Event()
     with Uploads() as uploads:
         uploads.add(lambda: may_go.wait(60) and done.append(0))
@@ -394,7 +399,7 @@ def test_uploads_go_on_beside_the_job(monkeypatch):
         uploads._thread.shutdown = interrupted
         uploads.add(lambda: may_go.wait(60) and until_the_next_is_cancelled())
         uploads.add(lambda: done.append(5))
-    assert uploads._begun[1].cancelled()
+    assert uploads._begun[1].cancelled() and uploads._process.killed
     may_go.set()
     assert done == [0, 1]
 

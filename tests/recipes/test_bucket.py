@@ -21,11 +21,14 @@ from data.files import point_to
 from data.loading import Placement
 from data.sources.tars import TarSource
 from data.stores import S3Store
+from precompute.pipeline import EncodePipeline
 from precompute.upload import MARKER
 from recipes.config.components import COMPONENTS
 from recipes.config.recipe import to_yaml
 from recipes.config.values import Component
+from recipes.engines import checkpoint_copies
 from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoint_copies import CheckpointCopies, copies_end
 from recipes.engines.fetched_checkpoints import fetch_newest
 from recipes.engines.resuming import prepare_folder
 from recipes.training.callback import Callback
@@ -62,13 +65,23 @@ def job(bucket, drawings, latent_sets, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def encoded(bucket, job) -> Path:
-    """The set that two ranks have encoded; also at s3://sets/latents/train."""
+    """The set that two ranks have encoded; also at s3://sets/latents/train. They end while shards are uploaded."""
     from precompute.encode import main
+
+    publish = EncodePipeline._publish
+
+    def until_one_is_uploaded(*arguments):
+        publish(*arguments)
+        end = time.monotonic() + 60
+        while not bucket.names("latents/train") and time.monotonic() < end:
+            time.sleep(0.01)
 
     for rank in ("1", "0"):  # they share nothing but the folder, so they may run after each other
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RANK", rank)
             patch.setenv("WORLD_SIZE", "2")
+            patch.setattr(EncodePipeline, "_publish", until_one_is_uploaded)
+            patch.setattr(bucket, "seconds", 0.05)
             assert not names_in(bucket, "latents/train/manifest.json")
             main([str(job)])
     return job.parent / "set" / "train"
@@ -384,6 +397,46 @@ def test_a_bucket_for_checkpoints_that_refuses_is_one_line(bucket, tmp_path):
     with pytest.raises(ValueError, match="s3://sets/run/ep0-ba1.ckpt: cannot be fetched .no such object"):
         Bucket("s3://sets/run").fetch("ep0-ba1.ckpt", tmp_path / "a")
     assert not list(tmp_path.iterdir())
+
+
+def test_whether_a_bucket_can_be_written_is_asked_when_a_run_starts(bucket, quick_recipe, tmp_path):
+    """A credential that may not remove objects is enough for a run that removes none."""
+
+    def start(keep, address="s3://sets/asked"):
+        checkpoints = f"checkpoints={{every: 3ba, keep: {keep}, autoresume: true, bucket: '{address}'}}"
+        prepare_folder(quick_recipe(tmp_path / "run", checkpoints), "lightning")
+
+    bucket.removes = False
+    try:
+        start(-1)
+        with pytest.raises(ValueError, match="writable: cannot be removed, which checkpoints.keep: 2 needs .*403"):
+            start(2)
+        bucket.refused = "writable"
+        with pytest.raises(ValueError, match="asked/writable: cannot be written .*403"):
+            start(-1)
+    finally:
+        bucket.removes, bucket.refused = True, None
+    start(2)
+    assert not bucket.names("asked")
+    with pytest.raises(ValueError, match="s3://nowhere/run/writable: cannot be written .*NoSuchBucket"):
+        start(2, "s3://nowhere/run")
+
+
+def test_an_error_ends_a_run_when_its_copy_has_ended(bucket, tmp_path, monkeypatch):
+    said, lines = threading.Event(), []
+    monkeypatch.setattr(checkpoint_copies.log, "info", lambda line: lines.append(line) or said.set())
+    path = tmp_path / "checkpoints" / "ep0-ba2.ckpt"
+    path.parent.mkdir()
+    path.touch()
+    bucket.lost = lambda name, part: not said.wait(60)
+    try:
+        with pytest.raises(RuntimeError, match="^a fault$"), copies_end():
+            CheckpointCopies("s3://sets/fault").begin(path, "latest", keep=1)
+            raise RuntimeError("a fault")
+    finally:
+        bucket.lost = None
+    assert lines == ["checkpoints: RuntimeError a fault; the run ends when ep0-ba2.ckpt is copied"]
+    assert set(bucket.names("fault")) == {"ep0-ba2.ckpt", "latest.json"}
 
 
 def read(tmp_path, **arguments):

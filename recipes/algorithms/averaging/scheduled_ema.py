@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from data.aliases import Duration
-from data.cost import FLOAT, Cost, Plan
+from data.cost import FLOAT, Cost, Plan, count_text
 from data.log import log
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
 from recipes.training.clock import Clock, Length
@@ -163,8 +163,9 @@ class ScheduledEMA(Lever):
         """
         total, unit = clock.position(clock.duration)
         if self.last is None:
-            value, given = clock.position(self.start or "0ba")
-            key = f"start: {self.start}"
+            start = self.start or "0ba"
+            value, given = clock.position(start)
+            key = f"start: {start}"
         else:
             value, given = clock.measure(self.last)
             key = f"last: {self.last}"
@@ -178,7 +179,8 @@ class ScheduledEMA(Lever):
             raise ValueError(f"scheduled_ema: {key} leaves nothing to average in a run of {total:g}{unit}")
         if given == unit == "ba" and value + self.every > total:
             raise ValueError(
-                f"scheduled_ema: {key} leaves {total - value:g} batches, and every: {self.every} none of its updates"
+                f"scheduled_ema: {key} leaves {count_text(int(total) - value, 'batch', 'batches')} of the run, and "
+                f"every: {self.every} none of its updates; lower every"
             )
         return value, given
 

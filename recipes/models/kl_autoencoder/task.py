@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 
 from data.ranges import check_least
@@ -87,10 +88,11 @@ class KLAutoencoder(Task):
             `total`, `l1` (per pixel value, for pixels in [-1, 1]) and `kl` (nats per latent value): scalars.
         """
         images = to_signed(batch["image"])
-        posterior = self.network.encode(images).latent_dist
+        # In 32 bits: the divergence is a small difference of larger numbers, and its sum may be above all 16-bit ones.
+        posterior = DiagonalGaussianDistribution(self.network.encode(images).latent_dist.parameters.float())
         latents = posterior.sample()
         if self.training:
-            self._track(latents.detach().float())
+            self._track(latents.detach())
         l1 = (self.network.decode(latents).sample.float() - images).abs().mean()
         kl = posterior.kl().sum() / latents.numel()
         return {"total": l1 + self.kl_weight * kl, "l1": l1.detach(), "kl": kl.detach()}

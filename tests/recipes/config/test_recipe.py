@@ -314,7 +314,7 @@ def test_interpolation(small):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1,\nb: 2", "not readable as YAML: while parsing a flow sequence"),
+        ("a: [1,\nb: 2", "not readable as YAML: while parsing a flow sequence at line 1, column 4 "),
         ("a: 1\na: 2", "not readable as YAML: while constructing a mapping"),
         ("\ta: 1", "not readable as YAML: while scanning"),
         ("a: !!python/object/apply:os.getcwd []", "not readable as YAML: could not determine a constructor"),

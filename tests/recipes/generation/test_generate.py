@@ -151,6 +151,7 @@ def test_what_is_not_there(tmp_path, export, capsys):
 
 def test_options_that_cannot_be(tmp_path, export, capsys, monkeypatch):
     assert f"--out: {tmp_path} is a folder" in refuse(command(export, tmp_path), capsys)
+    assert "x.jpg: the file is a PNG; give a name" in refuse(command(export, tmp_path / "x.jpg"), capsys)
     (tmp_path / "file").touch()
     assert f"x.png is below {tmp_path}/file, which is" in refuse(command(export, tmp_path / "file" / "x.png"), capsys)
     assert "File name too long; give another name" in refuse(command(export, tmp_path / ("x" * 300)), capsys)
@@ -203,6 +204,9 @@ def test_where_the_export_is_looked_for(tmp_path, export):
     network.mkdir(parents=True)
     (network / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="language: no exported run of a token model or diffusion model"):
+        find_export(network.parent)
+    (network.parent / "export.json").write_text("{}")
+    with pytest.raises(ValueError, match="language: its model generates no images .* of a token model or diffusion"):
         find_export(network.parent)
 
 

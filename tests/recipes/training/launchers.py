@@ -50,8 +50,11 @@ def stopped(name: str, event: str, folder: Path) -> tuple[int, list[str], list[d
     folder.mkdir()
     launcher = os.fork()
     if not launcher:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from composer.core.engine import sigterm_handler  # which the import of Composer sets in a new process
+
+        own = name == "composer"
+        signal.signal(signal.SIGTERM, sigterm_handler if own else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, sigterm_handler if own else signal.default_int_handler)
         be_a_launcher(name, folder)
     started = [json.loads(text_of(folder / f"{rank}.started")) for rank in range(2)]
     if event == "rank":

@@ -154,7 +154,7 @@ def test_what_launchers_do(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     statuses = {event: status for event, (status, *_) in report.items()}
     assert statuses == {
-        "composer SIGTERM": -signal.SIGTERM,
+        "composer SIGTERM": 85,
         "composer SIGINT": 85,
         "composer Ctrl-C": 85,
         "composer rank": 85,

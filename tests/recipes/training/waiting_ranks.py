@@ -55,7 +55,7 @@ class SlowBucket:
     def __init__(self, address):
         self.address = address
 
-    def check_writable(self):
+    def check_writable(self, keep):
         pass
 
     def latest(self):
@@ -102,14 +102,23 @@ def a_slow_bucket(folder):
     with pytest.MonkeyPatch.context() as patch:
         for module in (checkpoint_copies, fetched_checkpoints, resuming):
             patch.setattr(module, "Bucket", SlowBucket)
-        patch.setattr(checkpoint_copies, "SideProcess", Copying)
+        patch.setattr(checkpoint_copies, "HelperProcess", Copying)
         for name in ("barrier", "all_reduce", "broadcast_object_list"):
             patch.setattr(dist, name, tells(getattr(dist, name), f"it waits in {name}"))
         patch.setattr(ranks, "time", SimpleNamespace(sleep=tells(time.sleep, "it asks")))
         files = CheckpointFiles(folder, KINDS["lightning"], keep=1, bucket="s3://sets/run")
+
+        def copy():
+            said = SlowBucket.said
+            if dist.get_rank() == 1:
+                SlowBucket.said = folder  # it has said something, as the first rank does not wait here
+            files.newest_is(folder / "ep0-ba9", 9)
+            SlowBucket.said = said
+            files.finish()
+
         waits = {
             "fetch": lambda: prepare_folder(recipe, "lightning"),
-            "copy": lambda: (files.newest_is(folder / "ep0-ba9", 9), files.finish()),
+            "copy": copy,
             "load": lambda: fetched("s3://sets/run/ep0-ba9", folder),
         }
         for refuses in (False, True):

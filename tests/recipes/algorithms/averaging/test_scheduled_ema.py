@@ -339,6 +339,7 @@ def test_contradictions_are_refused(arguments, message):
         ({"decay": 0.9, "last": "13ba"}, "last: 13ba is longer than the run of 12ba"),
         ({"decay": 0.9, "last": "20sp"}, "last: 20sp cannot be taken from a run of 12ba"),
         ({"decay": 0.9, "start": "10ba", "every": 5}, "every: 5 none of its updates"),
+        ({"decay": 0.9, "every": 13}, "start: 0ba leaves 12 batches of the run, and every: 13 none"),
         ({"half_life": "20sp"}, "half_life must be a number of batches"),
         ({"half_life": "0ba"}, "half_life must be a number of batches above 0, got 0ba"),
     ],

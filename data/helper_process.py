@@ -1,4 +1,4 @@
-"""A Python process beside this one, for what would make this one's threads wait for Python's global interpreter lock.
+"""A helper process, for what would make this one's threads wait for Python's global interpreter lock.
 
 A store's client computes checksums, signs and copies in Python: a thread of this process would be simpler, but what
 this process does between the kernels of a GPU would wait for it.
@@ -20,11 +20,12 @@ from typing import Any
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
-class SideProcess:
+class HelperProcess:
     """Does tasks one after another.
 
     It ends with the thread that starts it, which should be the main thread: by SIGKILL, so that the next start of what
-    this process does never meets a process of the one before.
+    this process does never meets a process of the one before. Other signals that ask processes to stop do not reach it:
+    it finishes what this process waits for.
 
     Args:
         script: that calls `serve`.
@@ -45,7 +46,7 @@ class SideProcess:
         command = [sys.executable, str(self._script), str(os.getpid())]
         pipe = subprocess.PIPE
         try:
-            # A session of its own: Ctrl-C reaches all processes of a terminal, and what was begun is to be finished.
+            # A session of its own: Ctrl-C reaches all processes of a terminal, also before `serve` ignores it.
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
         except OSError as error:
             raise ValueError(f"{self._script.stem}: the process cannot be started ({error.strerror})") from error
@@ -81,25 +82,32 @@ class SideProcess:
             self._process.stdout.close()
             self._process = None
 
+    def kill(self) -> None:
+        """End the process at once. `do`, in another thread, then says that it has ended."""
+        if self._process is not None:
+            self._process.kill()
+
 
 def serve(act: Callable[[dict[str, Any]], None]) -> None:
     """Do the tasks of the process whose number is this one's argument, until one of them is None, or it ends.
 
     Args:
-        act: called with each task; a ValueError is the answer to it, and other errors end the process.
+        act: called with each task; a ValueError or OSError is the answer to it, and other errors end the process.
     """
     end_with_parent(signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         sys.exit(1)
-    os.nice(10)  # what the other process does comes first
-    answers, sys.stdout = sys.stdout, sys.stderr
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm sends them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
+    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)  # libraries may print past Python's file, too
     for line in sys.stdin:
         task, error = json.loads(line), None
         if task is None:
             break
         try:
             act(task)
-        except ValueError as raised:
+        except (ValueError, OSError) as raised:
             error = str(raised)
         print(json.dumps(error), file=answers, flush=True)
 

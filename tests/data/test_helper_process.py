@@ -1,23 +1,25 @@
-"""A process that does tasks beside this one."""
+"""The helper process: tasks, errors, and when it ends."""
 
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from benchmarks.killing import fork
-from data.side_process import SideProcess
+from data.helper_process import HelperProcess
 from tests.ranks import ROOT
 
 SCRIPT = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from data.side_process import serve
+from data.helper_process import serve
 
 def act(task):
     print("what a library prints is no answer")
+    os.write(1, b"also in C\\n")
     if "error" in task:
         raise ValueError(task["error"])
     if "status" in task:
@@ -33,7 +35,7 @@ serve(act)
 @pytest.fixture
 def process(tmp_path):
     (tmp_path / "noting.py").write_text(SCRIPT)
-    process = SideProcess(tmp_path / "noting.py")
+    process = HelperProcess(tmp_path / "noting.py")
     yield process
     process.end()
 
@@ -44,11 +46,20 @@ def notes(tmp_path):
     return [(int(number), text) for number, text in (line.split(" ", 1) for line in lines)]
 
 
+def until_noted(tmp_path):
+    end = time.monotonic() + 60
+    while not (tmp_path / "notes").exists() or not notes(tmp_path):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_one_process_does_one_task_after_another(process, tmp_path):
     file = str(tmp_path / "notes")
     process.do({"file": file, "text": "ä"})
     with pytest.raises(ValueError, match="^no such\nbucket$"):
         process.do({"error": "no such\nbucket"})
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # as Slurm does, to all processes of a job
+        os.kill(notes(tmp_path)[0][0], number)
     process.do({"file": file, "text": "second"})
     first, second = notes(tmp_path)
     assert (first[1], second[1]) == ("ä", "second") and first[0] == second[0] != os.getpid()
@@ -56,6 +67,15 @@ def test_one_process_does_one_task_after_another(process, tmp_path):
         process.do({"status": 3})
     process.do({"file": file, "text": "third"})  # by another process
     assert notes(tmp_path)[2][0] != first[0]
+
+
+def test_it_is_killed_in_the_midst_of_a_task(process, tmp_path):
+    with ThreadPoolExecutor(1) as thread:
+        task = thread.submit(process.do, {"file": str(tmp_path / "notes"), "text": "begun", "seconds": 600})
+        until_noted(tmp_path)
+        process.kill()
+        with pytest.raises(ValueError, match="^noting: the process has ended with status -9$"):
+            task.result(60)
 
 
 def test_it_ends_though_a_forked_process_holds_its_pipe(process, tmp_path):
@@ -73,11 +93,8 @@ def test_it_dies_with_the_process_that_started_it(process, tmp_path):
     def parent():
         process.do({"file": str(tmp_path / "notes"), "text": "begun", "seconds": 600})
 
-    child = fork(parent, tmp_path / "log.txt", {})
-    end = time.monotonic() + 60
-    while not (tmp_path / "notes").exists() or not notes(tmp_path):
-        assert time.monotonic() < end, (tmp_path / "log.txt").read_text()
-        time.sleep(0.02)
+    child, end = fork(parent, tmp_path / "log.txt", {}), time.monotonic() + 60
+    until_noted(tmp_path)
     ((number, _),) = notes(tmp_path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
