@@ -1,4 +1,4 @@
-"""Compute how well images and captions fit, with a contrastive model, or find images that two sets share.
+"""Compute how well images and captions fit, with a contrastive model, and find images that two sets share.
 
     python precompute/scores.py yamls/openmoji_encode.yaml --model=runs/openmoji_judge/export
     composer -n 8 precompute/scores.py yamls/sd2_encode.yaml --model=ViT-B-32/laion2b_s34b_b79k

@@ -1,7 +1,7 @@
 """Draw images from captions, with the weights that a training run exported.
 
 python recipes/generate.py runs/openmoji_diffusion/export --prompts "red heart" "cat face" --out grid.png
-python recipes/generate.py runs/openmoji_dalle/export --prompts "red heart" --candidates 32 --each 4 \
+python recipes/generate.py runs/openmoji_dalle/export --prompts "red heart" --candidates 32 --each 4 \\
     --rerank runs/openmoji_text/export
 """
 

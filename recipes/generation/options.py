@@ -28,7 +28,9 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="image i has the seed SEED + i (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=batch, help="images drawn at once (default: %(default)s)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto", help="(default: %(default)s)")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the network")
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="number format (default: %(default)s)"
+    )
     parser.add_argument(
         "--weights", choices=["ema", "raw"], help="averaged, or of the last batch (default: averaged if there are any)"
     )
