@@ -203,13 +203,22 @@ def test_checkpoints_of_both_engines(small_recipe, tmp_path, engine, sharded):
 
 
 def test_only_the_weights_of_a_sharded_checkpoint_are_read(small_recipe, tmp_path, monkeypatch):
-    path, _ = a_run(small_recipe(tmp_path / "run", EMA), "composer", sharded=True)
+    path, task = a_run(small_recipe(tmp_path / "run", EMA), "composer", sharded=True)
     read = []
     load = Sharded._load
     monkeypatch.setattr(Sharded, "_load", lambda self, info: read.append(info.length) or load(self, info))
-    read_checkpoint(path)
     size = sum(file.stat().st_size for file in path.iterdir())
-    assert sum(read) < 0.8 * size  # weights and averages, without the moments
+    trained = {name for name, _ in task.named_parameters()}
+    known = {
+        None: (task.state_dict().keys(), trained, 0.8),  # weights and averages, without the moments
+        "raw": (task.state_dict().keys(), set(), 0.4),
+        "ema": (task.state_dict().keys() - trained, trained, 0.4),
+    }
+    for only, (weights, average, share) in known.items():
+        read.clear()
+        found = read_checkpoint(path, only)
+        assert (found.weights.keys(), found.average.keys()) == (weights, average), only
+        assert sum(read) < share * size, only
 
 
 @pytest.mark.slow
