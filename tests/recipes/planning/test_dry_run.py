@@ -166,7 +166,12 @@ def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, widt
     """Ramesh et al. 2021, tables 1 and 2: of 12 d^2 values per layer, r (2 + m) / (2 d m) are sent."""
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    (line,) = [line for line in dry(f"dalle_{name}.yaml") if line.startswith("between ")]
+    lines = dry(f"dalle_{name}.yaml")
+    (memory,) = [line for line in lines if line.startswith("algorithms.powersgd: ")]
+    # Per layer and device: Q and Q' of 6 matrices with `width` columns, and P of 4 + 2 with width / 8 and width / 2 rows.
+    factors = 64 * 4 * (rank / 8) * width * (2 * 6 + 4 / 8 + 2 / 2)
+    assert f"{size_text(2 * 64 * 12 * width**2 / 8 + factors)} more on each device" in memory
+    (line,) = [line for line in lines if line.startswith("between ")]
     plain = 2 * 7 / 8 * 2 * 64 * 12 * width**2 / 8  # a ring of 8 machines, 16-bit values, 64 layers, an eighth of each
     sent = plain * 5 * rank / (8 * width)
     assert f"{size_text(sent)} for the blocks' matrices (uncompressed {size_text(plain)} in" in line
