@@ -12,9 +12,9 @@ from recipes.algorithms.powersgd.low_rank import LowRank
 
 
 def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
-    """Memory of the errors that are added to the next gradient and of the factors, and traffic between replicas; see `data.cost`.
+    """Memory of the errors that are added to the next gradient, and of the factors; traffic between replicas.
 
-    For published numbers, see tables 1 and 2 of Ramesh et al. 2021.
+    See `data.cost`. For published numbers, see tables 1 and 2 of Ramesh et al. 2021.
     """
     values = sum(p.numel() for matrices in block_matrices(plan.task, "powersgd") for p in matrices)
     dimensions = plan.task.tensor_plan().dimensions() if plan.tensor > 1 else None

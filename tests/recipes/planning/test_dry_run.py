@@ -168,7 +168,7 @@ def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, widt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     lines = dry(f"dalle_{name}.yaml")
     (memory,) = [line for line in lines if line.startswith("algorithms.powersgd: ")]
-    # Per layer and device: Q and Q' of 6 matrices with `width` columns, and P of 4 + 2 with width / 8 and width / 2 rows.
+    # Per layer and device: Q and Q' of 6 matrices of `width` columns, and P of 4 of width / 8 rows and 2 of width / 2.
     factors = 64 * 4 * (rank / 8) * width * (2 * 6 + 4 / 8 + 2 / 2)
     assert f"{size_text(2 * 64 * 12 * width**2 / 8 + factors)} more on each device" in memory
     (line,) = [line for line in lines if line.startswith("between ")]

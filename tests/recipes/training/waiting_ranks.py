@@ -24,6 +24,7 @@ from data.sources.base import Sample
 from recipes.engines import checkpoint_copies, checkpoint_files, fetched_checkpoints, resuming, shared_folder
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.fetched_checkpoints import fetched
+from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.resuming import prepare_folder
 from recipes.engines.save_planner import SavePlanner
 from recipes.models.task import Task
@@ -240,7 +241,7 @@ def replicas_in_a_sharded_checkpoint(folder):
             dcp.save({"weight": weight, "batch": 3}, checkpoint_id=path, planner=planner)
             assert [*planner.state_dict] == (["weight", "batch"] if dist.get_rank() == 0 else of_the_second)
             read = {"weight": torch.zeros(4), "batch": 0}
-            dcp.load(read, checkpoint_id=path)
+            dcp.load(read, checkpoint_id=path, planner=OwnLoadPlan())
             assert read["weight"].tolist() == [0, 1, 2, 3] and read["batch"] == 3
 
 
