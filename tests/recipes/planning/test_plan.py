@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu_run.subjects import register_data
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
-from recipes.plan import main
+from recipes.plan import main, peak_of
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
-from recipes.planning.gpus import Device, Shares
+from recipes.planning.gpus import DEVICES, Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import best_of, settings_of
 from recipes.planning.step_time import (
@@ -258,6 +258,20 @@ def test_the_report(capsys, monkeypatch):
         assert abs(int(cost) - 2 * int(gpu_hours)) <= 2
     for division in ("DDP", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD within machines"):
         assert f"\n  {division}, microbatch" in text
+
+
+@pytest.mark.parametrize(
+    ("yaml", "changes", "tera_flops"),
+    [
+        ("sd2_base", [], 312),
+        ("dalle_12b", [], 312),
+        ("dalle_12b", ["algorithms.resblock_grad_scaling=null"], 156),
+    ],
+)
+def test_products_are_as_fast_as_in_their_number_format(yaml, changes, tera_flops):
+    """Blocks with gradient scales compute in fp16, though the recipe says fp32."""
+    recipe = load_config(ROOT / "yamls" / f"{yaml}.yaml", changes, Recipe, [])
+    assert peak_of(DEVICES["a100-80"], recipe) == tera_flops * 1e12
 
 
 def test_one_pass_makes_gradients_while_activations_are_freed(planner):
