@@ -235,12 +235,15 @@ def test_what_two_ranks_sharded(two_ranks, tmp_path):
             assert all(torch.equal(written[name], known[name]) for name in known), folder
 
 
-def test_a_sharded_checkpoint_is_put_together_again(tmp_path):
+def test_a_sharded_checkpoint_is_put_together_again(tmp_path, monkeypatch):
     """Nested as it was, with parts of one tensor from several files."""
     values = {"a": {"b": torch.arange(6.0).view(2, 3), "c": [torch.tensor(1.5), {"d": 3}]}, "e": (1, "x")}
     dcp.save(values, checkpoint_id=tmp_path / "whole")
-    sharded = Sharded.open(tmp_path / "whole")
+    sharded, listed = Sharded.open(tmp_path / "whole"), []
+    files = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: listed.append(folder) or files(folder))
     found = sharded.nested()
+    assert len(listed) == 1  # not once per tensor: there is a file of each rank
     assert torch.equal(found["a"]["b"], values["a"]["b"]) and found["a"]["c"][1] == {"d": 3} and found["e"] == (1, "x")
     assert found["a"]["c"][0].shape == () and found["a"]["c"][0] == 1.5
     assert list(sharded.values(lambda name: name == "e")) == ["e"]
