@@ -20,6 +20,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 
 import dataclasses
 import math
+from typing import Any
 
 from data.threads import set_default_threads
 from recipes.config.command_line import fail, path_of, user_errors
@@ -69,9 +70,19 @@ def measure(options: argparse.Namespace) -> None:
         print(f"{describe(device)}\nwrote {path}: plan with --gpu {options.calibrate}")
 
 
+def peak_of(device: Any, recipe: Recipe) -> float:
+    """The FLOP/s of a device in the number format in which a recipe computes its products."""
+    from callbacks.peak_flops import peak_flops
+
+    # In fp32, products run as TF32 where a GPU has it, and with gradient scales those of blocks in fp16.
+    scaled = any(lever.name == "resblock_grad_scaling" for lever in recipe.algorithms.values())
+    formats = ("tf32", "fp32") if recipe.training.precision == "fp32" and not scaled else ("bf16", "fp16")
+    rates = device.peaks or {name: peak_flops(device.name, name) for name in formats}
+    return next(rates[name] for name in formats if rates.get(name))
+
+
 def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     """The text about all numbers of GPUs."""
-    from callbacks.peak_flops import peak_flops
     from recipes.planning.divided_run import Cluster
     from recipes.planning.gpus import device_named
     from recipes.planning.plan import Planner
@@ -79,10 +90,7 @@ def plan(options: argparse.Namespace, recipe: Recipe) -> str:
     device = device_named(options.gpu, options.devices)
     if options.between is not None:
         device = dataclasses.replace(device, between=1e9 * options.between)
-    # In fp32, products run as TF32 where a GPU has it.
-    formats = ("tf32", "fp32") if recipe.training.precision == "fp32" else ("bf16", "fp16")
-    rates = device.peaks or {name: peak_flops(device.name, name) for name in formats}
-    peak = next(rates[name] for name in formats if rates.get(name))
+    peak = peak_of(device, recipe)
     clusters = [Cluster(device, peak, device.shares, world, options.machine) for world in options.gpus]
     for cluster in clusters:
         cluster.check_links()

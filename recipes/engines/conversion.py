@@ -61,7 +61,7 @@ def convert(path: Path, engine: str) -> Path:
         rest, parts = read_file(path / REST), read_parts(path)
         state = rest | parts | {LEVERS: joined(rest[LEVERS], parts.get(LEVERS, {}))}
     else:
-        state = read_file(path)
+        state = read_file(path, lazily=True)
     state = upgraded(state)
     epoch, batch = state["counts"]["epoch"], state["counts"]["batch"]
     kind = KINDS[engine]
@@ -82,12 +82,12 @@ def read_parts(folder: Path) -> dict[str, Any]:
 
 
 def read_composer(path: Path) -> dict[str, Any]:
-    """A checkpoint of Composer, as Composer nests it.
+    """A checkpoint of Composer, as Composer nests it. The tensors of a full one stay on the disk until they are used.
 
     Raises:
         ValueError: not one, or one that holds other types than this repository's runs write.
     """
-    state = read_parts(path) if path.is_dir() else load_plain(path)
+    state = read_parts(path) if path.is_dir() else load_plain(path, lazily=True)
     inner = state.get("state") if isinstance(state, dict) else None
     if not isinstance(inner, dict) or "timestamp" not in inner:
         raise ValueError(f"{path}: not a checkpoint of Composer; it has no timestamp")

@@ -15,7 +15,8 @@ class SavePlanner(DefaultSavePlanner):
 
     Values that are no shards are the same on all ranks, such as counts and the states of all ranks' random number
     generators, of which there are more with each rank. So the number of plans would grow as its square: with 1,024
-    ranks, millions in the memory of the first one, in each checkpoint. Replicas of a model have the same shards.
+    ranks, millions in the memory of the first one, in each checkpoint. Replicas of a model have the same shards, also
+    where FSDP knows of its own replica alone, as with powersgd.
     """
 
     def set_up_planner(
@@ -30,7 +31,7 @@ class SavePlanner(DefaultSavePlanner):
 
 def _is_first_shard(value: Any) -> bool:
     """Whether a value is a shard of this rank, and of no replica before its own."""
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensor) or value.device_mesh.mesh.min() > 0:  # the mesh of another replica alone
         return False
     places = value.device_mesh.get_coordinate() or []
     return not any(place for place, of in zip(places, value.placements, strict=False) if of.is_replicate())

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,7 @@ class Sharded:
         return root
 
     def _tensor(self, name: str, kind: Any, places: list[tuple[Any, Any]]) -> Tensor:
-        there = sum(file.stat().st_size for file in self.folder.iterdir())
-        if math.prod(kind.size) * kind.properties.dtype.itemsize > there:
+        if math.prod(kind.size) * kind.properties.dtype.itemsize > self._bytes:
             raise ValueError(f"{self.folder}: {name} is not complete; it is larger than all files together")
         tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
         filled = 0
@@ -100,6 +100,11 @@ class Sharded:
         if filled != tensor.numel():
             raise ValueError(f"{self.folder}: {name} is not complete; the checkpoint lacks a rank's part")
         return tensor
+
+    @cached_property
+    def _bytes(self) -> int:
+        """Of all files together: with one of each of 1,024 ranks, a file system must not be asked for each tensor."""
+        return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def _load(self, info: Any) -> Any:
         """One part: bytes of a file, as `torch.save` wrote them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from data.log import log
 from data.ranks import Rank
 from recipes.evaluation.config import Evaluation
 from recipes.scoring.reference import blurred, fingerprint
-from recipes.scoring.reranking import Reranker
+from recipes.scoring.reranking import IMAGES_AT_ONCE, Reranker
 
 POLL = 0.2  # seconds between looks at what other ranks have finished
 NAMED = 60.0  # seconds of waiting after which it is said what is waited for
@@ -125,29 +125,41 @@ class Job:
         captions = self.captions[start : start + self.config.chunk]
         if variant.pools:
             return self._draw_pools(variant, captions, start)
-        images = self._images(captions, start, variant.options)
+        images = self._images(captions, range(start, start + len(captions)), variant.options)
         arrays: dict[str, np.ndarray] = {}
         for radius in variant.radii:
             arrays |= self._measure(blurred(images, radius), captions, radius)
         return arrays
 
     def _draw_pools(self, variant: Variant, captions: list[str], start: int) -> dict[str, np.ndarray]:
-        """The best of the first k candidates, for each k. The first one is the image without a pool."""
+        """The best of the first k candidates, for each k. The first one is the image without a pool.
+
+        Candidates of a caption are drawn side by side, as many as a batch takes: token models compute, keep and read
+        the text once for all of them.
+        """
         best = np.full(len(captions), -np.inf, np.float32)
         kept: np.ndarray | None = None
         arrays: dict[str, np.ndarray] = {}
-        for candidate in range(max(variant.pools)):
-            images = self._images(captions, start + candidate * len(self.captions), variant.options)
-            scores = self.reranker.scores(captions, images)
-            better = scores > best
-            kept = images if kept is None else np.where(better[:, None, None, None], images, kept)
-            best = np.maximum(best, scores)
-            if candidate + 1 in variant.pools:
-                arrays |= self._measure(kept, captions, candidate + 1)
+        together = max(1, min(self.config.batch, IMAGES_AT_ONCE // len(captions)))
+        for first in range(0, max(variant.pools), together):
+            numbers = range(first, min(first + together, max(variant.pools)))
+            drawn = [caption for caption in captions for _ in numbers]
+            places = [start + i + number * len(self.captions) for i in range(len(captions)) for number in numbers]
+            images = self._images(drawn, places, variant.options)  # (C * n, H, W, 3)
+            scores = self.reranker.scores(drawn, images).reshape(len(captions), -1)  # (C, n)
+            images = images.reshape(*scores.shape, *images.shape[1:])
+            for place, number in enumerate(numbers):
+                better = scores[:, place] > best
+                kept = images[:, 0].copy() if kept is None else kept
+                kept[better] = images[better, place]
+                best[better] = scores[better, place]
+                if number + 1 in variant.pools:
+                    arrays |= self._measure(kept, captions, number + 1)
         return arrays
 
-    def _images(self, captions: list[str], first: int, options: dict[str, Any]) -> np.ndarray:
-        seeds = [self.config.seed + first + i for i in range(len(captions))]
+    def _images(self, captions: list[str], numbers: Iterable[int], options: dict[str, Any]) -> np.ndarray:
+        """(N, H, W, 3) uint8, one image per caption, drawn from the seed plus its number."""
+        seeds = [self.config.seed + number for number in numbers]
         return self.pipeline.generate(captions, seeds=seeds, batch=self.config.batch, **options)
 
     def _measure(self, images: np.ndarray, captions: list[str], label: int) -> dict[str, np.ndarray]:

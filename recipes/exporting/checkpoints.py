@@ -14,6 +14,7 @@ from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.plain_pickles import ALLOWED, load_plain
 from recipes.engines.sharded_files import METADATA, Sharded
+from recipes.generation.exports import Weights
 from recipes.training.checkpoint_names import REST, last_written, resolved
 
 AVERAGE = "ScheduledEMA"
@@ -48,17 +49,19 @@ def find_checkpoint(path: Path) -> Path | None:
     return last_written(path / "checkpoints")
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, only: Weights | None = None) -> Checkpoint:
     """The weights of a checkpoint. A whole one's stay on the disk until they are used.
 
     Args:
         path: as `find_checkpoint` gives it.
+        only: of a sharded one, read what this kind of weights needs and no more: with ema, no weights that have an
+            average; with raw, no averages. None: all.
 
     Raises:
         FileNotFoundError, ValueError: not a whole checkpoint of this repository's runs.
     """
     if path.is_dir():
-        return _sharded(path)
+        return _sharded(path, only)
     state = load_plain(path, lazily=True)
     if isinstance(state, dict) and state.get("format") == FORMAT:
         return _of_lightning(path, state)
@@ -68,21 +71,27 @@ def read_checkpoint(path: Path) -> Checkpoint:
     raise ValueError(f"{path}: not a checkpoint of a run; give one of runs/<run_name>/checkpoints")
 
 
-def _sharded(path: Path) -> Checkpoint:
+def _sharded(path: Path, only: Weights | None) -> Checkpoint:
     """Only the weights and their averages are read, not the optimizer's state."""
     sharded = Sharded.open(path)
     of_average = f"{LEVERS}.{AVERAGE}.average."
-    average = _under(of_average, sharded.values(lambda name: name.startswith(of_average)))
+    average = _under(of_average, sharded.values(lambda name: only != "raw" and name.startswith(of_average)))
     shards = {AVERAGE: {"average": average}} if average else {}  # earlier versions have it in the lever's state
+    replaced = average if only == "ema" else {}
+
+    def of_weights(name: str, prefix: str) -> bool:
+        return name.startswith(prefix) and name.removeprefix(prefix).removeprefix(PREFIX) not in replaced
+
     if (path / REST).is_file():
-        weights = _under("weights.", sharded.values(lambda name: name.startswith("weights.")))
+        weights = _under("weights.", sharded.values(lambda name: of_weights(name, "weights.")))
         rest = read_file(path / REST)
         return _of_lightning(path, {**rest, "weights": weights, LEVERS: joined(rest[LEVERS], shards)})
-    times = "state.timestamp.Timestamp."
-    of_state = ("state.model.", "state.algorithms", times)
-    values = sharded.values(lambda name: name.startswith(of_state), ALLOWED)
-    weights = _under("state.model.", values)
-    if not weights or "state.algorithms" not in values:
+    model, times = "state.model.", "state.timestamp.Timestamp."
+    values = sharded.values(
+        lambda name: of_weights(name, model) or name.startswith(("state.algorithms", times)), ALLOWED
+    )
+    weights = _under(model, values)
+    if not (weights or replaced) or "state.algorithms" not in values:
         raise ValueError(f"{path}: not a checkpoint of a run; it holds no weights under state.model")
     levers = joined(dict(values["state.algorithms"]), shards)
     return _of_composer(path, weights, levers, _under(times, values))

@@ -41,7 +41,7 @@ def from_checkpoint(
         FileNotFoundError: the recipe, the manifest or an encoder is missing.
         ValueError: a checkpoint of another recipe, or an encoder that did not encode the training data.
     """
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, weights or "ema")
     recipe = read_recipe(path.parents[1] / CONFIG if recipe_file is None else recipe_file)
     task = build_on_meta(recipe.model)
     averaged = load(task, checkpoint, weights)

@@ -15,7 +15,7 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs, cost_of, costs_of, plan_of
 from recipes.planning.devices import Devices
-from recipes.planning.footprint import algorithm_lines, memory_text, traffic_lines
+from recipes.planning.footprint import algorithm_lines, memory_text, start_lines, traffic_lines
 from recipes.planning.input_checks import absent_inputs
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 from recipes.planning.sharding import check_sharding
@@ -111,6 +111,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
     lines = [
         f"model: {recipe.model.name}, {found.parameters:,} parameters, {found.trained:,} of them trained",
         memory_text(recipe, task, costs, devices),
+        *start_lines(task, devices),
         *algorithm_lines(costs),
         f"batch: {batch_text(recipe.training, devices.world)}",
         *traffic_lines(recipe, task, costs, devices),

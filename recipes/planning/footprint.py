@@ -43,6 +43,13 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
     return f"{text}; activations come on top"
 
 
+def start_lines(task: nn.Module, devices: Devices) -> Iterable[str]:
+    """The host memory of a start, where the model is divided: each process builds all of it first."""
+    if devices.shards * devices.tensor > 1:
+        size = size_text(FLOAT * parameter_counts(task)[0])
+        yield f"start: {size} of host memory for each device, for the whole model until it is divided"
+
+
 def algorithm_lines(costs: Costs) -> Iterable[str]:
     """The memory that each algorithm takes, and its other notes."""
     for label, cost in costs.algorithms.items():

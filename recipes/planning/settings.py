@@ -71,10 +71,13 @@ def runs_of(
             training = dataclasses.replace(recipe.training, fsdp=fsdp, tensor_parallel=tensor)
             whole = fsdp is None and tensor == 1
             algorithms = recipe.algorithms if whole else _for_parts(recipe.algorithms)
-            divided = dataclasses.replace(recipe, training=training, algorithms=algorithms)
             try:
                 batch = training.device_batch(cluster.world)
                 devices = Devices.of(training, cluster.world, machine)
+                alone = devices.replicas == 1  # then powersgd has nothing to average, and a run refuses it
+                averaging = {name for name, lever in algorithms.items() if lever.name == "powersgd" and alone}
+                algorithms = {name: lever for name, lever in algorithms.items() if name not in averaging}
+                divided = dataclasses.replace(recipe, training=training, algorithms=algorithms)
                 check_tensor_parallel(divided, devices, task)
                 check_sharding(divided, task)
                 costs = costs_of(divided, plan_of(divided, task, devices))
@@ -89,6 +92,7 @@ def runs_of(
             label = "no FSDP" if fsdp is None and tensor == cluster.world > 1 else name
             if share_of_launches(algorithms) > share_of_launches(recipe.algorithms):
                 label += ", without CUDA graphs"
+            label += ", without powersgd" if averaging else ""
             found = traces(tensor), passes(tensor)
             yield DividedRun(label, divided, task, *found, costs, devices, cluster, samples, batch)
     if not ways:

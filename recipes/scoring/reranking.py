@@ -68,7 +68,9 @@ class Reranker:
             images: (N, H, W, 3) uint8.
             batch: images embedded at once.
         """
-        return (self.embed_images(images, batch) * self.embed_captions(captions, batch)).sum(1)
+        places = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
+        texts = self.embed_captions(list(places), batch)  # a caption has many candidates
+        return (self.embed_images(images, batch) * texts[[places[caption] for caption in captions]]).sum(1)
 
     @torch.no_grad()
     def embed_images(self, images: np.ndarray, batch: int = 64) -> np.ndarray:

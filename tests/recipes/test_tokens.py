@@ -213,8 +213,11 @@ def test_the_best_candidates_are_kept(export, clip_folder, tmp_path):
     pipeline = load_pipeline(export, "cpu", "fp32")
     captions = [caption for caption in CAPTIONS for _ in range(5)]
     pictures = pipeline.generate(captions, seeds=list(range(10)))
-    reranker = Reranker(str(clip_folder), "cpu")
+    reranker, read = Reranker(str(clip_folder), "cpu"), []
+    tokenize = reranker.tokenize
+    reranker.tokenize = lambda texts: read.extend(texts) or tokenize(texts)
     scores = reranker.scores(captions, pictures, batch=3)
+    assert read == CAPTIONS  # once, not once per candidate
     assert scores.shape == (10,) and (np.abs(scores) <= 1.0001).all() and len(set(scores.tolist())) > 5
     kept = best(scores, 5, 2)
     for caption in range(2):

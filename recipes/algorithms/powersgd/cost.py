@@ -12,22 +12,23 @@ from recipes.algorithms.powersgd.low_rank import LowRank
 
 
 def powersgd_cost(args: dict[str, Any], plan: Plan) -> Cost:
-    """Memory of the errors that are added to the next gradient, and traffic between replicas; see `data.cost`.
+    """Memory of the errors that are added to the next gradient, and of the factors; traffic between replicas.
 
-    For published numbers, see tables 1 and 2 of Ramesh et al. 2021.
+    See `data.cost`. For published numbers, see tables 1 and 2 of Ramesh et al. 2021.
     """
     values = sum(p.numel() for matrices in block_matrices(plan.task, "powersgd") for p in matrices)
+    dimensions = plan.task.tensor_plan().dimensions() if plan.tensor > 1 else None
+    shapes, others = first_device_shapes(plan.task, plan.shards // plan.tensor, plan.tensor, dimensions)
+    compressor = LowRank(args["rank"] // plan.shards, wire=FORMATS[args["wire"]])
+    errors = FORMATS[args["buffer"]].bits / 8 * values / plan.shards
     memory = {
-        "device_bytes": FORMATS[args["buffer"]].bits / 8 * values / plan.shards,
-        "note": f"for what is not sent yet, in {args['buffer']}",
+        "device_bytes": errors + sum(map(compressor.factor_bytes, shapes)),
+        "note": f"for what is not sent yet, in {args['buffer']}, and the factors, in 32-bit",
         "checkpoint_bytes": FLOAT * values,
     }
     if plan.replicas == 1:
         told = "WORLD_SIZE and LOCAL_WORLD_SIZE tell a dry run where the run will be"
         return Cost(**memory, lines=(f"{one_replica(args['clip'])}; {told}",))
-    dimensions = plan.task.tensor_plan().dimensions() if plan.tensor > 1 else None
-    shapes, others = first_device_shapes(plan.task, plan.shards // plan.tensor, plan.tensor, dimensions)
-    compressor = LowRank(args["rank"] // plan.shards, wire=FORMATS[args["wire"]])
     sent = sum(compressor.bytes_sent(block, plan.replicas) for block in shapes)
     full = all_reduce_bytes(FLOAT * sum(shape.numel() for block in shapes for shape in block), plan.replicas)
     rest = all_reduce_bytes(FLOAT * others, plan.replicas)

@@ -261,6 +261,11 @@ class LowRank:
 
     # --- cost ----------------------------------------------------------------------------------
 
+    def factor_bytes(self, shapes: Sequence[torch.Size]) -> int:
+        """Memory of a rank for the 32-bit factors of matrices of these shapes: Q, and P and Q' until `finish`."""
+        sides = map(_sides, shapes)
+        return sum(4 * min(self.rank, rows) * (rows + 2 * columns) for rows, columns in sides)
+
     def bytes_sent(self, shapes: Sequence[torch.Size], machines: int) -> float:
         """Bytes that a rank sends to other machines per step for matrices of these shapes."""
         count = 0

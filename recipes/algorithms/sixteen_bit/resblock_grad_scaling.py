@@ -19,6 +19,10 @@ from recipes.training.ranks import all_reduce
 from recipes.training.run import Run
 from recipes.training.transfer import sent
 
+# Batches between figures of the scales. Without an overflow they grow by a tenth in the binary logarithm, and those of
+# 128 blocks in each of 430,000 batches would be gigabytes.
+LOGGED = 100
+
 
 class ResblockGradScaling(Lever):
     """Runs residual blocks in fp16, each with its own gradient scale; everything else stays in 32 bits.
@@ -168,7 +172,10 @@ class ResblockGradScaling(Lever):
             self.skipped += 1
             if not self.low_rank:  # otherwise powersgd skips it
                 run.skip_update()
-        metrics = {f"resblock_grad_scaling/log2_scale/{i:03d}": e for i, e in enumerate(self.scales.exponents.tolist())}
+        metrics = {}
+        if skipped or run.clock.batch % LOGGED == 0:
+            exponents = enumerate(self.scales.exponents.tolist())
+            metrics |= {f"resblock_grad_scaling/log2_scale/{i:03d}": exponent for i, exponent in exponents}
         metrics |= {f"resblock_grad_scaling/nonfinite/{i:03d}": n for i, n in enumerate(self.nonfinite.tolist()) if n}
         self.lowers = skipped and bool((self.scales.exponents[bad] > self.scales.least).all())
         self.scales = self.scales.after(~bad)

@@ -2,8 +2,7 @@
 
 PyTorch's loader reads what the present state has, and refuses a checkpoint that lacks a part of it. States of callbacks
 and levers that have not begun have nothing yet, and the checkpoint may be of fewer ranks. Therefore this planner asks
-for what the checkpoint has. Of the random number generators of all ranks, each rank asks for its own: the first rank
-collects what all ranks ask for.
+for what the checkpoint has. Of the random number generators of all ranks, each rank asks for its own.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from typing import Any
 import torch
 from composer.utils import FSDP2Config
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from recipes.engines.composer.generators import Generators
 from recipes.engines.lever_states import LEVERS, State, forms
+from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.training.ranks import rank
 
 CALLBACKS = ("state", "callbacks")
@@ -28,7 +28,7 @@ CALLBACKS = ("state", "callbacks")
 OF_A_RANK = re.compile(rf"({'.'.join((*CALLBACKS, Generators.__name__, 'generators'))}|rng)\.(?P<rank>\d+)\.")
 
 
-class LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(OwnLoadPlan):
     """Asks for the states of callbacks and the tensors of levers that the checkpoint has.
 
     Attributes:
@@ -64,7 +64,7 @@ class LoadPlanner(DefaultLoadPlanner):
             if (of := OF_A_RANK.match(name)) is None or (of["rank"] == own and name in saved)
         }
 
-    def create_local_plan(self) -> LoadPlan:
+    def plan_of_rank(self) -> LoadPlan:
         """Not PyTorch's: it takes a checkpoint with values that are not asked for for one of PyTorch 2.3."""
         return create_default_local_load_plan(self.state_dict, self.metadata)
 

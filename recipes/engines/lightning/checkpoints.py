@@ -34,6 +34,7 @@ from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.data import RunBatches
 from recipes.engines.lightning.generators import generator_states
 from recipes.engines.lightning.run import LightningRun
+from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.parts import Parts
 from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.resuming import saved_for, says_what_to_remove, start_of
@@ -146,7 +147,7 @@ class Checkpoints:
         with plain_pickles():
             reader = dcp.FileSystemReader(path)
             parts = self._tensors(full=False) | {LEVERS: forms(reader.read_metadata(), self._run.task)}
-            dcp.load(parts, storage_reader=reader)
+            dcp.load(parts, storage_reader=reader, planner=OwnLoadPlan())
         return parts
 
     # --- saving --------------------------------------------------------------------------------

@@ -186,14 +186,18 @@ class TokenTransformer(nn.Module):
             last.weight.div_(math.sqrt(len(self.blocks)))
         nn.init.zeros_(self.unembedding.weight)
 
-    def cast_blocks(self, dtype: torch.dtype) -> None:
+    def cast_blocks(self, dtype: torch.dtype, device: str | torch.device | None = None) -> None:
         """Hold the matrices of all blocks in the dtype of autocast, as which it would keep a copy of each beside them.
 
         What the network computes under autocast is the same in every bit. It can no longer be trained.
+
+        Args:
+            dtype: of autocast.
+            device: where the matrices move, one by one, so that no second copy of all of them is held; None: they stay.
         """
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
-                module.to(dtype)
+                module.to(device=device, dtype=dtype)
 
     def forward(self, text: Tensor | None, image: Tensor, caches: Caches | None = None) -> Tensor:
         """One vector per position, from which the token after it is predicted.

@@ -80,7 +80,8 @@ def test_a_report_with_everything(export, write, tmp_path, clip_folder, capsys, 
     swept = ["guidance 1.0", "guidance 6.0", "sampler ddim", "sampler None"]
     assert list(found) == ["blur 0", "blur 2", *swept, "pool 1", "pool 3"]
     assert all(np.isfinite(list(row.values())).all() for row in found.values())
-    assert found["pool 1"] == found["sampler None"] == found["blur 0"] != found["guidance 6.0"]
+    assert found["sampler None"] == found["blur 0"] != found["guidance 6.0"]
+    assert found["pool 1"] == pytest.approx(found["blur 0"], rel=1e-2)  # the same images, but drawn in other batches
     assert found["pool 3"]["clip_score"] >= found["pool 1"]["clip_score"]
     assert found["blur 2"]["fid"] != found["blur 0"]["fid"]
     assert (tmp_path / "report" / "report.md").read_text() in said

@@ -15,13 +15,15 @@ CAPTIONS = [f"caption {i}" for i in range(11)]
 
 
 class Pipeline:
-    """Images that depend on caption, seed and options alone; it counts them."""
+    """Images that depend on caption, seed and options alone; it counts them, and notes the captions of each call."""
 
     def __init__(self):
         self.drawn = 0
+        self.calls = []
 
     def generate(self, captions, *, seeds, batch, guidance=1.0):
         self.drawn += len(captions)
+        self.calls.append(captions)
         states = [(zlib.crc32(caption.encode()), seed) for caption, seed in zip(captions, seeds, strict=True)]
         draws = [np.random.default_rng([*state, int(guidance)]) for state in states]
         return np.stack([draw.integers(0, 256, (4, 4, 3), dtype=np.uint8) for draw in draws])
@@ -144,3 +146,8 @@ def test_the_best_of_a_pool(job):
     assert (pools[4]["scores"] <= pools[1]["scores"]).all() and (pools[4]["scores"] != pools[1]["scores"]).any()
     plain = done.collect(variants(done.config)[0])
     assert np.array_equal(pools[1]["features"], plain[0]["features"])
+    # A text is computed once for its candidates, as many as a batch takes, if they are side by side.
+    side_by_side = [caption for caption in CAPTIONS[8:] for _ in range(3)]
+    small = job("small", batch=3)
+    small.run(Rank())
+    assert small.pipeline.calls[-2:] == [side_by_side, CAPTIONS[8:]]

@@ -203,13 +203,22 @@ def test_checkpoints_of_both_engines(small_recipe, tmp_path, engine, sharded):
 
 
 def test_only_the_weights_of_a_sharded_checkpoint_are_read(small_recipe, tmp_path, monkeypatch):
-    path, _ = a_run(small_recipe(tmp_path / "run", EMA), "composer", sharded=True)
+    path, task = a_run(small_recipe(tmp_path / "run", EMA), "composer", sharded=True)
     read = []
     load = Sharded._load
     monkeypatch.setattr(Sharded, "_load", lambda self, info: read.append(info.length) or load(self, info))
-    read_checkpoint(path)
     size = sum(file.stat().st_size for file in path.iterdir())
-    assert sum(read) < 0.8 * size  # weights and averages, without the moments
+    trained = {name for name, _ in task.named_parameters()}
+    known = {
+        None: (task.state_dict().keys(), trained, 0.8),  # weights and averages, without the moments
+        "raw": (task.state_dict().keys(), set(), 0.4),
+        "ema": (task.state_dict().keys() - trained, trained, 0.4),
+    }
+    for only, (weights, average, share) in known.items():
+        read.clear()
+        found = read_checkpoint(path, only)
+        assert (found.weights.keys(), found.average.keys()) == (weights, average), only
+        assert sum(read) < share * size, only
 
 
 @pytest.mark.slow
@@ -226,12 +235,15 @@ def test_what_two_ranks_sharded(two_ranks, tmp_path):
             assert all(torch.equal(written[name], known[name]) for name in known), folder
 
 
-def test_a_sharded_checkpoint_is_put_together_again(tmp_path):
+def test_a_sharded_checkpoint_is_put_together_again(tmp_path, monkeypatch):
     """Nested as it was, with parts of one tensor from several files."""
     values = {"a": {"b": torch.arange(6.0).view(2, 3), "c": [torch.tensor(1.5), {"d": 3}]}, "e": (1, "x")}
     dcp.save(values, checkpoint_id=tmp_path / "whole")
-    sharded = Sharded.open(tmp_path / "whole")
+    sharded, listed = Sharded.open(tmp_path / "whole"), []
+    files = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: listed.append(folder) or files(folder))
     found = sharded.nested()
+    assert len(listed) == 1  # not once per tensor: there is a file of each rank
     assert torch.equal(found["a"]["b"], values["a"]["b"]) and found["a"]["c"][1] == {"d": 3} and found["e"] == (1, "x")
     assert found["a"]["c"][0].shape == () and found["a"]["c"][0] == 1.5
     assert list(sharded.values(lambda name: name == "e")) == ["e"]

@@ -155,7 +155,8 @@ def test_the_largest_block_is_gathered(monkeypatch):
     task = build_on_meta(load_config(ROOT / "yamls" / "sd2_base.yaml", [], Recipe, []).model)
     largest = max(sum(p.numel() for p in block.parameters()) for block in task.blocks())
     assert largest < sum(p.numel() for p in task.parameters()) / 2
-    (line,) = [line for line in dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 1)) if "memory" in line]
+    lines = dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 1))
+    (line,) = [line for line in lines if line.startswith("memory")]
     assert f"{size_text(2 * largest)} for the largest gathered unit in bf16" in line
     with pytest.raises(ValueError, match="training.fsdp.replicas: 3 does not divide 8 devices"):
         dry("sd2_base.yaml", SHARDED % ("FULL_SHARD", "blocks", 3))
@@ -167,7 +168,15 @@ def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, widt
     """Ramesh et al. 2021, tables 1 and 2: of 12 d^2 values per layer, r (2 + m) / (2 d m) are sent."""
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    (line,) = [line for line in dry(f"dalle_{name}.yaml") if line.startswith("between ")]
+    lines = dry(f"dalle_{name}.yaml")
+    parameters = int(re.search(r"([\d,]+) parameters", lines[0])[1].replace(",", ""))
+    start = f"start: {size_text(4 * parameters)} of host memory for each device, for the whole model until it is"
+    assert f"{start} divided" in lines
+    (memory,) = [line for line in lines if line.startswith("algorithms.powersgd: ")]
+    # Per layer and device: Q and Q' of 6 matrices of `width` columns, and P of 4 of width / 8 rows and 2 of width / 2.
+    factors = 64 * 4 * (rank / 8) * width * (2 * 6 + 4 / 8 + 2 / 2)
+    assert f"{size_text(2 * 64 * 12 * width**2 / 8 + factors)} more on each device" in memory
+    (line,) = [line for line in lines if line.startswith("between ")]
     plain = 2 * 7 / 8 * 2 * 64 * 12 * width**2 / 8  # a ring of 8 machines, 16-bit values, 64 layers, an eighth of each
     sent = plain * 5 * rank / (8 * width)
     assert f"{size_text(sent)} for the blocks' matrices (uncompressed {size_text(plain)} in" in line
@@ -232,7 +241,7 @@ def test_no_memory_is_taken_for_weights():
 @pytest.mark.parametrize("yaml", [name for name in YAMLS if name != "sd2_base.yaml"])
 def test_every_shipped_recipe_can_be_tried(yaml):
     lines = dry(yaml)
-    assert [line.split(":")[0] for line in lines if not line.startswith(("algorithms.", "within "))][:4] == [
+    assert [line.split(":")[0] for line in lines if not line.startswith(("algorithms.", "start", "within "))][:4] == [
         "model",
         "memory",
         "batch",

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.gpu_run.subjects import register_data
 from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe, load_config
-from recipes.plan import main
+from recipes.plan import main, peak_of
 from recipes.planning.batches import blank_batch, sample_bytes
 from recipes.planning.devices import Devices
 from recipes.planning.divided_run import BLOCKS, WORKSPACE, Cluster
-from recipes.planning.gpus import Device, Shares
+from recipes.planning.gpus import DEVICES, Device, Shares
 from recipes.planning.plan import Planner
 from recipes.planning.settings import best_of, settings_of
 from recipes.planning.step_time import (
@@ -260,6 +260,20 @@ def test_the_report(capsys, monkeypatch):
         assert f"\n  {division}, microbatch" in text
 
 
+@pytest.mark.parametrize(
+    ("yaml", "changes", "tera_flops"),
+    [
+        ("sd2_base", [], 312),
+        ("dalle_12b", [], 312),
+        ("dalle_12b", ["algorithms.resblock_grad_scaling=null"], 156),
+    ],
+)
+def test_products_are_as_fast_as_in_their_number_format(yaml, changes, tera_flops):
+    """Blocks with gradient scales compute in fp16, though the recipe says fp32."""
+    recipe = load_config(ROOT / "yamls" / f"{yaml}.yaml", changes, Recipe, [])
+    assert peak_of(DEVICES["a100-80"], recipe) == tera_flops * 1e12
+
+
 def test_one_pass_makes_gradients_while_activations_are_freed(planner):
     """Several passes, and DDP, have the gradients of all parameters at their peak."""
     one = {s.microbatch: s.memory for s in planner.settings(Cluster(DEVICE, 1e14, SHARES, 1, 8)) if not s.recompute}
@@ -415,10 +429,11 @@ def test_each_device_computes_and_holds_its_part_of_divided_matrices(tokens):
     plan, count = tokens.task.tensor_plan(), sum(p.numel() for p in tokens.task.parameters())
     divided = sum(p.numel() for p in tokens.task.parameters() if id(p) in plan.dimensions())
     own = count - divided + divided / 2
-    assert found[2, "FULL_SHARD", 4].memory.state == pytest.approx(16 * own / 2)
-    assert found[2, "FULL_SHARD", 4].memory.working < found[1, "FULL_SHARD", 2].memory.working
+    pair, single = (found[tensor, "FULL_SHARD, without powersgd", samples] for tensor, samples in ((2, 4), (1, 2)))
+    assert pair.memory.state == pytest.approx(16 * own / 2)
+    assert pair.memory.working < single.memory.working
     # A group of two computes twice the samples of a device, each in half the time.
-    assert found[2, "FULL_SHARD", 4].time.compute <= found[1, "FULL_SHARD", 2].time.compute * 1.001
+    assert pair.time.compute <= single.time.compute * 1.001
 
 
 def place_of(world, machine=8, shares=SHARES):
@@ -436,6 +451,14 @@ def test_devices_that_divide_matrices_wait_for_their_messages(tokens):
     assert found[4, 2].time.exposed == pytest.approx(sent / 50e9 + 4 * 10 * 1e-6)  # in four passes
     assert found[4, 8].time.total >= found[4, 8].time.exposed + found[4, 8].time.device
     assert found[1, 2].time.exposed == 0
+
+
+def test_powersgd_is_left_out_where_there_is_one_replica(tokens):
+    settings = tokens.settings(place_of(8, machine=4))  # the recipe has it
+    found = {s.division: s.memory.algorithms for s in settings if s.tensor == 1}
+    alone = {f"{name}, without powersgd" for name in ("SHARD_GRAD_OP", "FULL_SHARD")}
+    assert found.keys() == {"DDP", "FULL_SHARD within machines"} | alone
+    assert not any(found[name] for name in alone) and found["FULL_SHARD within machines"] > 0 < found["DDP"]
 
 
 def test_groups_can_be_more_than_samples(tokens):

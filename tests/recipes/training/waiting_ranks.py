@@ -24,6 +24,7 @@ from data.sources.base import Sample
 from recipes.engines import checkpoint_copies, checkpoint_files, fetched_checkpoints, resuming, shared_folder
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.fetched_checkpoints import fetched
+from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.resuming import prepare_folder
 from recipes.engines.save_planner import SavePlanner
 from recipes.models.task import Task
@@ -240,14 +241,17 @@ def a_slow_full_checkpoint_of_composer(folder):
 
 def replicas_in_a_sharded_checkpoint(folder):
     """Of two replicas the first one writes the shards, and of two halves each rank its own."""
+    names, places = ("replicate", "shard"), [Replicate(), Shard(0)]
     for shape, of_the_second in (((2, 1), []), ((1, 2), ["weight"])):
-        mesh, planner = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")), SavePlanner()
-        weight = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
-        dcp.save({"weight": weight, "batch": 3}, checkpoint_id=folder / str(shape), planner=planner)
-        assert [*planner.state_dict] == (["weight", "batch"] if dist.get_rank() == 0 else of_the_second)
-        read = {"weight": torch.zeros(4), "batch": 0}
-        dcp.load(read, checkpoint_id=folder / str(shape))
-        assert read["weight"].tolist() == [0, 1, 2, 3] and read["batch"] == 3
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for known, placements in ((mesh, places), (mesh["shard"], places[1:])):  # with powersgd: its own replica
+            planner, path = SavePlanner(), folder / f"{shape}-{known.ndim}"
+            weight = distribute_tensor(torch.arange(4.0), known, placements)
+            dcp.save({"weight": weight, "batch": 3}, checkpoint_id=path, planner=planner)
+            assert [*planner.state_dict] == (["weight", "batch"] if dist.get_rank() == 0 else of_the_second)
+            read = {"weight": torch.zeros(4), "batch": 0}
+            dcp.load(read, checkpoint_id=path, planner=OwnLoadPlan())
+            assert read["weight"].tolist() == [0, 1, 2, 3] and read["batch"] == 3
 
 
 @contextmanager

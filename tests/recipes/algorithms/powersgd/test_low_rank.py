@@ -39,6 +39,9 @@ def test_bytes_are_those_of_the_published_table(width, rank, saved):
     assert abs(1 - sent / plain - (1 - 5 * rank / (8 * width))) < 1e-9
     assert round(1 - sent / plain, 2) == saved
     assert LowRank(rank // m, wire=FLOAT_32).bytes_sent(shapes, machines=2) == 2 * sent
+    # P and Q' are sent once, and Q, as large as Q', is kept: two bytes of each number on the wire, four in memory.
+    kept = sum(q.nbytes for q in LowRank(rank // m).new_state(shapes, CPU, 0).projections)
+    assert LowRank(rank // m).factor_bytes(shapes) == 2 * sent + kept
 
 
 def test_16_bit_errors_take_two_bytes():

@@ -203,17 +203,20 @@ def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_a_conversion_there_and_back_changes_nothing(tmp_path):
+def test_a_conversion_there_and_back_changes_nothing(tmp_path, monkeypatch):
     checkpoints, run, _ = new_checkpoints(tmp_path, Counter(3))
     save_at(checkpoints, run, 6)
     before = read_file(tmp_path / "checkpoints" / "ep1-ba6.ckpt")
     after = from_composer(to_composer(before))
     assert after.keys() == before.keys()
     assert same(after, before)
+    load, mapped = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **more: mapped.append(more["mmap"]) or load(*args, **more))
     there = convert(tmp_path / "checkpoints" / "latest", "composer")
     assert there.name == "ep1-ba6-rank0.pt" and there.with_name("latest-rank0.pt").resolve() == there
     (tmp_path / "checkpoints" / "ep1-ba6.ckpt").unlink()
     back = convert(there.with_name("latest-rank0.pt"), "lightning")
+    assert mapped == [True, True]  # tensors go from file to file, without a copy of all of them in memory
     assert same(read_file(back), before)
 
 

@@ -64,6 +64,9 @@ def test_matrices_in_16_bits_give_the_bits_of_autocast(network, dtype):
     matrices = [p for name, p in cast.blocks.named_parameters() if "norm" not in name]
     assert len(matrices) == 6 * (8 + 4) and {p.dtype for p in matrices} == {dtype}
     assert sum(p.dtype == dtype for p in cast.parameters()) == len(matrices)
+    moved = copy.deepcopy(network)
+    moved.cast_blocks(dtype, "meta")  # stands for a GPU
+    assert sum(p.is_meta and p.dtype == dtype for p in moved.parameters()) == len(matrices)
     image = torch.arange(2 * ALL).view(2, ALL) % 30
     with torch.autocast("cpu", dtype), torch.no_grad():
         assert torch.equal(network(TEXT, image), cast(TEXT, image))

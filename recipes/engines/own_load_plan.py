@@ -1,0 +1,26 @@
+"""Each rank reads its part of a sharded checkpoint by a plan of its own."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+
+
+class OwnLoadPlan(DefaultLoadPlanner):
+    """A planner that keeps a rank's plan.
+
+    PyTorch's loader collects the plans of all ranks on the first one, and sends each back as it was. With 1,024 ranks
+    and a model of 12 billion parameters these are gigabytes, for which the other ranks wait in a collective.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads is kept, and nothing is sent."""
+        self._own = self.plan_of_rank()
+        return LoadPlan([])
+
+    def plan_of_rank(self) -> LoadPlan:
+        """What this rank reads."""
+        return super().create_local_plan()
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """The plan that was kept, in the place of what came back."""
+        return super().finish_plan(self._own)
