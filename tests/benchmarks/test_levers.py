@@ -101,8 +101,11 @@ def test_peak_memory_is_that_of_tensors():
         Steady(1, 1, 1)
 
 
-def test_a_recipe_compared_with_composer_alone(tiny):
+def test_a_recipe_compared_with_composer_alone(tiny, monkeypatch):
+    build, built = overhead.build_trainer, []
+    monkeypatch.setattr(overhead, "build_trainer", lambda recipe: built.append(recipe) or build(recipe))
     rows = overhead.main(["--size", "tiny", "--rounds", "1", "--windows", "2", "--steps", "1"])
     assert [row["training"] for row in rows] == [overhead.OURS, overhead.PLAIN]
     assert rows[1]["relative to Composer"] == rows[1]["relative to Composer computed"] == 1.0
     assert (tiny / "overhead-tiny-1ranks-cpu.md").is_file()
+    assert built and not any(recipe.algorithms for recipe in built)  # none of them changes the network that is compared
