@@ -9,8 +9,8 @@ needs to launch it: the rate is the most that any GPU could reach with this host
 which works as on an H100 with 80 GB, and is compared with the planner's. Workspaces of cuDNN and of cuBLASLt, which
 only a GPU chooses, are not in it.
 
-Rows take turns, each time in a new process, because the rates of two processes of one row have differed by up to 15%. The
-rows with averaging of gradients are in one table with those without, so that they can be compared (`--averaging`).
+Rows take turns, each time in a new process, because the rates of two processes of one row have differed by up to 15%.
+The rows with averaging of gradients are in one table with those without, so that they can be compared (`--averaging`).
 """
 
 from __future__ import annotations
