@@ -1,6 +1,7 @@
 """The benchmark of levers: the same batches and noise with and without encoders, relative speeds, failed rows."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +100,16 @@ def test_peak_memory_is_that_of_tensors():
     assert largest_growth(profiler) == 4 * 3_000_000 and kept is not None
     with pytest.raises(ValueError, match="a warm-up of 1 steps is too short"):
         Steady(1, 1, 1)
+
+
+def test_a_recipe_is_compared_with_composer_in_the_same_round(tiny):
+    def run(by_clock, rates):
+        return SimpleNamespace(by_clock=[by_clock] * 2, rates=[rates] * 2)
+
+    found = {overhead.OURS: [run(8.0, 9.0), run(3.0, 6.0)], overhead.PLAIN: [run(10.0, 10.0), run(5.0, 5.0)]}
+    rows = overhead.write_report(found, 4, 64, SimpleNamespace(rounds=2, size="tiny"))
+    names = "samples/s", "relative to Composer", "samples/s computed", "relative to Composer computed"
+    assert [[row[name] for name in names] for row in rows] == [[5.5, 0.7, 7.5, 1.05], [7.5, 1.0, 7.5, 1.0]]
 
 
 def test_a_recipe_compared_with_composer_alone(tiny, monkeypatch):
