@@ -23,7 +23,7 @@ ENV UV_CACHE_DIR=/var/cache/uv \
     UV_LINK_MODE=copy \
     UV_PYTHON_DOWNLOADS=never
 
-# The locks are copied first, so that a change of the code does not install 6 GB again.
+# The locks are copied first, so that a change of the code does not install 7 GB again.
 WORKDIR /build
 COPY requirements.lock requirements-torch211.lock ./
 # Bytecode is compiled here, because the user who runs the container cannot write it later.

@@ -36,7 +36,7 @@ install:  ## create the environment from the lock; does nothing if it is complet
 	    echo "install: $(VENV) is complete"; exit 0; \
 	fi; \
 	$(find_python); \
-	echo "install: $(VENV), $$("$$python" -V), $$(wc -l < $(LOCK)) packages of $(LOCK), about 6 GB"; \
+	echo "install: $(VENV), $$("$$python" -V), $$(wc -l < $(LOCK)) packages of $(LOCK), about 7 GB"; \
 	rm -rf $(VENV); \
 	"$$python" -m venv $(VENV); \
 	uv=$$(grep '^uv==' $(LOCK)); \

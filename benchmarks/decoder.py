@@ -4,7 +4,8 @@
     python benchmarks/decoder.py --parts attention
 
 Goals on one H200 in bf16: sparse layers at least 1.5 times as fast as dense causal ones at 1,280 positions, cached
-sampling at least 20 times as fast as uncached at 1,024 image tokens. Training is measured by `benchmarks/gpu.py`.
+sampling at least 20 times as fast as uncached at 1,024 image tokens. Uncached sampling computes all positions of the
+sequence for each token, those that are not drawn yet included. Training is measured by `benchmarks/gpu.py`.
 """
 
 import argparse
@@ -187,8 +188,10 @@ def sampling(device: TimedDevice, options: argparse.Namespace) -> None:
         for name, value in (("with a cache", whole), ("without a cache", token * layout.image))
     ]  # fmt: skip
     note = (
-        f"{count} images of one caption, {layout.image:,} tokens each. The cache holds {caches.numbers:,} numbers, "
-        f"{caches.numbers / dense:.2f} of the keys and values of all sequences and positions."
+        f"{count} images of one caption, {layout.image:,} tokens each. Without a cache, all {layout.length:,} "
+        "positions are computed for each token; the time is that of one token times their number. The cache holds "
+        f"{caches.numbers:,} numbers, {caches.numbers / dense:.2f} of the keys and values of all sequences and "
+        "positions."
     )
     write_results("decoder_sampling", options.size, rows, note)
 

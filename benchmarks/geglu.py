@@ -30,7 +30,8 @@ SD2 = ((1024, 1280), (256, 2560), (64, 5120))  # (tokens per image, N) of the U-
 SMALL = ((64, 128),)
 NOTES = (
     "Median milliseconds. GB/s and `of copy` take the least possible traffic of both passes, and compare it with a "
-    "copy of a large tensor on the same device."
+    "copy of a large tensor on the same device. A shape is measured on the same tensors again and again, which the "
+    "caches hold if they are small."
 )
 
 

@@ -20,7 +20,7 @@ from streaming.base.hashing import get_hash
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=64, help="size of the file; the encode job's are 64 by default")
+    parser.add_argument("--mb", type=int, default=64, help="size of the file in MiB; 64 is the encode job's")
     parser.add_argument("--algorithms", default="xxh64,xxh3_64,sha1")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
@@ -28,11 +28,11 @@ def main() -> None:
         file = Path(folder, "shard.mds")
         file.write_bytes(np.random.default_rng(0).bytes(options.mb << 20))
         read = min(repeat(file.read_bytes, number=1, repeat=options.repeats))
-        print(f"reading {options.mb} MB from the page cache: {1e3 * read:.1f} ms")
+        print(f"reading {options.mb} MiB from the page cache: {1e3 * read:.1f} ms")
         data = file.read_bytes()
         for name in options.algorithms.split(","):
             seconds = min(repeat(partial(get_hash, name, data), number=1, repeat=options.repeats))
-            print(f"{name}: {1e3 * seconds:.1f} ms, {options.mb / seconds / 1024:.1f} GB/s")
+            print(f"{name}: {1e3 * seconds:.1f} ms, {options.mb * 2**20 / seconds / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ The recipes train on a GPU that computes nothing (see `benchmarks.stub_gpu.build
 needs to launch it: the rate is the most that any GPU could reach with this host. Memory is that of PyTorch's allocator,
 which works as on an H100 with 80 GB, and is compared with the planner's. Workspaces of cuDNN and of cuBLASLt, which
 only a GPU chooses, are not in it.
+
+Rows take turns, each time in a new process, because the rates of two processes of one row have differed by up to 15%.
+The rows with averaging of gradients are in one table with those without, so that they can be compared (`--averaging`).
 """
 
 from __future__ import annotations
@@ -162,7 +165,7 @@ def planned(recipe: Recipe, of_many: bool) -> float:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """A row of the table."""
+    """What is measured of a row of the table in one process."""
     key, changes = (SETTINGS | AVERAGING)[name]
     subject = SUBJECTS[key]
     length = f"training.duration={WARM_UP + WINDOWS * STEPS}ba"
@@ -173,12 +176,9 @@ def measure(name: str) -> dict[str, Any]:
             train(recipe, steps, of_many=name in AVERAGING)
         peak = torch.cuda.max_memory_allocated()
     rate = statistics.median(steps.rates) * recipe.training.global_batch * subject.per_sample
-    goal = next(goal for _, table, _, goal in GOALS if subject.table.startswith(table))
     return {
         "recipe": name,
-        "host's rate": f"{rate:,.0f} {subject.unit}",
-        "goal on an H200": f"{goal:,}",
-        "host / goal": round(rate / goal, 1),
+        "rate": rate,
         "launches per step": steps.launches,
         "waits per step": steps.waits,
         "peak GB": round(peak / 1e9, 1),
@@ -187,10 +187,31 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
+def row(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row of the table: the median rate, and all else of the last process.
+
+    Args:
+        measured: what `measure` returned in each process.
+    """
+    rates, last = [found["rate"] for found in measured], measured[-1]
+    subject = SUBJECTS[(SETTINGS | AVERAGING)[last["recipe"]][0]]
+    goal = next(goal for _, table, _, goal in GOALS if subject.table.startswith(table))
+    rate = statistics.median(rates)
+    values = {
+        "recipe": last["recipe"],
+        "host's rate": f"{rate:,.0f} {subject.unit}",
+        "lowest to highest": f"{min(rates):,.0f} to {max(rates):,.0f}",
+        "goal on an H200": f"{goal:,}",
+        "host / goal": round(rate / goal, 1),
+    }
+    return values | {key: value for key, value in last.items() if key != "rate"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--averaging", action="store_true", help="measure the averaging of gradients instead")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each row (default: %(default)s)")
     parser.add_argument("--row", choices=list(SETTINGS | AVERAGING), help=argparse.SUPPRESS)  # on the stub GPU
     arguments = parser.parse_args()
     if arguments.row:
@@ -199,26 +220,31 @@ def main() -> None:
         return
     if reason := why_not():
         sys.exit(f"host.py: {reason}")
-    rows = []
+    names = arguments.settings
+    if arguments.averaging:
+        names = [*(name for name, (subject, _) in SETTINGS.items() if subject == OF_MANY), *AVERAGING]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | variables(build(Path(folder)))
         # Each in a process of its own, with all memory of the GPU.
-        for name in AVERAGING if arguments.averaging else arguments.settings:
+        for name in names * arguments.rounds:
             command = [sys.executable, __file__, "--row", name]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
                 sys.exit(f"host.py: {name} ended with status {done.returncode}")
-            rows.append(json.loads(done.stdout.split(MARK)[1]))
+            found[name].append(json.loads(done.stdout.split(MARK)[1]))
     notes = (
         "Measured on a GPU that computes nothing. Its kernels take no time, so a step lasts as long as one core of "
         "this host needs to launch it. A step has 256 images at 256 (or 16, the share of one of 128 GPUs in the "
         "recipe's batch of 2,048), 64 at 512, and 64 sequences of 1,280 tokens. `waits` are those for all that was "
         "launched before; one of them is due to this measurement, which decides on the host whether gradients are "
         "finite. `peak GB` is what PyTorch's allocator gave out at once, and `reserved GB` what it had of the GPU, "
-        "with the memory that CUDA graphs keep; workspaces of cuDNN come on top."
+        "with the memory that CUDA graphs keep; workspaces of cuDNN come on top. Rates are medians of "
+        f"{arguments.rounds} processes, rows taking turns."
     )
     if arguments.averaging:
-        notes = f"sd2_base with 16 images, `by block` with the lever block_all_reduce. {notes}"
+        notes = f"sd2_base with 16 images; the first rows have no averaging, `by block` has block_all_reduce. {notes}"
+    rows = [row(measured) for measured in found.values()]
     write_results("host_averaging" if arguments.averaging else "host", "sd2", rows, notes)
 
 

@@ -48,9 +48,10 @@ DTYPE = torch.bfloat16
 NOTES = """\
 Median times of forward and backward pass in milliseconds; `all` is the sum over the norms of the network that
 the table has. GB/s and `of copy` take the smallest possible traffic of both passes (input, output; input, gradient,
-gradient of the input; 16 bits each) and compare it with a copy of a large tensor on the same device. `kept MB`: saved
-for the backward pass. `moved`: bytes that the operators read and write, as a multiple of the smallest possible traffic;
-for the fused kernels, every input is counted as read twice."""
+gradient of the input; 16 bits each) and compare it with a copy of a large tensor on the same device. A shape is
+measured on the same tensors again and again, which the caches hold if they are small. `kept MB`: saved for the
+backward pass. `moved`: bytes that the operators read and write, as a multiple of the smallest possible traffic; for the
+fused kernels, every input is counted as read twice."""
 
 
 Shape = tuple[int, int, int, bool]  # channels, height, width, whether SiLU follows
@@ -150,7 +151,7 @@ class Traffic(TorchDispatchMode):
 
 def copy_rate(device: torch.device, seconds: float) -> float:
     """Bytes per second that a copy of a large tensor reads and writes."""
-    source = torch.empty(2**28 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    source = torch.ones(2**28, dtype=torch.uint8, device=device)  # larger than caches
     target = torch.empty_like(source)
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source), seconds, device) * 1e3
 

@@ -1,6 +1,7 @@
 """The blocks that FlexAttention computes with each mask, by hand, and the table of attention."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,14 @@ def test_an_implementation_that_fails_is_a_row(tmp_path, monkeypatch):
     measured = [row for row in rows.values() if isinstance(row["ms"], float)]
     assert len(measured) == len(rows) - 2 >= 8
     assert all(row["speed relative to dense causal"] > 0 for row in measured)
+
+
+def test_speeds_are_relative_to_dense_attention():
+    device = SimpleNamespace(gpu=False, seconds=lambda work, rounds, warm: [work()])
+    rounds = iter([0.5, 1.0, 0.6, 0.3, 0.9, 0.2])
+    works = dict.fromkeys((decoder.DENSE, ("row", "local")), lambda: next(rounds))
+    dense, row = decoder.attention_rows(works, [], LAYOUT, device, 3)
+    assert (dense["ms"], row["ms"], row["speed relative to dense causal"]) == (600.0, 300.0, 2.0)
 
 
 class SameWithGPU:

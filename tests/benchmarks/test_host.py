@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_run.subjects import SUBJECTS, recipe_for
-from benchmarks.host import MARK, SETTINGS
+from benchmarks.host import MARK, SETTINGS, row
 from recipes.planning.divided_run import Cluster
 from recipes.planning.gpus import DEVICES
 from recipes.planning.plan import Planner
@@ -28,13 +28,13 @@ def measured(stub_gpu, name):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_launches_waits_and_memory_of_a_step_at_its_real_size(stub_gpu):
-    row = measured(stub_gpu, NAME)
+    found = measured(stub_gpu, NAME)
     # Two microbatches. Another version of a library may launch a few more.
-    assert 5000 < row["launches per step"] < 7200
+    assert 5000 < found["launches per step"] < 7200
     # The measurement's own, and Composer's: the loss, times, numbers of samples, whether the epoch is over.
-    assert row["waits per step"] <= 7
+    assert found["waits per step"] <= 7
     # A plan must not be too low; that much above, it still says what fits.
-    assert row["peak GB"] <= row["peak GB by the planner"] <= 1.02 * row["peak GB"]
+    assert found["peak GB"] <= found["peak GB by the planner"] <= 1.02 * found["peak GB"]
 
 
 @needs_stub_gpu
@@ -42,9 +42,16 @@ def test_launches_waits_and_memory_of_a_step_at_its_real_size(stub_gpu):
 @pytest.mark.timeout(600)
 def test_under_lightning_the_host_never_waits_for_all_that_it_has_launched(stub_gpu):
     """But once, where the measurement itself does."""
-    row = measured(stub_gpu, "sd2_base, 16 images, Lightning")
-    assert row["waits per step"] == 1
-    assert not row["host's rate"].startswith("0 ")  # steps are counted here, because samples are on the device
+    found = measured(stub_gpu, "sd2_base, 16 images, Lightning")
+    assert found["waits per step"] == 1
+    assert found["rate"] > 0  # steps are counted here, because samples are on the device
+
+
+def test_a_row_has_the_median_of_its_processes():
+    rates = (100.0, 90.0, 450.0)
+    values = row([{"recipe": "sd2_base, 16 images", "rate": rate, "waits per step": 7} for rate in rates])
+    assert (values["host's rate"], values["lowest to highest"]) == ("100 images/s", "90 to 450")
+    assert (values["host / goal"], values["waits per step"], "rate" in values) == (0.1, 7, False)
 
 
 def test_the_planner_has_the_time_for_launches_that_was_measured(tmp_path):

@@ -1,6 +1,7 @@
 """The benchmark of levers: the same batches and noise with and without encoders, relative speeds, failed rows."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,8 +102,21 @@ def test_peak_memory_is_that_of_tensors():
         Steady(1, 1, 1)
 
 
-def test_a_recipe_compared_with_composer_alone(tiny):
+def test_a_recipe_is_compared_with_composer_in_the_same_round(tiny):
+    def run(by_clock, rates):
+        return SimpleNamespace(by_clock=[by_clock] * 2, rates=[rates] * 2)
+
+    found = {overhead.OURS: [run(8.0, 9.0), run(3.0, 6.0)], overhead.PLAIN: [run(10.0, 10.0), run(5.0, 5.0)]}
+    rows = overhead.write_report(found, 4, 64, SimpleNamespace(rounds=2, size="tiny"))
+    names = "samples/s", "relative to Composer", "samples/s computed", "relative to Composer computed"
+    assert [[row[name] for name in names] for row in rows] == [[5.5, 0.7, 7.5, 1.05], [7.5, 1.0, 7.5, 1.0]]
+
+
+def test_a_recipe_compared_with_composer_alone(tiny, monkeypatch):
+    build, built = overhead.build_trainer, []
+    monkeypatch.setattr(overhead, "build_trainer", lambda recipe: built.append(recipe) or build(recipe))
     rows = overhead.main(["--size", "tiny", "--rounds", "1", "--windows", "2", "--steps", "1"])
     assert [row["training"] for row in rows] == [overhead.OURS, overhead.PLAIN]
     assert rows[1]["relative to Composer"] == rows[1]["relative to Composer computed"] == 1.0
     assert (tiny / "overhead-tiny-1ranks-cpu.md").is_file()
+    assert built and not any(recipe.algorithms for recipe in built)  # none of them changes the network that is compared

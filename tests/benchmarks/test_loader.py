@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import loader, reporting
 
@@ -25,6 +26,23 @@ def test_readers_that_differ_are_not_compared(tmp_path, monkeypatch):
     next((tmp_path / "files").glob("*.text.npy")).unlink()
     with pytest.raises(ValueError, match=".npy files with 0 workers delivers other samples than this loader"):
         loader.run(tmp_path, 3, rounds=1, seconds=0)
+
+
+def test_a_rate_is_over_the_cpu_time_of_both_processes(monkeypatch):
+    """Two batches of 3 and 2 samples, for which the trainer takes 2 s of CPU time and the worker 8 s, in 5 s."""
+    wall, own, worker = (iter(values) for values in ([10.0, 15.0], [1.0, 3.0], [4.0, 12.0]))
+    monkeypatch.setattr(loader.time, "perf_counter", lambda: next(wall))
+    batches = [dict.fromkeys(("mean", "std", "text", "seed"), torch.zeros(count, 1)) for count in (3, 2)]
+    found = loader.measure(batches, [lambda: next(own), lambda: next(worker)], 0.0)
+    assert found == {"per_core": 0.5, "wall": 1.0, "cores": 2.0}
+
+
+def test_ratios_are_those_of_this_loader():
+    measured = [
+        {"reader": reader, "workers": workers, "per_core": rate, "per_core_range": [1, 2], "wall": 1.0, "cores": 1.0}
+        for reader, workers, rate in ((loader.OURS, 0, 600), ("a", 0, 300), (loader.OURS, 1, 400), ("a", 1, 800))
+    ]
+    assert [row["this loader does"] for row in loader.columns(measured)] == ["1.0x", "2.0x", "1.0x", "0.5x"]
 
 
 def test_goals():

@@ -24,3 +24,5 @@ def test_a_way(way):
     assert moved > (20 if "32" in way else 10) * elements
     line = norms.row(way, "all", 3, (forward, both, kept, moved), 10 * elements, 1e9)
     assert line["count"] == 3 and line["moved"].endswith("x")
+    line = norms.row(way, "all", 3, (2.0, 6.0, kept, None), 3e6, 1e9)
+    assert (line["forward ms"], line["backward ms"], line["GB/s"], line["of copy"]) == (2.0, 4.0, 0.5, "50%")

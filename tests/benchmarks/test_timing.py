@@ -47,11 +47,32 @@ def test_compression_is_timed_as_it_computes_in_training(no_tf32, monkeypatch, t
 
     def seen(works, rounds, gpu):
         assert torch.backends.cuda.matmul.allow_tf32
-        return dict.fromkeys(works, 1.0)
+        whole = {"compress and finish": 8.0, "backward pass": 32.0, "by Householder reflections": 3.0}
+        return dict.fromkeys(works, 1.0) | whole
 
     monkeypatch.setattr(powersgd_cost, "times", seen)
     monkeypatch.setattr(reporting, "RESULTS", tmp_path)
-    assert powersgd_cost.main(["--widths", "64", "--ranks", "16"])
+    (row,) = powersgd_cost.main(["--widths", "64", "--ranks", "16"])
+    named = ("other", "compress and finish", "Householder / Cholesky", "backward pass", "relative to backward pass")
+    assert [row[name] for name in named] == [3e3, 8e3, 3.0, 32e3, 0.25]
+
+
+def test_alternatives_take_turns_after_two_rounds_that_do_not_count(monkeypatch):
+    now, order = [0.0], []
+
+    def lasting(name, seconds):
+        left = iter(seconds)
+
+        def work():
+            order.append(name)
+            now[0] += next(left)
+
+        return work
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    works = {"a": lasting("a", [9, 9, 1, 2, 6]), "b": lasting("b", [0, 0, 5, 4, 3])}
+    assert timing.times(works, 3, gpu=False) == {"a": 2, "b": 4}
+    assert order == ["a", "b"] * 5
 
 
 class PretendedGPU:

@@ -1,5 +1,6 @@
 """Throughput: FLOPs as published, averages over steps only, exact shares of a time that the test sets."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -65,10 +66,11 @@ def passing(now, seconds):
     return type("Passing", (Callback,), {name: lets_pass(count) for name, count in seconds.items()})()
 
 
-def run(task, callbacks, batches=8, levers=(), microbatch=None, **options):
+def run(task, callbacks, batches=8, levers=(), microbatch=None, trained=0, **options):
     torch.manual_seed(1)
     data = [{"x": torch.full((4, 8), float(i))} for i in range(5)]
     fake = FakeRun(task, f"{batches}ba")
+    fake.clock = replace(fake.clock, sample=trained)  # before the run was resumed
     train(fake, data, callbacks, levers, microbatch, {"val": data[:1]}, eval_every=2, **options)
     return fake
 
@@ -94,7 +96,8 @@ def test_a_task_that_cannot_be_counted_is_timed_all_the_same(capsys):
 # --- times -----------------------------------------------------------------------------------------------------------
 
 
-def test_steps_alone_are_timed_and_parts_have_their_shares(now):
+@pytest.mark.parametrize("trained", [0, 400])
+def test_steps_alone_are_timed_and_parts_have_their_shares(now, trained):
     """The time that passes at a moment lies before what a callback further down the list does at it."""
     task = Layers()
     measured = {
@@ -106,7 +109,8 @@ def test_steps_alone_are_timed_and_parts_have_their_shares(now):
         "step_end": 32,  # the optimizer
     }
     outside = {"begin": 1000, "eval_start": 1000, "eval_after_forward": 1000, "eval_end": 1000, "epoch_end": 1000}
-    fake = run(task, [passing(now, measured | outside), Throughput(task, blank, None, window=4)], microbatch=2)
+    callbacks = [passing(now, measured | outside), Throughput(task, blank, None, window=4)]
+    fake = run(task, callbacks, microbatch=2, trained=trained)
     seconds = 1 + 2 + 2 * 4 + 2 * 8 + 16 + 32
     assert fake.settings == {"forward_gflop_per_sample": FLOPS / 1e9}
     assert [batch for batch, _ in fake.logged] == [4, 5, 6, 7, 8]
