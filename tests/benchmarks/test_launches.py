@@ -23,8 +23,8 @@ LIMITS = {
 WAITS = {"tolist": 1}
 # Recipes with more. On a GPU three of these are waits for the device: `cpu`, whether blocks overflowed; two of
 # `tolist`, of powersgd: which bases to compute again, and the norm, by which an update is skipped. All else is in the
-# host's memory: the optimizer's counters of steps, one for each of 73 parameters, and what resblock_grad_scaling logs.
-MORE_WAITS = {"dalle_2b": {"cpu": 1, "tolist": 6, "_local_scalar_dense": 76}}
+# host's memory: the optimizer's counters of steps, one for each of 73 parameters.
+MORE_WAITS = {"dalle_2b": {"cpu": 1, "tolist": 5, "_local_scalar_dense": 76}}
 PASSES = 2
 
 
