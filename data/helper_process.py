@@ -23,9 +23,9 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl
 class HelperProcess:
     """Does tasks one after another.
 
-    It ends with the thread that starts it, which should be the main thread: by SIGKILL, so that the next start of what
-    this process does never meets a process of the one before. Other signals that ask processes to stop do not reach it:
-    it finishes what this process waits for.
+    The helper is killed (SIGKILL) when the thread that started it ends. Start it in the main thread: it then ends with
+    this process, and a job that is started again never meets the helper of its previous start. The helper ignores
+    SIGINT, SIGTERM and SIGUSR1, so that it finishes what this process waits for.
 
     Args:
         script: that calls `serve`.
@@ -39,7 +39,7 @@ class HelperProcess:
         """Start the process unless it runs.
 
         Raises:
-            ValueError: there is no memory for it, or no number.
+            ValueError: the system starts no further process.
         """
         if self._process is not None and self._process.poll() is None:
             return
