@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from recipes.algorithms.graphs.device_graph import DeviceGraph
 from recipes.algorithms.graphs.fixed_memory import GraphMemory, Inputs
+from recipes.models.kernels.device_graph import DeviceGraph
 
 WARM_UPS = 3  # what a first pass changes, such as a count of a hook, may let a second one be compiled once more
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from data.log import log
-from recipes.algorithms.graphs.device_graph import has_graphs, memory_pool
 from recipes.algorithms.graphs.fixed_memory import GraphMemory
 from recipes.algorithms.graphs.graphed_forward import GraphedForward
 from recipes.algorithms.graphs.kept_gradients import KeptGradients
 from recipes.algorithms.modules.compile import GRAPH_MODES, Compile, check_called
+from recipes.models.kernels.device_graph import has_graphs, memory_pool
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 

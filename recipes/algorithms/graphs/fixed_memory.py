@@ -17,7 +17,7 @@ class GraphMemory:
     is copied once.
 
     Attributes:
-        pool: of `recipes.algorithms.graphs.device_graph.memory_pool`.
+        pool: of `recipes.models.kernels.device_graph.memory_pool`.
     """
 
     def __init__(self, pool: Any) -> None:
