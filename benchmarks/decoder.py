@@ -32,6 +32,7 @@ from recipes.models.autoregressive.masks import Kind, TokenLayout, visible_pairs
 from recipes.models.autoregressive.sampler import Choice, sample_tokens, uniforms
 from recipes.models.autoregressive.sparse_attention import make_attend
 from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.kernels.device_graph import DeviceGraph, has_graphs, memory_pool
 
 GRID = {"text_positions": 256, "side": 32, "kernel": 11}
 SIZES = {
@@ -158,16 +159,20 @@ def attention_rows(
 
 
 def sampling(device: TimedDevice, options: argparse.Namespace) -> None:
-    """Time of whole grids with a cache; without one, the time of one token, the same for each, times their number."""
+    """Time of whole grids with a cache, on a GPU with a CUDA graph, too.
+
+    Without a cache, the time of one token, the same for each, times their number.
+    """
     with device.device:
         network = Autoregressive(**SIZES[options.size], **GRID, attention=options.attention).network.eval()
     layout, count = network.layout, options.batch
     text = torch.randint(network.text_vocabulary, (1, layout.text), device=device.device)
     uniform = uniforms(list(range(count)), layout.image)[None].to(device.device)
 
-    def cached() -> None:
+    def cached(with_graph: bool) -> None:
+        graph = DeviceGraph(memory_pool()) if with_graph else None
         with device.autocast():
-            sample_tokens(network, text, uniform, Choice())
+            sample_tokens(network, text, uniform, Choice(), graph=graph)
 
     image = torch.zeros(count, layout.image, dtype=torch.int64, device=device.device)
 
@@ -176,23 +181,32 @@ def sampling(device: TimedDevice, options: argparse.Namespace) -> None:
         with device.autocast():
             network.image_logits(network(text.expand(count, -1), image)[:, -1])
 
-    whole = statistics.median(device.seconds(cached, 1, warm=device.gpu))
     token = statistics.median(device.seconds(one_token, 3))
     caches = network.new_caches(count)
     with torch.no_grad(), device.autocast():
         network(text, image[:1, :0], caches)
     dense = 2 * len(network.kinds) * count * layout.length * network.norm.normalized_shape[0]
-    rows = [
-        {"sampling": name, "images": count, "s": round(value, 2), "images/s": round(count / value, 4),
-         "relative speed": round(token * layout.image / value, 1)}
-        for name, value in (("with a cache", whole), ("without a cache", token * layout.image))
-    ]  # fmt: skip
     note = (
         f"{count} images of one caption, {layout.image:,} tokens each. Without a cache, all {layout.length:,} "
         "positions are computed for each token; the time is that of one token times their number. The cache holds "
         f"{caches.numbers:,} numbers, {caches.numbers / dense:.2f} of the keys and values of all sequences and "
         "positions."
     )
+    works = {"without a cache": None, "with a cache": partial(cached, False)}
+    if has_graphs(device.device):
+        works["with a cache and a CUDA graph"] = partial(cached, True)
+    rows: list[dict[str, Any]] = []
+    for name, work in works.items():
+        try:
+            value = token * layout.image if work is None else device.seconds(work, 1, warm=device.gpu)[0]
+        except Exception as error:  # a graph that cannot be captured here; the others still count
+            rows.append({"sampling": name, "images": count, "s": reason(error)})
+            continue
+        rows.append(
+            {"sampling": name, "images": count, "s": round(value, 2), "images/s": round(count / value, 4),
+             "relative speed": round(token * layout.image / value, 1)}
+        )  # fmt: skip
+        keep_results("decoder_sampling", options.size, rows)
     write_results("decoder_sampling", options.size, rows, note)
 
 

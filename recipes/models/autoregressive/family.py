@@ -1,5 +1,6 @@
 """Transformers over tokens in recipes/generate.py."""
 
+from argparse import BooleanOptionalAction
 from pathlib import Path
 
 from recipes.models.family import Family
@@ -17,6 +18,10 @@ FAMILY = Family(
         },
         "--picture": {"type": Path, "help": "image whose upper rows are kept and completed"},
         "--rows": {"type": int, "help": "rows of the token grid that are kept (default: 15 of 32)"},
+        "--cuda-graph": {
+            "action": BooleanOptionalAction,
+            "help": "on a GPU, launch all kernels of a token together (default: yes)",
+        },
     },
     pipeline="recipes.models.autoregressive.pipeline:load",
 )

@@ -23,6 +23,7 @@ from recipes.models.autoregressive.sampler import Choice, pad_captions, sample_t
 from recipes.models.autoregressive.task import load_transformer
 from recipes.models.autoregressive.transformer import TokenTransformer
 from recipes.models.family import ExportParts
+from recipes.models.kernels.device_graph import DeviceGraph, has_graphs, memory_pool
 from recipes.models.sampling import DTYPES, Precision, SamplingProgress, autocast
 
 
@@ -58,6 +59,7 @@ class TokenPipeline:
         batch: int = 16,
         picture: Path | None = None,
         rows: int | None = None,
+        cuda_graph: bool = True,
     ) -> np.ndarray:
         """One image per caption: (N, H, W, 3) uint8. An image depends on its caption and seed, not on its batch.
 
@@ -68,6 +70,7 @@ class TokenPipeline:
             batch: images drawn at once.
             picture: an image file whose upper rows are kept, after a crop to its central square.
             rows: number of rows of the token grid that are kept; None: 15 of 32, as in the paper, or the same share.
+            cuda_graph: on a GPU, launch all kernels of a token together.
 
         Raises:
             ValueError: numbers out of range, rows without an image, or a file that is not an image.
@@ -84,7 +87,8 @@ class TokenPipeline:
             text = pad_captions([self.vocabulary.encode(caption) for caption in texts], layout.text).to(self.device)
             uniform = uniforms(part, layout.image).unflatten(0, (len(texts), each)).to(self.device)
             with autocast(self.device, self.precision):
-                tokens = sample_tokens(self.network, text, uniform, choice, given.expand(len(texts), -1))
+                graph = DeviceGraph(memory_pool()) if cuda_graph and has_graphs(text.device) else None
+                tokens = sample_tokens(self.network, text, uniform, choice, given.expand(len(texts), -1), graph)
             grid = tokens.flatten(0, 1).unflatten(1, (layout.side, layout.side))  # (B, R, R)
             grids.append(to_uint8(self.image_encoder.decode(grid)))
             progress.say(done)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from recipes.models.autoregressive.transformer import TokenTransformer
 from recipes.models.sampling import check_guidance
 
+BEFORE_CAPTURE = 2  # tokens after which autocast has its copies of weights, and libraries have their workspaces
 LEAST_TEMPERATURE = 1e-30  # logits that are divided by far smaller numbers are infinite, and their softmax is NaN
 
 # Letters: C captions, n sequences per caption, B = C * n, T text positions, N image positions, K image codes.
@@ -91,6 +93,16 @@ def pad_captions(captions: list[list[int]], positions: int) -> Tensor:
     return text
 
 
+class Graph(Protocol):
+    """Kernels that are captured once and then launched together, such as `device_graph.DeviceGraph` of the kernels."""
+
+    def capture(self) -> AbstractContextManager[None]:
+        """Inside, kernels are captured and do not run."""
+
+    def replay(self) -> None:
+        """Launch the kernels."""
+
+
 @torch.no_grad()
 def sample_tokens(
     network: TokenTransformer,
@@ -98,6 +110,7 @@ def sample_tokens(
     uniform: Tensor,
     choice: Choice,
     given: Tensor | None = None,
+    graph: Graph | None = None,
 ) -> Tensor:
     """Grids of image tokens for captions.
 
@@ -107,6 +120,7 @@ def sample_tokens(
         uniform: (C, n, N), from `uniforms`: one number per token of each sequence, which selects the token.
         choice: how tokens are chosen.
         given: (C, m) int64, the first m image tokens in raster order; None: none.
+        graph: a new CUDA graph. All kernels of a token are then launched together. The network must not be sharded.
 
     Returns:
         (C, n, N) int64.
@@ -118,32 +132,67 @@ def sample_tokens(
     given = text.new_zeros(captions, 0) if given is None else given
     if given.shape[1] > count:
         raise ValueError(f"sample_tokens: {given.shape[1]} image tokens are given, a grid has {count}")
-    guided = choice.guidance != 1.0
-    if guided:
-        text = torch.cat([torch.full_like(text, -1), text])  # the empty caption is all padding
-    next_logits = _with_cache(network, text, each)
-    tokens = torch.cat([given.repeat_interleave(each, 0), text.new_zeros(captions * each, count - given.shape[1])], 1)
-    uniform = uniform.flatten(0, 1)  # (B, N)
+    drawing = Drawing(network, text, uniform, choice, given)
+    left = count - given.shape[1]
     # Blocks that are compiled for training would be recompiled for each cache and each length.
     with torch.compiler.set_stance("force_eager"):
-        for number in range(given.shape[1], count):
-            seen = torch.cat([tokens, tokens]) if guided else tokens
-            logits = next_logits(seen, number)
-            if guided:
-                null, captioned = logits.chunk(2)
-                logits = null + choice.guidance * (captioned - null)
-            tokens[:, number] = choose(logits, uniform[:, number], choice)
-    return tokens.unflatten(0, (captions, each))
+        if left:
+            drawing.first_token()
+            drawing.next_tokens(left - 1, graph)
+    return drawing.tokens.unflatten(0, (captions, each))
 
 
-def _with_cache(network: TokenTransformer, text: Tensor, each: int) -> Callable[[Tensor, int], Tensor]:
-    caches = network.new_caches(each)
+class Drawing:
+    """Grids of image tokens that are being drawn, in memory that stays where it is. See `sample_tokens`.
 
-    def next_logits(tokens: Tensor, number: int) -> Tensor:
-        """(B, K) of image token `number`, whose predecessors are in `tokens` (B, N)."""
-        if caches.begun:
-            return network.image_logits(network(None, tokens[:, number - 1 : number], caches)[:, 0])
-        last = network(text, tokens[::each, :number], caches)[:, -1]  # (C, d): once per caption, not per sequence
-        return network.image_logits(last).repeat_interleave(each, 0)
+    Attributes:
+        tokens: (B, N) int64, those that are given or drawn, then zeros.
+    """
 
-    return next_logits
+    def __init__(
+        self, network: TokenTransformer, text: Tensor, uniform: Tensor, choice: Choice, given: Tensor
+    ) -> None:
+        captions, each, count = uniform.shape
+        self.network = network
+        self.choice = choice
+        self.each = each
+        self.uniform = uniform.flatten(0, 1)  # (B, N)
+        self.guided = choice.guidance != 1.0
+        self.text = torch.cat([torch.full_like(text, -1), text]) if self.guided else text  # no caption is all padding
+        self.given = given
+        rest = text.new_zeros(captions * each, count - given.shape[1])
+        self.tokens = torch.cat([given.repeat_interleave(each, 0), rest], 1)
+        self.caches = network.new_caches(each)
+
+    def first_token(self) -> None:
+        """Draw the first token after those that are given."""
+        image = self._both(self.given)
+        last = self.network(self.text, image, self.caches)[:, -1]  # (C, d): once per caption, not per sequence
+        self._choose(self.network.image_logits(last).repeat_interleave(self.each, 0))
+
+    def next_tokens(self, count: int, graph: Graph | None) -> None:
+        """Draw so many tokens more."""
+        eager = count if graph is None else min(count, BEFORE_CAPTURE)
+        for _ in range(eager):
+            self._next_token()
+        if eager < count:
+            with graph.capture():
+                self._next_token()
+            for _ in range(count - eager):
+                graph.replay()
+
+    def _next_token(self) -> None:
+        image = self._both(self.tokens.index_select(1, self.caches.image))  # the last token, which no cache holds yet
+        self._choose(self.network.image_logits(self.network(None, image, self.caches)[:, 0]))
+
+    def _both(self, image: Tensor) -> Tensor:
+        return torch.cat([image, image]) if self.guided else image
+
+    def _choose(self, logits: Tensor) -> None:
+        """(B, K), or (2B, K) with guidance, of the token that follows those in the caches."""
+        number = self.caches.image
+        if self.guided:
+            null, captioned = logits.chunk(2)
+            logits = null + self.choice.guidance * (captioned - null)
+        uniform = self.uniform.index_select(1, number)[:, 0]
+        self.tokens.index_copy_(1, number, choose(logits, uniform, self.choice)[:, None])

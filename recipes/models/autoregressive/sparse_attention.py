@@ -103,7 +103,7 @@ class LocalColumns(ByColumns):
 
     def __init__(self, layout: TokenLayout, device: torch.device) -> None:
         super().__init__(layout)
-        self.mask = torch.ones(layout.side, layout.side, dtype=torch.bool, device=device).tril()  # (R, R)
+        self.hidden = torch.ones(layout.side, layout.side, dtype=torch.bool, device=device).triu(1)  # (R, R)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (k_text, k_image), (v_text, v_image) = (_split(x, self.layout) for x in (k, v))
@@ -111,7 +111,7 @@ class LocalColumns(ByColumns):
         def columns(x: Tensor) -> Tensor:
             return x.unflatten(2, (self.layout.side, self.layout.side))  # (B, H, R columns, R, D)
 
-        return _text_then_image(q, k_text, v_text, columns(k_image), columns(v_image), self.mask, self.layout)
+        return _text_then_image(q, k_text, v_text, columns(k_image), columns(v_image), self.hidden, self.layout)
 
 
 class LocalRows(Attend):
@@ -126,7 +126,7 @@ class LocalRows(Attend):
         first = (row - self.above) * layout.side
         key = first[:, None] + torch.arange((self.above + 1) * layout.side, device=device)  # (R, K)
         distance = query[:, :, None] - key[:, None, :]
-        self.mask = (distance >= 0) & (key >= 0)[:, None, :] & near(kind, layout, distance)  # (R, R, K)
+        self.hidden = (distance < 0) | (key < 0)[:, None, :] | ~near(kind, layout, distance)  # (R, R, K)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (k_text, k_image), (v_text, v_image) = (_split(x, self.layout) for x in (k, v))
@@ -136,11 +136,11 @@ class LocalRows(Attend):
             windows = padded.unfold(2, (self.above + 1) * self.layout.side, self.layout.side)  # (B, H, R, D, K)
             return windows.transpose(-1, -2)  # (B, H, R rows, K, D), a view
 
-        return _text_then_image(q, k_text, v_text, rows(k_image), rows(v_image), self.mask, self.layout)
+        return _text_then_image(q, k_text, v_text, rows(k_image), rows(v_image), self.hidden, self.layout)
 
 
 def _text_then_image(
-    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, mask: Tensor, layout: TokenLayout
+    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, hidden: Tensor, layout: TokenLayout
 ) -> Tensor:
     """Causal attention of the text, then attention of the image to all text and to its groups' own keys.
 
@@ -149,12 +149,12 @@ def _text_then_image(
     q_text, q_image = _split(q, layout)
     text = nn.functional.scaled_dot_product_attention(q_text, k_text, v_text, is_causal=True)  # (B, H, T, D)
     groups = q_image.unflatten(2, (layout.side, layout.side))  # (B, H, R, R, D)
-    image = attend_in_two(groups, k_text, v_text, k_local, v_local, mask)  # (B, H, R, R, D)
+    image = attend_in_two(groups, k_text, v_text, k_local, v_local, hidden)  # (B, H, R, R, D)
     return torch.cat([text, image.flatten(2, 3)], dim=2)
 
 
 def attend_in_two(
-    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, mask: Tensor | None
+    q: Tensor, k_text: Tensor, v_text: Tensor, k_local: Tensor, v_local: Tensor, hidden: Tensor
 ) -> Tensor:
     """Attention of groups of queries to keys that all groups share and to keys of each group, in one softmax.
 
@@ -162,17 +162,15 @@ def attend_in_two(
         q: (B, H, G, Q, D), G groups of Q queries.
         k_text, v_text: (B, H, T, D), visible to all queries.
         k_local, v_local: (B, H, G, K, D).
-        mask: bool, broadcastable to (G, Q, K): which local keys are visible; None: all.
+        hidden: bool, broadcastable to (G, Q, K): which local keys are not visible.
 
     Returns:
         (B, H, G, Q, D).
     """
     text = k_text.shape[2]
-    q = q / math.sqrt(q.shape[-1])
+    q = (q / math.sqrt(q.shape[-1])).contiguous()  # otherwise each of two products would copy it
     shared = (q.flatten(2, 3) @ k_text.transpose(-1, -2)).unflatten(2, q.shape[2:4])  # (B, H, G, Q, T)
-    local = q @ k_local.transpose(-1, -2)  # (B, H, G, Q, K)
-    if mask is not None:
-        local = local.masked_fill(~mask, -torch.inf)
+    local = (q @ k_local.transpose(-1, -2)).masked_fill(hidden, -torch.inf)  # (B, H, G, Q, K)
     weights = torch.cat([shared, local], dim=-1).softmax(dim=-1).to(v_text.dtype)
     on_text, on_local = weights.split([text, local.shape[-1]], dim=-1)
     from_text = (on_text.flatten(2, 3) @ v_text).unflatten(2, q.shape[2:4])

@@ -211,7 +211,9 @@ class TokenTransformer(nn.Module):
         Returns:
             float32, (B, S, d); (B, T + n, d) with new caches; (B, 1, d) with begun caches.
         """
-        x = self.embed_image(image, 0 if caches is None else caches.image)  # (B, n, d)
+        if caches is not None:
+            caches.begin(image.device) if text is not None else caches.begin_token()
+        x = self.embed_image(image, 0 if text is not None else caches.image)  # (B, n, d)
         if text is not None:
             x = torch.cat([self.embed_text(text), x], dim=1)  # (B, T + n, d)
         # The identity path is float32, also with 16-bit embeddings.
@@ -232,9 +234,9 @@ class TokenTransformer(nn.Module):
         tokens = torch.where((text < 0)[..., None], self.text_padding(positions), tokens)
         return tokens + self.text_positions(positions)
 
-    def embed_image(self, image: Tensor, first: int = 0) -> Tensor:
-        """(B, n) -> (B, n, d): token plus row plus column, for the grid positions from `first` on."""
-        position = torch.arange(first, first + image.shape[1], device=image.device)
+    def embed_image(self, image: Tensor, first: int | Tensor = 0) -> Tensor:
+        """(B, n) -> (B, n, d): token plus row plus column, for the grid positions from `first`, (1,) int64, on."""
+        position = torch.arange(image.shape[1], device=image.device) + first
         rows, columns = position // self.layout.side, position % self.layout.side
         return self.image_tokens(image) + (self.image_rows(rows) + self.image_columns(columns))
 

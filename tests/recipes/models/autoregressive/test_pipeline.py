@@ -11,7 +11,11 @@ from PIL import Image
 from data.bpe import Vocabulary
 from data.sources.base import Sample
 from data.sources.filters import Filter
+from recipes.models.autoregressive import pipeline
+from recipes.models.autoregressive.masks import TokenLayout
 from recipes.models.autoregressive.pipeline import TokenPipeline
+from recipes.models.autoregressive.transformer import TokenTransformer
+from tests.recipes.algorithms.graphs.emulated import EmulatedGraph
 
 
 class Eye:
@@ -28,9 +32,9 @@ def opened(vocabulary=None):
 
 
 def seen(file):
-    pipeline = opened()
-    pipeline._given(file, 2)
-    return pipeline.image_encoder.pixels
+    tokens = opened()
+    tokens._given(file, 2)
+    return tokens.image_encoder.pixels
 
 
 @pytest.mark.parametrize("kind", ["transparent", "palette", "16 bits", "turned"])
@@ -74,3 +78,29 @@ def test_tokens_that_the_text_positions_do_not_hold(token_sets):
     captions = ["", "on", "on a wall, 17 stars and no dots"]
     lost = opened(vocabulary).lost_tokens(captions)
     assert lost == [0, 0, len(vocabulary.encode(captions[2])) - 3]
+
+
+class Codes:
+    """An image encoder whose images are their tokens."""
+
+    def decode(self, grid):
+        return (grid[:, None] / 9).expand(-1, 3, -1, -1)
+
+
+def test_tokens_are_drawn_with_a_graph_of_its_own_per_batch(token_sets, monkeypatch):
+    """On a GPU, unless `cuda_graph` is false. Here graphs are emulated, and give the same images."""
+    vocabulary, layout = Vocabulary.read(token_sets / "vocabulary.json"), TokenLayout(3, 4, 3)
+    torch.manual_seed(0)
+    network = TokenTransformer(layout=layout, layers=2, width=8, heads=2, text_vocabulary=vocabulary.size, codes=9)
+    torch.nn.init.normal_(network.unembedding.weight)
+    drawn = TokenPipeline(network, Codes(), vocabulary, resolution=32, device="cpu", precision="bf16")
+    captions, seeds, graphs = ["on", "on", "a wall"], [1, 2, 3], []
+    plain = drawn.generate(captions, seeds=seeds, batch=2)
+    monkeypatch.setattr(pipeline, "has_graphs", lambda device: device.type == "cpu")
+    monkeypatch.setattr(pipeline, "memory_pool", lambda: None)
+    monkeypatch.setattr(pipeline, "DeviceGraph", lambda pool: graphs.append(EmulatedGraph(pool)) or graphs[-1])
+    assert (drawn.generate(captions, seeds=seeds, batch=2) == plain).all()
+    assert len(graphs) == 2 and all(graph.operators for graph in graphs)
+    assert (drawn.generate(captions, seeds=seeds, batch=2, cuda_graph=False) == plain).all()
+    assert len(graphs) == 2
+    assert len(np.unique(plain)) > 3

@@ -1,18 +1,23 @@
 """Sampling: the same tokens with and without a cache, choices by their distributions, completion, guidance."""
 
 import copy
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from recipes.models.autoregressive.cache import LayerCache
 from recipes.models.autoregressive.masks import TokenLayout
-from recipes.models.autoregressive.sampler import Choice, choose, sample_tokens, uniforms
+from recipes.models.autoregressive.sampler import Choice, Drawing, choose, sample_tokens, uniforms
 from recipes.models.autoregressive.transformer import TokenTransformer
+from tests.recipes.algorithms.graphs.emulated import EmulatedGraph
+from tests.recipes.models.autoregressive.sampling_on_stub_gpu import TOKENS
+from tests.stub_gpu import needs_stub_gpu
 
 LAYOUT = TokenLayout(4, 5, 3)
 ALL = LAYOUT.image
@@ -75,26 +80,47 @@ def test_matrices_in_16_bits_give_the_bits_of_autocast(network, dtype):
     assert torch.equal(*tokens)
 
 
-def test_what_a_layer_reads_of_its_cache_is_on_the_device():
-    """A list of slots would be copied to a GPU for every token; a convolutional layer has a table of them."""
-    layout = TokenLayout(2, 4, 3)
-    cache = LayerCache("convolution", layout, repeat=1)
-    text = torch.zeros(1, 1, 2, 4)
-    cache(text, text, text)
-    read = []
+class Operators(TorchDispatchMode):
+    """The names of all operators, and the shapes that they read and wrote."""
 
-    class Indices(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
-                read.extend(i for i in args[1] if isinstance(i, list | torch.Tensor))
-            return func(*args, **(kwargs or {}))
+    def __init__(self):
+        super().__init__()
+        self.found = []
 
-    with Indices():
-        for _ in range(6):
-            cache(*[torch.zeros(1, 1, 1, 4)] * 3)
-    assert len(read) == 12
-    assert all(isinstance(i, torch.Tensor) for i in read)
-    assert {i.untyped_storage().data_ptr() for i in read} == {cache.seen.untyped_storage().data_ptr()}
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        self.found.append((str(func), [tuple(t.shape) for t in tensors]))
+        return result
+
+
+def test_every_token_after_the_first_has_the_same_operators(network):
+    """Nothing depends on the number of the token, and nothing is read by the host: they can be one CUDA graph."""
+    found = []
+    for start in (0, 7, ALL - 2):
+        drawing = Drawing(network, TEXT, draw(), Choice(guidance=2.0, top_k=9), torch.ones(2, start).long())
+        with torch.no_grad():
+            drawing.first_token()
+        with Operators() as operators, torch.no_grad():
+            drawing.next_tokens(ALL - start - 1, None)
+        found.append(operators.found)
+    one = found[-1]
+    assert len(one) > 200 and found == [one * (ALL - 1), one * (ALL - 8), one]
+    assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & {name for name, _ in one}
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("given", [0, ALL - 3, ALL - 4])
+def test_a_graph_draws_the_same_tokens(network, given, guidance, precision):
+    """On the CPU the kernels are recorded and run again on the same memory. While they are recorded nothing runs."""
+    rows = torch.arange(2 * given).view(2, given) % 30
+    graph, choice = EmulatedGraph(None), Choice(guidance=guidance, top_p=0.9)
+    with torch.autocast("cpu", precision, enabled=precision is not None):
+        plain = sample_tokens(network, TEXT, draw(), choice, rows)
+        graphed = sample_tokens(network, TEXT, draw(), choice, rows, graph)
+    assert torch.equal(graphed, plain)
+    assert bool(graph.operators) == (given < ALL - 3)  # the first token, and two before the graph is captured
 
 
 @pytest.mark.parametrize(
@@ -226,3 +252,20 @@ def test_tokens_come_as_often_as_they_are_likely():
 def test_choices_that_cannot_be(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Choice(**wrong)
+
+
+@needs_stub_gpu
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_graph_is_launched_in_place_of_a_token(stub_gpu):
+    """On a GPU that computes nothing: the host waits for no token, and may capture all that it does for one."""
+    done = stub_gpu(Path(__file__).with_name("sampling_on_stub_gpu.py"))
+    rows = [json.loads(line.removeprefix("row: ")) for line in done.stdout.splitlines() if line.startswith("row: ")]
+    assert len(rows) == 4, done.stdout + done.stderr
+    for eager, graphed in (rows[:2], rows[2:]):
+        (launches, waits, _), (fewer, _, strays) = eager, graphed
+        assert waits == 0 and strays == 0
+        one = launches / TOKENS
+        assert one > 100 and launches % TOKENS == 0
+        # Two tokens before, then a graph for each of ten; PyTorch launches few kernels to capture one.
+        assert 10 <= fewer - 2 * one < 16

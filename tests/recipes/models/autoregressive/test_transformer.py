@@ -247,7 +247,7 @@ def test_a_cache_keeps_only_what_can_be_seen():
     network = TokenTransformer(layout=layout, layers=3, width=8, heads=2, text_vocabulary=4, codes=4)
     caches = network.new_caches()
     network(torch.zeros(1, 6, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long), caches)
-    slots = [layer.slots for layer in caches.layers]
+    slots = [layer.slots.count for layer in caches.layers]
     assert slots == [16 + 1, 256, 2 * 16 + 2 + 1]  # row, column, two rows of the neighbourhood
     assert caches.numbers == 2 * 8 * (3 * 6 + sum(slots))
 
