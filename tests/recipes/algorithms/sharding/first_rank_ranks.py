@@ -17,15 +17,14 @@ from recipes.algorithms.sharding.shards import own
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
 from recipes.engines import parts
-from recipes.engines.dry_run_checks import MetaRun
 from recipes.engines.first_weights import new_task
 from recipes.models.task import Task
-from recipes.training.clock import Clock
 from recipes.training.lever import Lever
 from recipes.training.levers import Levers
 from tests.recipes.algorithms.sharding.fsdp_ranks import Storages
 from tests.recipes.engines.recording import Recorder, assert_bit_equal, record
 from tests.recipes.engines.shipped import RUN, SMALLER
+from tests.recipes.training.fake_run import FakeRun
 
 ROOT = Path(__file__).resolve().parents[4]
 PARTS, BYTES, KINDS = "first weights of all recipes", "bytes of a start", "kinds of tensors that are sent"
@@ -55,8 +54,7 @@ def start(recipe: Recipe, sent: bool) -> Task:
     precision = "amp_bf16" if recipe.training.precision in ("auto", "fastest") else recipe.training.precision
     place = parts.Place(False, precision, dist.get_world_size())
     optimizer = build(recipe.optimizer, parameters=[p for p in task.parameters() if p.requires_grad], task=task)
-    run = MetaRun(task, precision, optimizer, Clock(0, 0, 0, recipe.training.duration, None))
-    run.device = torch.device("cpu")
+    run = FakeRun(task, recipe.training.duration, precision=precision, optimizer=optimizer)
     levers = parts.build_levers(recipe, place, parts.context_of(recipe, task, None), 4)
     Levers(levers, last=[FirstRankSends(task)] if sent else []).prepare(run)
     return task
@@ -216,8 +214,7 @@ def check_kinds(folder: Path) -> None:
             wanted = Masked()
             nn.init.normal_(wanted.layer.weight)
     sends = FirstRankSends(task)
-    run = MetaRun(task, "fp32", torch.optim.SGD(task.parameters()), Clock(0, 0, 0, "1ba", None))
-    run.device = torch.device("cpu")
+    run = FakeRun(task)
     sends.change_modules(run)
     sends.shard(run)
     assert task.tied.weight is task.layer.weight and task.again is task.layer.bias and task.tied.mask is task.mask
