@@ -101,6 +101,14 @@ def check_parts(folder: Path) -> None:
         for changes in kinds:
             changes = [*changes, *(["algorithms.compile=null"] if name.startswith("dalle") else [])]
             check_same(recipe_of(name, *changes), (name, changes))
+    recipe = recipe_of("openmoji_diffusion", BY_BLOCK)
+    recipe.checkpoints.load_weights = str(folder / "nothing")  # which the first rank alone looks for
+    try:
+        new_task(recipe, sent=True)
+    except (FileNotFoundError if dist.get_rank() == 0 else ValueError) as error:
+        assert str(error).startswith(f"{folder / 'nothing'}") and "\n" not in str(error)
+    else:
+        raise AssertionError("weights that do not exist were loaded")
 
 
 @torch.no_grad()
