@@ -49,7 +49,7 @@ class FirstRankSends(Lever):
         with run.new_parameters():
             allocate(self.task, self.loose, run.device)
         for name, tensor in named_tensors(self.task):
-            receive(tensor, self.whole.pop(name, None), run.device)
+            receive(tensor, self.whole.pop(name) if is_first_rank() else None, run.device)
         for module, name in self.loose:
             tensor = getattr(module, name)
             receive(tensor, tensor if is_first_rank() else None, run.device)
