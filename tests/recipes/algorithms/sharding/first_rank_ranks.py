@@ -105,7 +105,8 @@ def check_parts(folder: Path) -> None:
     recipe.checkpoints.load_weights = str(folder / "nothing")  # which the first rank alone looks for
     try:
         new_task(recipe, sent=True)
-    except (FileNotFoundError if dist.get_rank() == 0 else ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
+        assert type(error) is (FileNotFoundError if dist.get_rank() == 0 else ValueError)
         assert str(error).startswith(f"{folder / 'nothing'}") and "\n" not in str(error)
     else:
         raise AssertionError("weights that do not exist were loaded")
