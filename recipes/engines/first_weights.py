@@ -1,13 +1,55 @@
-"""The weights that a run starts from, `checkpoints.load_weights`."""
+"""The model that a run starts with: new weights, or those of `checkpoints.load_weights`."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from data.files import read_if_object
+from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.models.task import Task
+from recipes.planning.sharding import check_sharding
+from recipes.training.ranks import by_first_rank
+
+
+def new_task(recipe: Recipe, *, sent: bool) -> Task:
+    """The recipe's model on this rank. Ranks must have been seeded alike; afterwards their generators are alike again.
+
+    Args:
+        recipe: of the run.
+        sent: build the whole model on the first rank only, and on the meta device on others, which receive their parts
+            of the weights when it has been divided (`FirstRankSends`). Every rank must then call this.
+
+    Raises:
+        FileNotFoundError, ValueError: a model that cannot be sharded, or weights that do not load.
+    """
+    if not sent:
+        return _whole_task(recipe)
+    built: list[Task] = []
+
+    def build_here() -> tuple[Any, ...]:
+        built.append(_whole_task(recipe))
+        return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    python, numpy, torchs = by_first_rank(build_here)  # which may take minutes
+    task = built[0] if built else build_on_meta(recipe.model)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(torchs)
+    return task
+
+
+def _whole_task(recipe: Recipe) -> Task:
+    task = build(recipe.model)
+    check_sharding(recipe, task)
+    if recipe.checkpoints.load_weights:
+        load_first_weights(recipe, task)
+    return task
 
 
 def load_first_weights(recipe: Recipe, task: Task) -> None:

@@ -27,12 +27,13 @@ from recipes.algorithms.modules.compile import Compile
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.algorithms.resilience.guard import Guard
 from recipes.algorithms.resilience.recipe_rates import RecipeRates
+from recipes.algorithms.sharding.first_rank import FirstRankSends
 from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.algorithms.tensor_parallel.lever import TensorParallel
 from recipes.config.build import build, build_on_meta, encoders_of, import_builder
 from recipes.config.recipe import Recipe, Training
-from recipes.engines.first_weights import load_first_weights
+from recipes.engines.first_weights import new_task
 from recipes.engines.loggers import Opener
 from recipes.engines.precision import resolve
 from recipes.engines.record import check_encoders
@@ -40,7 +41,6 @@ from recipes.engines.resuming import prepare_folder
 from recipes.engines.tracking import tracked_run
 from recipes.models.task import Task
 from recipes.planning.devices import Devices
-from recipes.planning.sharding import check_sharding
 from recipes.planning.tensor_parallel import check_tensor_parallel
 from recipes.training.callback import Callback
 from recipes.training.lever import Lever
@@ -95,7 +95,7 @@ class Parts:
     """Everything of a run but its trainer.
 
     Attributes:
-        task: with new weights, or those of an export.
+        task: with new weights, or those of an export; see `new_task`.
         data: training batches.
         evals: validation batches by label.
         levers: in the order in which they act.
@@ -144,11 +144,10 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
     batch = training.device_batch(world_size())
     check_tensor_parallel(recipe, place.devices(training))
     changed = prepare_folder(recipe, engine)
-    task = build(recipe.model)
-    check_sharding(recipe, task)
-    if recipe.checkpoints.load_weights:
-        load_first_weights(recipe, task)
     copies = training.tensor_parallel
+    divided = training.fsdp is not None or copies > 1
+    sent = divided and world_size() > 1
+    task = new_task(recipe, sent=sent)
     load = partial(
         Placement,
         batch=batch,
@@ -194,11 +193,11 @@ def build_parts(recipe: Recipe, place: Place, engine: str) -> Parts:
         task=task,
         data=data,
         evals=evals,
-        levers=Levers(levers, first=[guard, *rates]),
+        levers=Levers(levers, first=[guard, *rates], last=[FirstRankSends(task)] if sent else []),
         callbacks=callbacks,
         new_optimizer=new_optimizer,
         schedule=schedule,
-        divided=training.fsdp is not None or copies > 1,
+        divided=divided,
         copies=copies,
         loggers=[build(logger, **context) for logger in recipe.loggers.values()],
         microbatch=1 if search else None if training.microbatch == "auto" else training.microbatch,

@@ -44,10 +44,10 @@ def memory_text(recipe: Recipe, task: nn.Module, costs: Costs, devices: Devices)
 
 
 def start_lines(task: nn.Module, devices: Devices) -> Iterable[str]:
-    """The host memory of a start, where the model is divided: each process builds all of it first."""
+    """The host memory of a start, where the model is divided: the first process builds all of it, and sends parts."""
     if devices.shards * devices.tensor > 1:
         size = size_text(FLOAT * parameter_counts(task)[0])
-        yield f"start: {size} of host memory for each device, for the whole model until it is divided"
+        yield f"start: {size} of host memory on the first machine, for the whole model until it has been divided"
 
 
 def algorithm_lines(costs: Costs) -> Iterable[str]:

@@ -12,14 +12,16 @@ from recipes.training.watchdog import alive
 class Levers:
     """All levers of a run. Each hook is called on them in the order in which the recipe names them."""
 
-    def __init__(self, levers: Sequence[Lever], first: Sequence[Lever] = ()) -> None:
+    def __init__(self, levers: Sequence[Lever], first: Sequence[Lever] = (), last: Sequence[Lever] = ()) -> None:
         """
         Args:
             levers: of the recipe, in its order.
-            first: levers that every run has. They act before the others and have no state in checkpoints.
+            first: levers that no recipe names. They act before the others and have no state in checkpoints.
+            last: the same, but they act after the others.
         """
         self._levers = list(levers)
         self._first = list(first)
+        self._last = list(last)
 
     def __iter__(self) -> Iterator[Lever]:
         """The levers of the recipe."""
@@ -50,5 +52,5 @@ class Levers:
     def call(self, hook: str, run: Run) -> None:
         """Call a hook, the method of `Lever` with this name, on all levers."""
         alive(hook, run)
-        for lever in (*self._first, *self._levers):
+        for lever in (*self._first, *self._levers, *self._last):
             getattr(lever, hook)(run)

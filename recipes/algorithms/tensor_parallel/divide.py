@@ -21,13 +21,13 @@ from recipes.models.tensor_plan import TensorPlan
 
 
 def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, device: torch.device, sequence: bool = False) -> None:
-    """Divide a model in place. All devices must have the same weights; nothing is sent.
+    """Divide a model in place. All devices must have the same weights, or receive them later; nothing is sent.
 
     Args:
         model: whole. Its parameters are replaced, so the optimizer must be given the new ones.
         plan: of the model.
         mesh: one dimension, the devices that divide the model.
-        device: of this rank, to which the parameters are moved.
+        device: of this rank, to which the parameters are moved, except those on the meta device.
         sequence: whether they divide the positions of the residual stream in training, too.
 
     Raises:
@@ -49,7 +49,8 @@ def divide(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, device: torch.d
             module.tensor_group = mesh.get_group()
         for name, p in own.items():
             if id(p) not in divided:
-                part = _part(p.detach().to(device), mesh, placements.get(id(p), Replicate()))
+                whole = p.detach() if p.is_meta else p.detach().to(device)
+                part = _part(whole, mesh, placements.get(id(p), Replicate()))
                 divided[id(p)] = nn.Parameter(part, requires_grad=p.requires_grad)
             module.register_parameter(name, divided[id(p)])
     if plan.vocabulary is not None:

@@ -60,8 +60,9 @@ class TaskModule(pl.LightningModule):
     # --- what is trained -----------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Levers change, shard and compile the task, on its device, before the optimizer is built."""
-        self.task.to(self._run.device)
+        """Levers change, shard and compile the task before the optimizer is built."""
+        if not self._parts.divided:  # else levers move its parts
+            self.task.to(self._run.device)
         seed_all(self._seed + rank())
         self._parts.levers.prepare(self._run)
         self._parts.levers.compile(self._run)

@@ -22,7 +22,7 @@ from tests.recipes.algorithms.averaging import ema_ranks
 from tests.recipes.algorithms.gradients import all_reduce_ranks
 from tests.recipes.algorithms.microbatch import microbatch_ranks
 from tests.recipes.algorithms.resilience import guard_ranks
-from tests.recipes.algorithms.sharding import fsdp_ranks
+from tests.recipes.algorithms.sharding import first_rank_ranks, fsdp_ranks
 from tests.recipes.algorithms.sixteen_bit import scaling_ranks
 from tests.recipes.engines import figure_ranks
 from tests.recipes.training import waiting_ranks
@@ -47,7 +47,7 @@ def main(folder: Path, report: Path) -> None:
     torch.set_num_threads(1)
     checks = ema_ranks.CHECKS | microbatch_ranks.CHECKS | scaling_ranks.CHECKS | fsdp_ranks.checks(folder)
     checks |= guard_ranks.CHECKS | waiting_ranks.CHECKS | figure_ranks.CHECKS | grid_ranks.CHECKS
-    checks |= all_reduce_ranks.CHECKS | {"links": check_links}
+    checks |= all_reduce_ranks.CHECKS | first_rank_ranks.checks(folder) | {"links": check_links}
     results = {}
     for name, check in checks.items():
         work = folder / folder_name(name)

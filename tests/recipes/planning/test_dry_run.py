@@ -170,8 +170,8 @@ def test_low_rank_traffic_is_that_of_the_published_table(monkeypatch, name, widt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     lines = dry(f"dalle_{name}.yaml")
     parameters = int(re.search(r"([\d,]+) parameters", lines[0])[1].replace(",", ""))
-    start = f"start: {size_text(4 * parameters)} of host memory for each device, for the whole model until it is"
-    assert f"{start} divided" in lines
+    start = f"start: {size_text(4 * parameters)} of host memory on the first machine, for the whole model until it has"
+    assert f"{start} been divided" in lines
     (memory,) = [line for line in lines if line.startswith("algorithms.powersgd: ")]
     # Per layer and device: Q and Q' of 6 matrices of `width` columns, and P of 4 of width / 8 rows and 2 of width / 2.
     factors = 64 * 4 * (rank / 8) * width * (2 * 6 + 4 / 8 + 2 / 2)

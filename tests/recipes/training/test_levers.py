@@ -60,9 +60,16 @@ def test_other_hooks_reach_levers_in_the_recipes_order(recorded, hook):
     assert calls() == [("one", hook), ("two", hook)]
 
 
+def test_some_act_before_and_after_those_of_the_recipe():
+    seen, run = [], FakeRun()
+    one, two, three = (recorder(name, seen) for name in ("one", "two", "three"))
+    Levers([two], first=[one], last=[three]).prepare(run)
+    assert [name for name, _, _ in seen] == ["one", "two", "three"] * 3
+
+
 def test_they_are_what_they_were_made_of():
     made = [Lever(), Lever()]
-    assert list(Levers(made)) == made
+    assert list(Levers(made, first=[Lever()], last=[Lever()])) == made
 
 
 def test_a_lever_does_nothing_by_itself():

@@ -11,7 +11,7 @@ from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.shard import is_sharded, shard
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
-from recipes.engines import parts
+from recipes.engines import first_weights, parts
 from recipes.models.task import Task
 from recipes.planning import dry_run
 from recipes.planning.divided_run import Cluster
@@ -146,7 +146,7 @@ def test_models_that_cannot_be_sharded_are_refused_before_anything_runs(monkeypa
     with pytest.raises(ValueError, match=message):
         dry_run.describe_run(recipe, [])
     assert [line for line in dry_run.problems(recipe) if line.startswith(message)]
-    monkeypatch.setattr(parts, "build", lambda component: model())  # only the model is built so far
+    monkeypatch.setattr(first_weights, "build", lambda component: model())
     with pytest.raises(ValueError, match=message):
         parts.build_parts(recipe, parts.Place.of(recipe, 1), "lightning")
 

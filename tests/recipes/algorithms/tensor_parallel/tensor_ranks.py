@@ -2,8 +2,8 @@
 
 argv: recipes by model as JSON, a folder to work in, and a file for the reports.
 
-The divided model against the whole one in 64 bits: losses, gradients, messages, updates, sampling. Then the checks of
-runs.py.
+The divided model against the whole one in 64 bits: losses, gradients, messages, updates, sampling. Then the first
+weights of divided recipes (../sharding/first_rank_ranks.py), and the checks of runs.py.
 """
 
 import json
@@ -38,6 +38,7 @@ from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
 from recipes.planning.tensor_parallel import messages
+from tests.recipes.algorithms.sharding.first_rank_ranks import CHECKS_OF_FOUR
 from tests.recipes.algorithms.tensor_parallel.runs import CHECKS as RUNS
 
 RANKS, BATCH = 4, 4
@@ -390,6 +391,7 @@ CHECKS = {
     "kept": check_kept,
     "updates": check_updates,
     "compiled": check_compiled,
+    **CHECKS_OF_FOUR,
     **RUNS,
 }
 

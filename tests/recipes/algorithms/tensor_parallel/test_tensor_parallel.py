@@ -7,6 +7,7 @@ import pytest
 
 from recipes.config.recipe import Recipe, load_config, to_yaml
 from tests.ranks import launch
+from tests.recipes.algorithms.sharding.first_rank_ranks import TENSOR
 from tests.recipes.engines.shipped import PATHS, TEXTS
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -70,7 +71,7 @@ def four_ranks(token_sets, text_sets, quick_recipe, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
-    ["gradients", "dit", "dropout", "kept", "updates", "compiled", "runs", "resumed_dropout", "resumed_dit"],
+    ["gradients", "dit", "dropout", "kept", "updates", "compiled", TENSOR, "runs", "resumed_dropout", "resumed_dit"],
 )
 def test_four_ranks(four_ranks, check):
     results = four_ranks(check)

@@ -1,0 +1,35 @@
+"""The first rank builds the whole model, and sends the others their parts."""
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.algorithms.sharding.first_rank import loose_tensors
+from tests.recipes.algorithms.sharding.first_rank_ranks import BYTES, KINDS, PARTS, RUNS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [PARTS, BYTES, KINDS, RUNS])
+def test_two_ranks(two_ranks, check):
+    two_ranks(check)
+
+
+class Listed(nn.Module):
+    """Tensors where nothing finds them, and parameters that are registered elsewhere."""
+
+    def __init__(self, holder):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.mask = torch.ones(2)
+        self.order = [self.layer.weight]
+        self.masks = holder(torch.zeros(2))
+
+
+@pytest.mark.parametrize("holder", [lambda t: [t], lambda t: (t, 1), lambda t: {"causal": t}])
+def test_tensors_that_would_not_be_sent_are_told(holder):
+    with torch.device("meta"):
+        task = nn.Sequential(Listed(holder))
+    with pytest.raises(ValueError, match="^Sequential: 0.masks holds tensors, .*; register each as a buffer"):
+        loose_tensors(task)
+    task = nn.Sequential(Listed(holder))  # on the first rank, which has their values
+    assert loose_tensors(task) == [(task[0], "mask")]
