@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_if_object
+from data.log import log
 from recipes.config.recipe import Recipe
 from recipes.models.task import Task
 
@@ -18,6 +19,11 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
             kind of model, the message does, too; where it is a run's folder, the message names its export.
     """
     folder = Path(recipe.checkpoints.load_weights)
+    if folder.is_file():  # such as a checkpoint, or a published file with the names of CompVis' code
+        raise ValueError(
+            f"checkpoints.load_weights: {folder} is a file; give the folder of an export or of diffusers, which opens "
+            "single files with from_single_file and writes folders with save_pretrained"
+        )
     try:
         task.load_export(folder)
     except (FileNotFoundError, ValueError) as error:
@@ -30,6 +36,11 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
         raise ValueError(
             f"checkpoints.load_weights: {folder} holds the weights of {theirs}, and the recipe builds {own} ({error})"
         ) from error
+    if task.exports_average_beside and read_if_object(folder / "export.json").get("average"):
+        log.info(
+            f"checkpoints.load_weights: the weights as trained; {folder} also holds their average, which "
+            f"`python recipes/export.py {folder} FOLDER` writes into a folder of its own"
+        )
 
 
 def _kind(folder: Path) -> str | None:
