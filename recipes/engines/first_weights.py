@@ -36,7 +36,14 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
         raise ValueError(
             f"checkpoints.load_weights: {folder} holds the weights of {theirs}, and the recipe builds {own} ({error})"
         ) from error
-    if task.exports_average_beside and read_if_object(folder / "export.json").get("average"):
+    record = read_if_object(folder / "export.json")
+    # Exports that recipes/export.py has written say which weights they hold, and are of any batch.
+    if "batches" in record and "weights" not in record and not (folder / "done.json").is_file():
+        log.warning(
+            f"checkpoints.load_weights: {folder} is of batch {record['batches']} of a run that has not ended; this run "
+            "begins with those weights"
+        )
+    if task.exports_average_beside and record.get("average"):
         log.info(
             f"checkpoints.load_weights: the weights as trained; {folder} also holds their average, which "
             f"`python recipes/export.py {folder} FOLDER` writes into a folder of its own"

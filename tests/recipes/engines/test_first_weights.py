@@ -67,3 +67,20 @@ def test_weights_beside_their_average(small_recipe, tmp_path, capsys, averaged):
     load_first_weights(recipe, build(recipe.model))
     said = capsys.readouterr()
     assert ("the weights as trained; " in said.out + said.err) == averaged
+
+
+@pytest.mark.parametrize(
+    ("record", "complete", "said"),
+    [({}, False, True), ({}, True, False), ({"weights": "as trained"}, False, False)],
+)
+def test_weights_of_a_run_that_has_not_ended(small_recipe, tmp_path, capsys, record, complete, said):
+    """As where phase 2 of Stable Diffusion 2 is started while phase 1 still trains."""
+    recipe = small_recipe(tmp_path)
+    task = build(recipe.model)
+    recipe.checkpoints.load_weights = str(tmp_path / "export")
+    task.export(tmp_path / "export")
+    write_json(tmp_path / "export" / "export.json", {"batches": 310_000} | record | task.export_record())
+    if complete:
+        write_json(tmp_path / "export" / "done.json", {})
+    load_first_weights(recipe, build(recipe.model))
+    assert ("is of batch 310000 of a run that has not ended" in capsys.readouterr().out) == said
