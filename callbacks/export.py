@@ -21,12 +21,17 @@ from data.manifest import NULL_TEXT, Manifest
 from data.vocabulary_files import copy_vocabulary
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import is_sharded, whole_weights
+from recipes.encoders import open_clip_models, text, vae
 from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.clock import Clock
 from recipes.training.finite import is_worth_keeping
 from recipes.training.ranks import by_first_rank, is_first_rank
 from recipes.training.run import Run
+
+# Files of weights by their suffixes, and which of them an encoder reads; others read any.
+SUFFIXES = (".bin", ".ckpt", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors")
+READ = {"kl_vae": vae.WEIGHTS, "hf_clip_text": text.WEIGHTS, "open_clip_text": open_clip_models.WEIGHTS}
 
 
 class Export(PeriodicCallback):
@@ -102,8 +107,8 @@ class Export(PeriodicCallback):
         size = FLOAT * plan.parameters
         both = plan.averaged and plan.task.exports_average_beside
         what = f"{size_text(size)} of weights" + (f", {size_text(2 * size)} with the averaged ones" if both else "")
-        folders = () if plan.manifest is None else (source for source, _ in encoder_folders(plan.manifest))
-        encoders = sum(f.stat().st_size for folder in folders for f in folder.rglob("*") if f.is_file())
+        files = () if plan.manifest is None else encoder_files(plan.manifest)
+        encoders = sum(file.stat().st_size for file, _ in files)
         what += f", and {size_text(encoders)} of encoders" if encoders else ""
         held = size * (2 if both else 1) + encoders
         held *= 1 if args["every"] is None else 2  # the next one is whole before one goes
@@ -146,7 +151,7 @@ def export(
     Args:
         task: its `exports_average_beside` decides whether both kinds of weights are written into one folder.
         loading: its training data; the manifest of an encoded set, its null caption or vocabulary, and encoders that
-            are local folders are copied too.
+            are local files are copied too.
         folder: an old export in it is replaced when the new one is complete.
         record: the contents of export.json and done.json.
         complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
@@ -168,23 +173,35 @@ def export(
             if loading.null_text is not None:
                 np.save(new / NULL_TEXT, loading.null_text.numpy())
             record = {**record, "resolution": loading.resolution}
-            for source, name in encoder_folders(loading.manifest):
-                shutil.copytree(source, new / name, dirs_exist_ok=True)
+            for file, place in encoder_files(loading.manifest):
+                (new / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, new / place)
         for name in ("export.json", "done.json") if complete else ("export.json",):
             write_json(new / name, record, indent=2)
 
 
-def encoder_folders(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
-    """The local folders of encoders that an export has copies of, so that it can be moved, and where in it these are.
+def encoder_files(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
+    """The files of local encoders that an export has copies of, so that it can be moved, and where in it these are.
 
     Encoders of a hub are found by their id.
     """
     for name in ("image_encoder", "text_encoder"):
         component = (getattr(manifest, name) or {"component": {}})["component"]
-        path = component.get("path")
-        if path and Path(path).expanduser().is_dir():
+        path, weights = (Path(component.get(key) or "").expanduser() for key in ("path", "pretrained"))
+        if component.get("path") and path.is_dir():
             for part in _parts_of(component):
-                yield Path(path).expanduser() / part, Path(name, part)
+                for file in (path / part).rglob("*"):
+                    if file.is_file() and _is_read(file.relative_to(path / part), component.get("name")):
+                        yield file, Path(name, file.relative_to(path))
+        elif weights.is_file():
+            yield weights, Path(name, weights.name)
+
+
+def _is_read(file: Path, encoder: str | None) -> bool:
+    """Whether an encoder may read a file of its folder. A repository of the hub has the same weights up to four times,
+    some as pickles, and a checkout of it has them again in .git."""
+    hidden = any(part.startswith(".") for part in file.parts)
+    return not hidden and (file.suffix not in SUFFIXES or file.name == READ.get(encoder, file.name))
 
 
 def _parts_of(component: dict[str, Any]) -> set[str]:

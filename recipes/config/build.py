@@ -115,7 +115,8 @@ def encoder_components(manifest: Manifest, bundle: Path | None = None) -> dict[s
             continue
         values = dict(record["component"])
         if bundle is not None and (bundle / group).is_dir():
-            values["path"] = str(bundle / group)
+            weights = bundle / group / Path(values.get("pretrained") or "").name
+            values |= {"pretrained": str(weights)} if weights.is_file() else {"path": str(bundle / group)}
         checker = Checker(all_components())
         found[group] = checker.component(group, values, f"manifest.{group}")
         if checker.errors or checker.missing:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from data.files import read_if_object
+from data.log import log
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.models.task import Task
@@ -60,6 +61,11 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
             kind of model, the message does, too; where it is a run's folder, the message names its export.
     """
     folder = Path(recipe.checkpoints.load_weights)
+    if folder.is_file():  # such as a checkpoint, or a published file with the names of CompVis' code
+        raise ValueError(
+            f"checkpoints.load_weights: {folder} is a file; give the folder of an export or of diffusers, which opens "
+            "single files with from_single_file and writes folders with save_pretrained"
+        )
     try:
         task.load_export(folder)
     except (FileNotFoundError, ValueError) as error:
@@ -72,6 +78,18 @@ def load_first_weights(recipe: Recipe, task: Task) -> None:
         raise ValueError(
             f"checkpoints.load_weights: {folder} holds the weights of {theirs}, and the recipe builds {own} ({error})"
         ) from error
+    record = read_if_object(folder / "export.json")
+    # Exports that recipes/export.py has written say which weights they hold, and are of any batch.
+    if "batches" in record and "weights" not in record and not (folder / "done.json").is_file():
+        log.warning(
+            f"checkpoints.load_weights: {folder} is of batch {record['batches']} of a run that has not ended; this run "
+            "begins with those weights"
+        )
+    if task.exports_average_beside and record.get("average"):
+        log.info(
+            f"checkpoints.load_weights: the weights as trained; {folder} also holds their average, which "
+            f"`python recipes/export.py {folder} FOLDER` writes into a folder of its own"
+        )
 
 
 def _kind(folder: Path) -> str | None:

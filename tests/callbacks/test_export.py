@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from callbacks.export import Export, export
 from data.bpe import Vocabulary
 from data.loading import Loading
 from data.manifest import Manifest
-from recipes.config.build import encoders_of
+from recipes.config.build import encoder_components, encoders_of
 from recipes.models.task import Task
 from tests.recipes.training.fake_run import FakeRun
 
@@ -165,6 +166,42 @@ def test_of_a_pipeline_an_export_has_what_its_encoders_read(tmp_path, task, text
     export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
     found = {name: sorted(path.name for path in (tmp_path / "export" / name).iterdir()) for name in parts}
     assert found == {"image_encoder": ["vae"], "text_encoder": copied}
+
+
+def test_of_encoders_an_export_has_no_other_weights(tmp_path, task):
+    """Repositories of the hub have the same weights in several formats, and pickles among them."""
+    clip = ["open_clip_config.json", "open_clip_model.safetensors", "tokenizer.json"]
+    vae = ["config.json", "diffusion_pytorch_model.safetensors"]
+    others = ["model.safetensors", "open_clip_pytorch_model.bin", "diffusion_pytorch_model.fp16.safetensors", "x.ckpt"]
+    for folder, files in ((tmp_path / "clip", clip), (tmp_path / "pipeline" / "vae", vae)):
+        (folder / ".git").mkdir(parents=True)
+        for file in (*files, *others, ".git/objects"):
+            (folder / file).write_text("{}")
+    parts = {
+        "image_encoder": {"name": "kl_vae", "path": str(tmp_path / "pipeline"), "subfolder": "vae"},
+        "text_encoder": {"name": "open_clip_text", "path": str(tmp_path / "clip")},
+    }
+    records = {name: {"component": component} for name, component in parts.items()}
+    manifest = SimpleNamespace(**records, write=lambda folder: None)
+    export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
+    assert names(tmp_path / "export" / "text_encoder") == clip
+    assert names(tmp_path / "export" / "image_encoder") == [*vae, "vae"]
+    plan = SimpleNamespace(parameters=1, averaged=False, manifest=manifest, output="runs/x")
+    assert Export.cost({"every": None}, plan).files.held == 4 + 2 * (len(clip) + len(vae))
+
+
+def test_an_export_has_the_weights_of_open_clip_that_are_one_file(tmp_path, task):
+    weights = tmp_path / "weights.safetensors"
+    weights.write_text("weights")
+    component = {"name": "open_clip_text", "model": "ViT-H-14", "pretrained": str(weights)}
+    record = {"component": component, "weights_hash": ""}
+    manifest = SimpleNamespace(image_encoder=None, text_encoder=record, write=lambda folder: None)
+    folder = tmp_path / "export"
+    export(task, Loading(loader=None, manifest=manifest, resolution=32), folder, {}, complete=True)
+    weights.unlink()  # the export was moved to another machine
+    found = encoder_components(manifest, folder)["text_encoder"].args
+    assert found == {"model": "ViT-H-14", "pretrained": str(folder / "text_encoder" / "weights.safetensors")}
+    assert Path(found["pretrained"]).read_text() == "weights"
 
 
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):

@@ -10,13 +10,15 @@ from typing import Any, Literal
 from torch import nn
 
 from data.aliases import Duration
-from data.cost import FLOAT, Cost, Plan, count_text
+from data.cost import FLOAT, Cost, Plan, count_text, size_text
 from data.log import log
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
+from recipes.algorithms.microbatch.device_memory import free_memory
 from recipes.training.clock import Clock, Length
 from recipes.training.lever import Lever
 from recipes.training.run import Run
 
+CHECKED = 3  # steps of a start after which moments and activations have their memory
 MUCH = 0.3  # share of the weights of its beginning in the average at the end of a run, above which a run warns
 
 
@@ -77,6 +79,7 @@ class ScheduledEMA(Lever):
         self.average: Average | None = None
         self.task: nn.Module | None = None
         self.users = 0  # nested uses of the averaged weights in the model
+        self.steps = 0  # of this start
         self._watchers: list[Callable[[], AbstractContextManager]] = []
 
     @property
@@ -125,10 +128,13 @@ class ScheduledEMA(Lever):
 
     def step_end(self, run: Run) -> None:
         """After the optimizer's step, before validation, checkpoints and callbacks."""
+        self.steps += 1
         if self.average is None:
             if self._due(run.clock):
                 with self._watched():
                     self._begin(run.clock)
+            elif self.steps == CHECKED and run.on_gpu:
+                self._check_room()
         elif (run.clock.batch - self.begun) % self.every == 0:
             with self._watched():
                 self.average.update(self.decay)
@@ -150,6 +156,16 @@ class ScheduledEMA(Lever):
         for context in self._watchers:
             stack.enter_context(context())
         return stack
+
+    def _check_room(self) -> None:
+        """Warn if training leaves too little memory for the average, which may begin after days."""
+        needed, free = self.bytes_to_come(), free_memory()
+        if needed > free:
+            log.warning(
+                f"scheduled_ema: the average begins at {self.begins[0]:g}{self.begins[1]} and takes "
+                f"{size_text(needed)} of each GPU, of which training leaves {size_text(free)}: the run would then end, "
+                "out of memory; lower training.microbatch, which a resumed run may change, or set device: cpu"
+            )
 
     def _due(self, clock: Clock) -> bool:
         value, unit = self.begins

@@ -55,3 +55,9 @@ class DeviceMemory:
             free + torch.cuda.memory_reserved(), int(torch.cuda.get_per_process_memory_fraction() * self.total)
         )
         return Reading(held=self.reserved, growth=max(allocated, reserved), usable=usable)
+
+
+def free_memory() -> int:
+    """Bytes of this process's GPU that neither its tensors, at their peak, nor other processes have taken."""
+    free, _ = torch.cuda.mem_get_info()
+    return max(0, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())

@@ -42,3 +42,45 @@ def test_weights_of_another_family(small_recipe, tmp_path):
         recipe.checkpoints.load_weights = str(folder)
         with pytest.raises(ValueError, match=f"^{re.escape(str(folder))}.* does not fit the model: "):
             load_first_weights(recipe, build_on_meta(recipe.model))
+
+
+def test_weights_that_are_a_file(small_recipe, tmp_path):
+    """Such as a checkpoint, or the published 512-base-ema.safetensors."""
+    recipe, file = small_recipe(tmp_path), tmp_path / "512-base-ema.safetensors"
+    file.write_bytes(b"")
+    recipe.checkpoints.load_weights = str(file)
+    with pytest.raises(ValueError, match=f"^checkpoints.load_weights: {file} is a file; give the folder of an export"):
+        load_first_weights(recipe, build_on_meta(recipe.model))
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_weights_beside_their_average(small_recipe, tmp_path, capsys, averaged):
+    """The weights as trained are taken, and a line says so: other commands take the average."""
+    recipe = small_recipe(tmp_path)
+    task = build(recipe.model)
+    recipe.checkpoints.load_weights = str(tmp_path / "export")
+    task.export(tmp_path / "export")
+    if averaged:
+        task.export_average(tmp_path / "export")
+    record = {"average": {"decay": 0.9, "every": 1, "begun": 1}} if averaged else {}
+    write_json(tmp_path / "export" / "export.json", task.export_record() | record)
+    load_first_weights(recipe, build(recipe.model))
+    said = capsys.readouterr()
+    assert ("the weights as trained; " in said.out + said.err) == averaged
+
+
+@pytest.mark.parametrize(
+    ("record", "complete", "said"),
+    [({}, False, True), ({}, True, False), ({"weights": "as trained"}, False, False)],
+)
+def test_weights_of_a_run_that_has_not_ended(small_recipe, tmp_path, capsys, record, complete, said):
+    """As where phase 2 of Stable Diffusion 2 is started while phase 1 still trains."""
+    recipe = small_recipe(tmp_path)
+    task = build(recipe.model)
+    recipe.checkpoints.load_weights = str(tmp_path / "export")
+    task.export(tmp_path / "export")
+    write_json(tmp_path / "export" / "export.json", {"batches": 310_000} | record | task.export_record())
+    if complete:
+        write_json(tmp_path / "export" / "done.json", {})
+    load_first_weights(recipe, build(recipe.model))
+    assert ("is of batch 310000 of a run that has not ended" in capsys.readouterr().out) == said

@@ -11,6 +11,7 @@ from composer.utils import dist as composer_dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from recipes.algorithms.averaging import scheduled_ema
 from recipes.algorithms.averaging.average import Average, HostAverage, bytes_of_average
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.engines.composer.model import ComposerTask
@@ -432,3 +433,16 @@ def test_on_a_gpu_it_is_the_average_of_the_cpu(kind):
         torch.testing.assert_close(parameter.detach().cpu(), want, rtol=1e-5, atol=1e-5)
     averages[1].take_out()
     assert all(torch.equal(p, r) for p, r in zip(model.parameters(), raw, strict=True))
+
+
+@pytest.mark.parametrize(("free", "device", "said"), [(47, "same", True), (48, "same", False), (0, "cpu", False)])
+def test_an_average_that_will_not_fit(monkeypatch, capsys, free, device, said):
+    """Steps of a run that begins its average after days, on a GPU that is nearly full."""
+    monkeypatch.setattr(scheduled_ema, "free_memory", lambda: free)
+    monkeypatch.setattr(FakeRun, "on_gpu", True)
+    ema, run = ScheduledEMA(decay=0.9999, last="5ba", device=device), FakeRun(nn.Linear(3, 3), duration="100ba")
+    ema.change_modules(run)
+    ema.begin(run)
+    for batch in range(1, 10):
+        ema.step_end(run.at(batch))
+        assert ("95ba and takes 0.0 MB of each GPU" in capsys.readouterr().out) == (said and batch == 3)
