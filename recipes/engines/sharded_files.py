@@ -22,6 +22,7 @@ from torch import Tensor
 
 from data.errors import first_line
 from recipes.engines.plain_pickles import plain_metadata
+from recipes.models import torch_files
 
 METADATA = ".metadata"
 
@@ -117,7 +118,7 @@ class Sharded:
             stream.seek(info.offset)
             data = stream.read(info.length)
         with _damaged(f"{file}: not readable as a part of a checkpoint"):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return torch_files.load(io.BytesIO(data))
 
 
 @contextmanager
