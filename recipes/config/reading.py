@@ -21,6 +21,9 @@ from recipes.config.values import ConfigError
 MARK = re.compile(r'in "<(byte|unicode) string>", line')  # of PyYAML, which is given no file
 MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
 
+# A recipe of somebody else must not put a credential into an address, and one's own is written to records and logs.
+OmegaConf.clear_resolver("oc.env")
+
 
 def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
     """The values of a YAML with its base and overrides, interpolations resolved, before they are checked.

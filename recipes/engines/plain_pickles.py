@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import metadata as metadata_format
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
-from data.errors import first_line
+from data.errors import first_line, one_line
 from recipes.engines.legacy_checkpoints import check_names
 from recipes.models import torch_files
 
@@ -56,6 +56,27 @@ class DamagedCheckpoint(ValueError):
 
     `recipes.engines.resuming` says what to do.
     """
+
+
+@contextmanager
+def damaged(what: str) -> Iterator[None]:
+    """A context for reading a checkpoint, in which all that damaged bytes or missing values raise, which is nearly
+    anything, becomes a DamagedCheckpoint of one line.
+
+    Args:
+        what: path, colon, and what is wrong. A ValueError that begins with the path stays as it is.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(what.split(":")[0]):
+            raise  # it says where, already
+        raise DamagedCheckpoint(f"{what}: {one_line(error)}") from error
+
+
+NOT_WHOLE = "not a whole checkpoint of a run"
 
 
 def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: bool = False) -> Any:

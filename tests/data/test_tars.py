@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import threading
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -183,6 +184,22 @@ def test_huge_members_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tars, "MAX_FILE_BYTES", 1000)
     path = write_tar(tmp_path / "x.tar", [("a.png", bytes(1001)), ("a.txt", b"big"), *layout(ROWS[:1])])
     assert reasons(TarSource(urls=str(path))) == {"a": "too_large_file"}
+
+
+def test_members_that_no_sample_is_made_of_take_no_memory(tmp_path):
+    path, size = tmp_path / "x.tar.gz", 10_000_000
+    with tarfile.open(path, "w:gz") as archive:
+        for number in range(10):
+            info = tarfile.TarInfo(f"a.x{number}")
+            info.size = size
+            archive.addfile(info, io.BytesIO(bytes(size)))
+    source = TarSource(urls=str(path))
+    tracemalloc.start()
+    try:
+        assert reasons(source) == {"a": "missing_image"}
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("url", ["pipe:cat x.tar", "-", "ssh://host/x.tar", "PIPE:ls", "ais://b/x.tar", "|ls"])
