@@ -31,7 +31,7 @@ from typing import BinaryIO
 import braceexpand
 
 from data.disk_errors import disk_error
-from data.downloads import advice, fetch
+from data.downloads import advice, fetch, shown
 from data.errors import one_line
 from data.sources.base import (
     IMAGE_SUFFIXES,
@@ -189,12 +189,12 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             try:
                 fetch(url, local, TIMEOUT)
             except FileNotFoundError as error:
-                raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
+                raise FileNotFoundError(f"no file {shown(url)} ({one_line(error)})") from None
             except Exception as error:  # each cloud's client has its own errors, without a common base class
                 what = advice(error, "start again when the server answers")
                 if disk_error(error) is not None:
                     what = f"make room in {tempfile.gettempdir()} (TMPDIR)"
-                raise ConnectionError(f"cannot fetch {url}: {one_line(error)}; {what}") from error
+                raise ConnectionError(f"cannot fetch {shown(url)}: {one_line(error)}; {what}") from error
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
         yield file
@@ -275,7 +275,7 @@ def _groups(
             raise
         if members:
             yield key, members
-        yield Rejected(Path(url).name, "broken_shard", f"{error} (after key {key or 'none'})")
+        yield Rejected(Path(shown(url)).name, "broken_shard", f"{error} (after key {key or 'none'})")
         return
     if members:
         yield key, members
