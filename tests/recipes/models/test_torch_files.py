@@ -81,6 +81,17 @@ def test_a_part_of_a_sharded_checkpoint_has_no_more_bytes_than_its_record(tmp_pa
         dcp.load({"w": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)
 
 
+def test_weights_that_open_clip_fetches_are_checked(tmp_path, monkeypatch):
+    from data.clip_library import open_clip
+    from recipes.encoders.open_clip_models import load_open_clip
+
+    (tmp_path / "w.bin").write_bytes(larger())
+    monkeypatch.setattr(open_clip, "create_model", lambda *_, **__: torch.load(tmp_path / "w.bin", weights_only=True))
+    with pytest.raises(ValueError) as raised:
+        load_open_clip("ViT-B-32", "laion2b_s34b_b79k", "text_encoder")
+    assert "it claims 256 bytes in data/0, which has 64" in str(raised.value.__cause__)
+
+
 STRUCTURED = (  # np.dtype("u4", False, True) with a field that lies 16 bytes behind the value
     b"cnumpy\ndtype\n" + text("u4") + b"\x89\x88\x87R"
     b"(K\x03" + text("<") + b"N(" + text("a") + b"t}" + text("a") + b"(" + b"cnumpy\ndtype\n" + text("u4")
