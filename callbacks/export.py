@@ -28,6 +28,8 @@ from recipes.training.finite import is_worth_keeping
 from recipes.training.ranks import by_first_rank, is_first_rank
 from recipes.training.run import Run
 
+WEIGHTS = {".safetensors", ".pt", ".pth", ".bin"}  # suffixes of encoders' files
+
 
 class Export(PeriodicCallback):
     """Writes <output>/export at intervals and at the end, atomically.
@@ -169,7 +171,7 @@ def export(
                 np.save(new / NULL_TEXT, loading.null_text.numpy())
             record = {**record, "resolution": loading.resolution}
             for source, name in encoder_folders(loading.manifest):
-                shutil.copytree(source, new / name, dirs_exist_ok=True)
+                shutil.copytree(source, new / name, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
         for name in ("export.json", "done.json") if complete else ("export.json",):
             write_json(new / name, record, indent=2)
 
@@ -177,14 +179,23 @@ def export(
 def encoder_folders(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
     """The local folders of encoders that an export has copies of, so that it can be moved, and where in it these are.
 
-    Encoders of a hub are found by their id.
+    Encoders of a hub are found by their id. The manifest of a set of somebody else may name any folder: one without
+    weights, such as a folder of credentials, must not get into an export, which is passed on.
     """
     for name in ("image_encoder", "text_encoder"):
         component = (getattr(manifest, name) or {"component": {}})["component"]
         path = component.get("path")
         if path and Path(path).expanduser().is_dir():
+            if not _has_weights(Path(path).expanduser()):
+                log.warning(f"export: {path}, which the data's manifest names as {name}, holds no weights; not copied")
+                continue
             for part in _parts_of(component):
                 yield Path(path).expanduser() / part, Path(name, part)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder, or a folder in it, holds a file of weights."""
+    return any(file.suffix in WEIGHTS for pattern in ("*", "*/*") for file in folder.glob(pattern))
 
 
 def _parts_of(component: dict[str, Any]) -> set[str]:

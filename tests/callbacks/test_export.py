@@ -159,12 +159,30 @@ def test_of_a_pipeline_an_export_has_what_its_encoders_read(tmp_path, task, text
     for name in ("text_encoder", "tokenizer", "unet", "vae"):
         (pipeline / name).mkdir(parents=True)
         (pipeline / name / "config.json").write_text("{}")
+        (pipeline / name / "model.safetensors").touch()
     image = {"component": {"path": str(pipeline), "subfolder": "vae"}}
     parts = {"image_encoder": image, "text_encoder": {"component": {"path": str(pipeline), **text}}}
     manifest = SimpleNamespace(**parts, write=lambda folder: None)
     export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
     found = {name: sorted(path.name for path in (tmp_path / "export" / name).iterdir()) for name in parts}
     assert found == {"image_encoder": ["vae"], "text_encoder": copied}
+
+
+def test_an_export_copies_no_folder_that_is_no_encoder(tmp_path, task, caplog):
+    """The manifest of a set of somebody else may name any, and an export is passed on."""
+    for name in ("secrets", "vae"):
+        (tmp_path / name / ".git").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "vae" / "w.safetensors").touch()
+    parts = {
+        "image_encoder": {"component": {"path": str(tmp_path / "vae")}},
+        "text_encoder": {"component": {"path": str(tmp_path / "secrets")}},
+    }
+    manifest = SimpleNamespace(**parts, write=lambda folder: None)
+    export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
+    assert sorted(p.name for p in (tmp_path / "export" / "image_encoder").iterdir()) == ["config.json", "w.safetensors"]
+    assert not (tmp_path / "export" / "text_encoder").exists()
+    assert f"{tmp_path}/secrets, which the data's manifest names as text_encoder, holds no weights" in caplog.text
 
 
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):
