@@ -220,7 +220,7 @@ def test_yamls_read_no_variables_of_the_environment(tmp_path, monkeypatch):
     """An address with a credential would carry it to wherever it points."""
     monkeypatch.setenv("SECRET", "a-credential")
     (tmp_path / "c.yaml").write_text("run_name: x\noutput: ${oc.env:SECRET}\n")
-    with pytest.raises(ValueError, match="output: Unsupported interpolation type oc.env"):
+    with pytest.raises(ValueError, match="output: Unsupported interpolation type oc.env; give the value itself"):
         load_config(tmp_path / "c.yaml", [], Recipe, [])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from recipes.config.scalars import load
 from recipes.config.source_code import ROOT
@@ -131,6 +131,8 @@ def _one_line(error: Exception, where: str = "") -> str:
     text = MARK.sub("at line", text)
     if isinstance(error, GrammarParseError):
         text += r"; a text that contains ${ is written \${"
+    if isinstance(error, UnsupportedInterpolationType):
+        text += "; give the value itself"
     return f"{key}: {text}" if key else text
 
 
