@@ -183,17 +183,21 @@ def export(
 def encoder_files(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
     """The files of local encoders that an export has copies of, so that it can be moved, and where in it these are.
 
-    Encoders of a hub are found by their id.
+    Encoders of a hub are found by their id. The manifest of a set of somebody else may name any folder: one without
+    weights, such as a folder of credentials, must not get into an export, which is passed on.
     """
     for name in ("image_encoder", "text_encoder"):
         component = (getattr(manifest, name) or {"component": {}})["component"]
         path, weights = (Path(component.get(key) or "").expanduser() for key in ("path", "pretrained"))
         if component.get("path") and path.is_dir():
+            if not _has_weights(path):
+                log.warning(f"export: {path}, which the data's manifest names as {name}, holds no weights; not copied")
+                continue
             for part in _parts_of(component):
                 for file in (path / part).rglob("*"):
                     if file.is_file() and _is_read(file.relative_to(path / part), component.get("name")):
                         yield file, Path(name, file.relative_to(path))
-        elif weights.is_file():
+        elif weights.is_file() and weights.suffix in SUFFIXES:
             yield weights, Path(name, weights.name)
 
 
@@ -202,6 +206,11 @@ def _is_read(file: Path, encoder: str | None) -> bool:
     some as pickles, and a checkout of it has them again in .git."""
     hidden = any(part.startswith(".") for part in file.parts)
     return not hidden and (file.suffix not in SUFFIXES or file.name == READ.get(encoder, file.name))
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder, or a folder in it, holds a file of weights."""
+    return any(file.suffix in SUFFIXES for pattern in ("*", "*/*") for file in folder.glob(pattern))
 
 
 def _parts_of(component: dict[str, Any]) -> set[str]:

@@ -76,8 +76,8 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
         if not re.fullmatch(r"[a-z][a-z-]*(=\S+)?", line):
             raise ValueError(f"--sbatch {line}: give a long option of sbatch without its dashes, as constraint=h200")
     for line in lines:
-        if re.search(r"[\s#\"'\\]", line):
-            raise ValueError(f"{line!r}: a directive of sbatch cannot hold spaces or quotes; give another name")
+        if re.search(r"[\s#\"'\\$`]", line):  # the script has the job's name in double quotes, too
+            raise ValueError(f"{line!r}: a directive of sbatch cannot hold spaces, quotes, $ or `; give another name")
     return [f"#SBATCH --{line}" for line in (*lines, *options.directives)]
 
 

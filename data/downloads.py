@@ -84,8 +84,17 @@ def ask_again(ask: Callable[[], None], address: str, attempts: int | None = None
                 raise
             pause = 2.0**attempt
             if pause >= LONG:
-                log.info(f"{address}: {one_line(error)}; asks again in {pause:g} s")
+                log.info(f"{shown(address)}: {one_line(error)}; asks again in {pause:g} s")
         time.sleep(pause)
+
+
+def shown(address: str) -> str:
+    """An address as logs and messages have it: without a password, and without a query, which may be a signature."""
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        return address
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
 
 def _fetch_http(address: str, path: Path, timeout: float) -> None:

@@ -84,6 +84,25 @@ class EncodedDataset(FetchingDataset):
         self.blocks = BatchBlocks(blocks, bytes_of(self._batch_specs(self.batch_size)))
         self.finished_epoch: int | None = None
 
+    def check_shapes(self, whole: bool, **expected: tuple[int, ...]) -> None:
+        """Compare what the index says of columns with what the manifest says of the set.
+
+        Args:
+            whole: whether they hold whole numbers.
+            expected: shapes by the names of columns in a batch.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        for name, shape in expected.items():
+            array = self.arrays[name]
+            if array.shape != shape or array.dtype.is_floating_point == whole:
+                kind = "whole" if whole else "floating-point"
+                raise ValueError(
+                    f"{self.shards[0].path}: {name} has {array.dtype} {array.shape}, the manifest says {kind} numbers "
+                    f"{shape}; copy the set again, or encode it again"
+                )
+
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """See `StreamingDataset.state_dict`; Composer calls it with the number of samples of its current epoch.
 

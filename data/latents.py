@@ -93,6 +93,8 @@ def latents(
             epoch_size=epoch_size,
         ),
     )
+    shape = manifest.latent_shape(resolution)
+    dataset.check_shapes(whole=False, mean=shape, std=shape, text=manifest.text_shape)
     null_text = next(iter(streams.values())).null_text(manifest.text_shape)
     if placement.training:
         on_device = LatentTransform(null_text, caption_dropout, sample_posterior, flip)

@@ -102,6 +102,7 @@ def texts(
             epoch_size=epoch_size,
         ),
     )
+    dataset.check_shapes(whole=True, tokens=(dataset.row,))
     return Loading(
         open_loader(dataset, placement, workers, drop_last),
         widen,

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 
 from data.aliases import InputPath
 from data.bpe import Vocabulary
-from data.column_reader import StoredSample
+from data.column_reader import DamagedError, StoredSample
 from data.cost import Cost, Plan, with_cost
 from data.encoded_dataset import EncodedDataset, copy_rows, dataset_arguments, open_loader
 from data.encoded_sets import first_manifest
@@ -99,6 +100,7 @@ def tokens(
         dropout=dropout if placement.training else 0.0,
         caption_dropout=caption_dropout if placement.training else 0.0,
         draw_crop=placement.training,
+        codes=manifest.image_encoder["codes"],
         **dataset_arguments(
             "tokens",
             streams,
@@ -112,6 +114,7 @@ def tokens(
             epoch_size=epoch_size,
         ),
     )
+    dataset.check_shapes(whole=True, tokens=(manifest.crops, manifest.side(resolution) ** 2))
     return Loading(
         open_loader(dataset, placement, workers, drop_last),
         widen,
@@ -160,6 +163,7 @@ class TokenDataset(EncodedDataset):
         dropout: probability that a merge is left out.
         caption_dropout: share of captions that are replaced by the empty one.
         draw_crop: choose one of the crops at random; false takes the first.
+        codes: number of codes of the dVAE, below which tokens must be; None: they are not compared.
         arguments: of `EncodedDataset`.
     """
 
@@ -172,6 +176,7 @@ class TokenDataset(EncodedDataset):
         dropout: float,
         caption_dropout: float,
         draw_crop: bool,
+        codes: int | None = None,
         **arguments: Any,
     ) -> None:
         self.vocabulary = vocabulary
@@ -179,12 +184,13 @@ class TokenDataset(EncodedDataset):
         self.dropout = dropout
         self.caption_dropout = caption_dropout
         self.draw_crop = draw_crop
+        self.codes = codes
         self.captions = self.cut = 0  # encoded by this process, and how many of them were too long
         super().__init__(columns={"tokens": f"tokens_{resolution}"}, texts=("key", "caption"), **arguments)
 
     def specs(self, samples: int) -> Specs:
         """See `EncodedDataset.specs`."""
-        count = self.arrays["tokens"].shape[1]
+        count = prod(self.arrays["tokens"].shape[1:])
         return {"text": ((samples, self.positions), torch.int32), "image": ((samples, count), torch.int32)}
 
     def collate(self, samples: Sequence[StoredSample]) -> Batch:
@@ -192,6 +198,9 @@ class TokenDataset(EncodedDataset):
 
         Returns:
             `text` (B, T) int32, with -1 after the last token, and `image` (B, N) int32 in raster order.
+
+        Raises:
+            DamagedError: a sample has a code that the dVAE does not have. A GPU would say nothing that names it.
         """
         batch = self.new_batch(samples)
         text, image = batch["text"].numpy(), batch["image"].numpy()
@@ -205,6 +214,11 @@ class TokenDataset(EncodedDataset):
             draws = random.Random(sample_seed(self.shuffle_seed, epoch, key))
             crop = draws.randrange(len(tokens[row])) if self.draw_crop else 0
             image[row] = tokens[row, crop]
+            if self.codes is not None and not 0 <= image[row].min() <= image[row].max() < self.codes:
+                raise DamagedError(
+                    f"tokens: {key} has codes from {image[row].min()} to {image[row].max()}, its dVAE has {self.codes} "
+                    "codes from 0; encode the set again"
+                )
             found = self._encode(caption, draws, key)
             text[row, : len(found)] = found
         return batch

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.arrays import read_matrix
 from data.image_grid import to_uint8
 from data.manifest import Manifest
 from data.sources.base import InputShard, Rejected, Sample, Source
@@ -236,7 +237,7 @@ def null_text_faults(file: Path, texts: TextEncoder, manifest: Manifest) -> list
         texts: the text encoder, on its device.
         manifest: of the set.
     """
-    stored = np.load(file, allow_pickle=False)
+    stored = read_matrix(file, manifest.text_shape)
     fresh = texts.encode([""])[0].half().cpu().numpy()
     found = _difference(stored[None], fresh[None], [Record("", "", "", {})]).worst
     limit = LIMITS[manifest.text_encoder["precision"]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -12,6 +14,7 @@ import numpy as np
 from streaming.base.format import reader_from_json
 from streaming.base.hashing import get_hash
 
+from data.arrays import read_matrix
 from data.column_reader import ColumnReader, StoredSample
 from data.manifest import NULL_TEXT, Manifest
 from data.mds_index import HASHES, Shard, read_index
@@ -19,6 +22,7 @@ from data.sources.mds import locate
 from precompute.totals import moments
 
 SHARDS = 8  # input shards of which records are drawn: each must be read again, as a whole where it is remote
+MOST_ROWS = 1 << 62  # that are drawn from, as NumPy counts them
 CHUNK = 64  # samples that are looked at together
 LARGEST_FP16 = float(np.finfo(np.float16).max)
 
@@ -102,11 +106,13 @@ def _draw(entries: list[Shard], records: int, rng: np.random.Generator) -> dict[
     shards = sorted({_input_shard(entry) for entry in entries})
     chosen = set(rng.permutation(shards)[:SHARDS])
     files = [number for number, entry in enumerate(entries) if _input_shard(entry) in chosen]
-    rows = [(number, row) for number in files for row in range(entries[number]["samples"])]
+    ends = list(accumulate(entries[number]["samples"] for number in files))
     wanted: dict[int, set[int]] = {}
-    for place in rng.permutation(len(rows))[:records]:
-        number, row = rows[place]
-        wanted.setdefault(number, set()).add(row)
+    # No list of all rows, whose number the index may have invented.
+    rows = min(ends[-1], MOST_ROWS) if ends else 0
+    for row in rng.choice(rows, min(records, rows), replace=False).tolist() if rows else []:
+        place = bisect_right(ends, row)
+        wanted.setdefault(files[place], set()).add(row - (ends[place - 1] if place else 0))
     return wanted
 
 
@@ -186,11 +192,11 @@ def _short(values: list[float]) -> str:
 
 def _check_null_text(path: Path, manifest: Manifest, found: Survey) -> None:
     try:
-        null = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        null = read_matrix(path, manifest.text_shape)
+    except (OSError, ValueError) as error:
         found.faults.append(f"{path}: the embedding of the empty caption cannot be read ({error})")
         return
-    if null.shape != manifest.text_shape or null.dtype != np.float16 or not np.isfinite(null).all():
+    if null.dtype != np.float16 or not np.isfinite(null).all():
         found.faults.append(f"{path}: {null.dtype} {null.shape}, expected finite float16 {manifest.text_shape}")
 
 

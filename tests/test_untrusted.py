@@ -216,6 +216,21 @@ def test_yamls_that_were_made_to_hurt(text, tmp_path):
         load_config(tmp_path / "c.yaml", [], Recipe, [])
 
 
+def test_yamls_read_no_variables_of_the_environment(tmp_path, monkeypatch):
+    """An address with a credential would carry it to wherever it points."""
+    monkeypatch.setenv("SECRET", "a-credential")
+    (tmp_path / "c.yaml").write_text("run_name: x\noutput: ${oc.env:SECRET}\n")
+    with pytest.raises(ValueError, match="output: Unsupported interpolation type oc.env; give the value itself"):
+        load_config(tmp_path / "c.yaml", [], Recipe, [])
+
+
+def test_yamls_of_many_keys(tmp_path):
+    """If each was compared with each for keys that are given twice, it would take hours."""
+    (tmp_path / "c.yaml").write_text("".join(f"k{number}: 1\n" for number in range(200_000)) + "k7: 1\n")
+    with pytest.raises(ValueError, match="found duplicate key k7"):
+        load_config(tmp_path / "c.yaml", [], Recipe, [])
+
+
 @pytest.fixture(scope="module")
 def vocabulary() -> dict:
     """A vocabulary file's JSON: the bytes and two merges."""

@@ -119,10 +119,22 @@ class MDSSource:
             from streaming.base.format.mds.encodings import mds_decode
 
             try:
+                _check_pil(image)
                 image = mds_decode("pil", image)
             except Exception as error:  # sizes and mode come from the data, so anything may be raised
                 return Rejected(key, "broken_image", f"{type(error).__name__}: {error}")
         return assemble(key, image, row[self.caption])
+
+
+def _check_pil(image: bytes) -> None:
+    """Width and height come first, and Pillow takes memory for as many pixels, of which a byte holds 8 or fewer.
+
+    Raises:
+        ValueError: there are not as many bytes.
+    """
+    width, height = np.frombuffer(image, np.uint32, 2).tolist()
+    if width * height > 8 * len(image):
+        raise ValueError(f"it claims {width}x{height} pixels in {len(image)} bytes")
 
 
 def _stem(info: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import BinaryIO
 import braceexpand
 
 from data.disk_errors import disk_error
-from data.downloads import advice, fetch
+from data.downloads import advice, fetch, shown
 from data.errors import one_line
 from data.sources.base import (
     IMAGE_SUFFIXES,
@@ -104,8 +104,12 @@ class TarSource:
             raise ValueError(f"no shard {shard!r} in this source: it has {len(self.urls)}")
         once = ReadOnce()
         with open_tar(self.urls[shard]) as file:
-            for group in _groups(file, self.urls[shard]):
+            for group in _groups(file, self.urls[shard], self._is_read):
                 yield once(group if isinstance(group, Rejected) else self._sample(*group))
+
+    def _is_read(self, suffix: str) -> bool:
+        """Whether a sample is made of the member of a suffix. Others take no memory: a key may have any number."""
+        return suffix in (self.caption, "json") or suffix in IMAGE_SUFFIXES
 
     def _sample(self, key: str, members: dict[str, bytes | int]) -> Sample | Rejected:
         """Makes a sample of the members of a key: suffix -> bytes, or the size of a member that is too large."""
@@ -185,12 +189,12 @@ def open_tar(url: str) -> Iterator[BufferedReader]:
             try:
                 fetch(url, local, TIMEOUT)
             except FileNotFoundError as error:
-                raise FileNotFoundError(f"no file {url} ({one_line(error)})") from None
+                raise FileNotFoundError(f"no file {shown(url)} ({one_line(error)})") from None
             except Exception as error:  # each cloud's client has its own errors, without a common base class
                 what = advice(error, "start again when the server answers")
                 if disk_error(error) is not None:
                     what = f"make room in {tempfile.gettempdir()} (TMPDIR)"
-                raise ConnectionError(f"cannot fetch {url}: {one_line(error)}; {what}") from error
+                raise ConnectionError(f"cannot fetch {shown(url)}: {one_line(error)}; {what}") from error
             file = open(local, "rb")  # noqa: SIM115 - its name goes now; a killed process leaves nothing behind
     with file:
         yield file
@@ -233,8 +237,13 @@ def _decompressed(file: BufferedReader) -> BinaryIO:
     return next((opened(file) for mark, opened in _COMPRESSIONS if re.match(mark, begin, re.DOTALL)), file)
 
 
-def _groups(file: BufferedReader, url: str) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
-    """Groups neighbouring members of one key, as (key, suffix -> bytes or the size of a member that is too large)."""
+def _groups(
+    file: BufferedReader, url: str, is_read: Callable[[str], bool]
+) -> Iterator[tuple[str, dict[str, bytes | int]] | Rejected]:
+    """Groups neighbouring members of one key, as (key, suffix -> bytes or the size of a member that is too large).
+
+    Of members for whose suffix `is_read` is false, the bytes are left out.
+    """
     key, members = "", {}
     try:
         # "r|" reads forward only.
@@ -253,7 +262,10 @@ def _groups(file: BufferedReader, url: str) -> Iterator[tuple[str, dict[str, byt
                     if members:
                         yield key, members
                     key, members = match[1], {}
-                members[suffix] = info.size if info.size > MAX_FILE_BYTES else archive.extractfile(info).read()
+                if not is_read(suffix):
+                    members[suffix] = b""
+                else:
+                    members[suffix] = info.size if info.size > MAX_FILE_BYTES else archive.extractfile(info).read()
             # `tarfile` ends at the first block of zeros. Joined tars and those with a hole go on behind it.
             while block := archive.fileobj.read(1 << 20):
                 if block.strip(b"\0"):
@@ -263,7 +275,7 @@ def _groups(file: BufferedReader, url: str) -> Iterator[tuple[str, dict[str, byt
             raise
         if members:
             yield key, members
-        yield Rejected(Path(url).name, "broken_shard", f"{error} (after key {key or 'none'})")
+        yield Rejected(Path(shown(url)).name, "broken_shard", f"{error} (after key {key or 'none'})")
         return
     if members:
         yield key, members

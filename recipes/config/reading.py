@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from recipes.config.scalars import load
 from recipes.config.source_code import ROOT
@@ -20,6 +20,9 @@ from recipes.config.values import ConfigError
 
 MARK = re.compile(r'in "<(byte|unicode) string>", line')  # of PyYAML, which is given no file
 MAX_VALUES = 100_000  # of a YAML, once its aliases are replaced by what they stand for
+
+# A recipe of somebody else must not put a credential into an address, and one's own is written to records and logs.
+OmegaConf.clear_resolver("oc.env")
 
 
 def read_values(path: str | Path, overrides: list[str]) -> dict[str, Any]:
@@ -128,6 +131,8 @@ def _one_line(error: Exception, where: str = "") -> str:
     text = MARK.sub("at line", text)
     if isinstance(error, GrammarParseError):
         text += r"; a text that contains ${ is written \${"
+    if isinstance(error, UnsupportedInterpolationType):
+        text += "; give the value itself"
     return f"{key}: {text}" if key else text
 
 

@@ -8,6 +8,7 @@ texts, which fields for numbers and booleans read (`value_of`).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import yaml
@@ -54,9 +55,9 @@ class Loader(yaml.CSafeLoader):
     yaml_implicit_resolvers: dict = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1 and key != "<<":
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, times in keys.items():
+            if times > 1 and key != "<<":
                 where = "while constructing a mapping", node.start_mark
                 raise yaml.constructor.ConstructorError(*where, f"found duplicate key {key}", node.start_mark)
         return super().construct_mapping(node, deep)

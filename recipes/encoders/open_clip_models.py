@@ -14,6 +14,7 @@ from torch import nn
 from data.clip_words import bound
 from recipes.encoders.base import cannot_load
 from recipes.models.config_files import build_from, is_number, read_object
+from recipes.models.torch_files import checked
 from recipes.models.weights import read_safetensors
 
 LOCAL_PREFIX = "local-dir:"
@@ -41,7 +42,10 @@ def load_open_clip(model: str, pretrained: str | None, key: str) -> nn.Module:
 
     def create(config: dict[str, Any] | None = None) -> nn.Module:
         # No separate weights of the towers: a config must not make open_clip download other models.
-        return open_clip.create_model(model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False)
+        with checked():  # the weights of some tags are files of torch.save
+            return open_clip.create_model(
+                model, pretrained, device="cpu", pretrained_text=False, pretrained_image=False
+            )
 
     try:
         if model.startswith(LOCAL_PREFIX):

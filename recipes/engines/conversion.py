@@ -20,7 +20,7 @@ from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.generators import with_arrays, with_tensors
-from recipes.engines.plain_pickles import ALLOWED, load_plain
+from recipes.engines.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
 from recipes.engines.sharded_files import Sharded
 from recipes.training.checkpoint_names import KINDS, REST, newest_of_all, resolved
 
@@ -55,19 +55,21 @@ def convert(path: Path, engine: str) -> Path:
     if inner is not None:
         raise ValueError(f"{path}: holds several checkpoints; name one of them, such as {inner}")
     of_lightning = (path / REST).is_file() if path.is_dir() else engine == "composer"
-    if not of_lightning:
-        state = from_composer(read_composer(path))
-    elif path.is_dir():
-        rest, parts = read_file(path / REST), read_parts(path)
-        state = rest | parts | {LEVERS: joined(rest[LEVERS], parts.get(LEVERS, {}))}
-    else:
-        state = read_file(path, lazily=True)
-    state = upgraded(state)
-    epoch, batch = state["counts"]["epoch"], state["counts"]["batch"]
     kind = KINDS[engine]
+    with damaged(f"{path}: {NOT_WHOLE}"):
+        if not of_lightning:
+            state = from_composer(read_composer(path))
+        elif path.is_dir():
+            rest, parts = read_file(path / REST), read_parts(path)
+            state = rest | parts | {LEVERS: joined(rest[LEVERS], parts.get(LEVERS, {}))}
+        else:
+            state = read_file(path, lazily=True)
+        state = upgraded(state)
+        epoch, batch = int(state["counts"]["epoch"]), int(state["counts"]["batch"])  # a text could name another folder
+        written = state if engine == "lightning" else to_composer(state)
     new = path.parent / kind.name_of(epoch, batch, sharded=False)
     with atomic_write(new) as partial:
-        torch.save(state if engine == "lightning" else to_composer(state), partial)
+        torch.save(written, partial)
     point_to(path.parent / kind.link, new)
     return new
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data.downloads import shown
 from data.errors import one_line
 from data.log import log
 from recipes.engines.tracking import ask_once, log_parameters, refused
@@ -74,7 +75,7 @@ class MLflowWriter:
             from mlflow import MlflowClient
 
             client = MlflowClient(uri)
-        self._client, self._uri, self._run_id = client, uri, run_id
+        self._client, self._uri, self._run_id = client, shown(uri), run_id
         self._waiting: deque[Item] = deque()  # `_changed` guards it and what follows
         self._sending: list[Item] = []  # taken from it, and not yet written
         self._images: deque[Item] = deque()  # those that were not taken

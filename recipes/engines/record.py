@@ -6,13 +6,12 @@ written, so that a start that was killed before its first checkpoint leaves no t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from data.files import atomic_folder, write_json, write_text
+from data.files import atomic_folder, read_object, write_json, write_text
 from data.loading import Loading
 from data.log import log
 from data.manifest import Manifest
@@ -242,7 +241,10 @@ def check_encoders(recipe: Recipe, data: Loading, evals: Mapping[str, Loading]) 
     else:
         return
     if (record / ENCODED).is_file():
-        values = json.loads((record / ENCODED).read_text(encoding="utf-8"))
+        try:
+            values = read_object(record / ENCODED)
+        except ValueError as error:
+            raise ValueError(f"{record / ENCODED}: damaged ({error}); copy the run's folder again") from None
         _compare(data.manifest, values, f"data: not encoded as that of {run}, whose checkpoint is loaded")
 
 

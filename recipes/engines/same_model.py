@@ -17,7 +17,7 @@ from torch import nn
 from recipes.engines.conversion import PREFIX
 from recipes.engines.legacy_checkpoints import check_names, upgraded
 from recipes.engines.lightning.checkpoint_format import read_file
-from recipes.engines.plain_pickles import load_plain, plain_metadata
+from recipes.engines.plain_pickles import NOT_WHOLE, damaged, load_plain, plain_metadata
 from recipes.engines.sharded_files import METADATA
 from recipes.training.checkpoint_names import REST
 
@@ -77,6 +77,11 @@ def saved_at(path: Path, engine: str) -> Saved:
         FileNotFoundError: it lacks a file.
         ValueError: the other engine or an earlier version wrote it, or it is damaged.
     """
+    with damaged(f"{path}: {NOT_WHOLE}"):
+        return _saved_at(path, engine)
+
+
+def _saved_at(path: Path, engine: str) -> Saved:
     if not path.is_dir():
         state = read_file(path, lazily=True) if engine == "lightning" else load_plain(path, lazily=True)
         return saved_in(path, upgraded(state), engine)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.errors import first_line
-from recipes.engines.plain_pickles import plain_metadata
+from recipes.engines.plain_pickles import damaged, plain_metadata
+from recipes.models import torch_files
 
 METADATA = ".metadata"
 
@@ -61,7 +60,7 @@ class Sharded:
         """
         places = defaultdict(list)
         found = {}
-        with _damaged(f"{self.folder}: damaged"), torch.serialization.safe_globals(list(allowed)):
+        with damaged(f"{self.folder}: damaged"), torch.serialization.safe_globals(list(allowed)):
             for index, info in self.metadata.storage_data.items():
                 places[index.fqn].append((index.offset, info))
             for name, kind in self.metadata.state_dict_metadata.items():
@@ -74,7 +73,7 @@ class Sharded:
         """All values as they were nested when they were saved. Raises as `values`."""
         root: dict[Any, Any] = {}
         values = self.values(allowed=allowed)
-        with _damaged(f"{self.folder / METADATA}: damaged"):
+        with damaged(f"{self.folder / METADATA}: damaged"):
             for name, value in values.items():
                 path = self.metadata.planner_data[name]
                 if any(isinstance(key, int) and not 0 <= key <= len(values) for key in path):
@@ -116,19 +115,8 @@ class Sharded:
         with file.open("rb") as stream:
             stream.seek(info.offset)
             data = stream.read(info.length)
-        with _damaged(f"{file}: not readable as a part of a checkpoint"):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-@contextmanager
-def _damaged(what: str) -> Iterator[None]:
-    """A context in which all that damaged bytes raise, which is nearly anything, becomes a ValueError of one line."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith(what.split(":")[0]):
-            raise  # it says where, already
-        raise ValueError(f"{what}: {first_line(error)}") from error
+        with damaged(f"{file}: not readable as a part of a checkpoint"):
+            return torch_files.load(io.BytesIO(data))
 
 
 def _step(at: Any, key: Any, value: Any) -> Any:

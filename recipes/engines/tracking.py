@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.downloads import shown
 from data.files import write_text
 from data.log import log
 from recipes.config.recipe import Recipe
@@ -71,7 +72,8 @@ def mlflow_run(identifier: str, *, uri: str, experiment: str, run_name: str, art
     if given := os.environ.get("MLFLOW_RUN_ID"):
         return given
     ask_once()
-    waits = threading.Timer(SILENT, log.warning, [f"loggers: waits for MLflow at {uri}, which has not answered yet"])
+    text = f"loggers: waits for MLflow at {shown(uri)}, which has not answered yet"
+    waits = threading.Timer(SILENT, log.warning, [text])
     waits.daemon = True
     waits.start()
     end = time.monotonic() + (PATIENCE if uri.startswith("http") else 0)
@@ -81,7 +83,7 @@ def mlflow_run(identifier: str, *, uri: str, experiment: str, run_name: str, art
                 return _found_or_new(identifier, uri, experiment, run_name, artifacts)
             except MlflowException as error:
                 if refused(error) or time.monotonic() + SILENT > end:
-                    raise ValueError(f"loggers: MLflow at {uri}: {' '.join(str(error).split())}") from error
+                    raise ValueError(f"loggers: MLflow at {shown(uri)}: {' '.join(str(error).split())}") from error
             time.sleep(SILENT)
     finally:
         waits.cancel()
@@ -97,8 +99,8 @@ def _found_or_new(identifier: str, uri: str, experiment: str, run_name: str, art
         number = client.create_experiment(experiment, artifact_location=artifacts)
     elif found.lifecycle_stage == "deleted":
         raise ValueError(
-            f"loggers: the experiment {experiment!r} of {uri} is deleted; give another `experiment`, or restore it "
-            f"with `mlflow experiments restore --experiment-id {found.experiment_id}`"
+            f"loggers: the experiment {experiment!r} of {shown(uri)} is deleted; give another `experiment`, or restore "
+            f"it with `mlflow experiments restore --experiment-id {found.experiment_id}`"
         )
     else:
         number = found.experiment_id

@@ -12,7 +12,7 @@ from recipes.engines.conversion import PREFIX
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
-from recipes.engines.plain_pickles import ALLOWED, load_plain
+from recipes.engines.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
 from recipes.engines.sharded_files import METADATA, Sharded
 from recipes.generation.exports import Weights
 from recipes.training.checkpoint_names import REST, last_written, resolved
@@ -60,8 +60,11 @@ def read_checkpoint(path: Path, only: Weights | None = None) -> Checkpoint:
     Raises:
         FileNotFoundError, ValueError: not a whole checkpoint of this repository's runs.
     """
-    if path.is_dir():
-        return _sharded(path, only)
+    with damaged(f"{path}: {NOT_WHOLE}"):
+        return _sharded(path, only) if path.is_dir() else _full(path)
+
+
+def _full(path: Path) -> Checkpoint:
     state = load_plain(path, lazily=True)
     if isinstance(state, dict) and state.get("format") == FORMAT:
         return _of_lightning(path, state)

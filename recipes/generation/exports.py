@@ -67,7 +67,7 @@ def _identify(folder: Path) -> tuple[str, str] | None:
         if not isinstance(name, str) or name not in families():
             known = ", ".join(families())
             raise ValueError(f"{folder / 'export.json'}: unknown family {name!r}; this version knows {known}")
-        if not isinstance(network, str) or Path(network).name != network:
+        if not isinstance(network, str) or Path(network).name != network or network in ("", ".."):
             raise ValueError(f"{folder / 'export.json'}: network {network!r} is not the name of a folder")
         return name, network
     for name, family in families().items():

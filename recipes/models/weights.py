@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data.errors import first_line
+from recipes.models import torch_files
 from recipes.models.config_files import build_from, read_object
 
 Upgrade = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -200,12 +201,13 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, or of a PyTorch file that holds a state dict, directly or as `state_dict`.
 
     Raises:
-        ValueError: a damaged file, or a PyTorch file that holds anything else. No code in it is run.
+        ValueError: a damaged file, or a PyTorch file that holds anything else, or tensors that are larger than the
+            file. No code in it is run.
     """
     if file.suffix == ".safetensors":
         return _load_safetensors(file)
     try:
-        values = torch.load(file, map_location="cpu", weights_only=True)
+        values = torch_files.load(file)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file}: holds more than tensors; save its state_dict() instead") from error
     except FileNotFoundError:
@@ -214,6 +216,15 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file}: not a file of tensors ({first_line(error)}); copy it again") from error
     if isinstance(values, dict) and isinstance(values.get("state_dict"), dict):
         values = values["state_dict"]
-    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+    if not isinstance(values, dict) or not all(_is_dense(value) for value in values.values()):
         raise ValueError(f"{file}: holds no tensors by name; save a state_dict()")
+    # Tensors may share memory, as an embedding and the layer that it is tied to do, and may repeat a value.
+    if sum(tensor.nbytes for tensor in values.values()) > 2 * file.stat().st_size:
+        raise ValueError(f"{file}: its tensors are larger than the file; save contiguous copies of them")
     return dict(values)
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether a value is a tensor with its values in memory, and not a sparse, quantised or meta one."""
+    strided = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    return strided and not (value.is_nested or value.is_quantized)

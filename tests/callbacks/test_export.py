@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from callbacks.export import Export, export
+from callbacks.export import Export, encoder_files, export
 from data.bpe import Vocabulary
 from data.loading import Loading
 from data.manifest import Manifest
@@ -160,6 +160,7 @@ def test_of_a_pipeline_an_export_has_what_its_encoders_read(tmp_path, task, text
     for name in ("text_encoder", "tokenizer", "unet", "vae"):
         (pipeline / name).mkdir(parents=True)
         (pipeline / name / "config.json").write_text("{}")
+        (pipeline / name / "model.safetensors").touch()
     image = {"component": {"path": str(pipeline), "subfolder": "vae"}}
     parts = {"image_encoder": image, "text_encoder": {"component": {"path": str(pipeline), **text}}}
     manifest = SimpleNamespace(**parts, write=lambda folder: None)
@@ -202,6 +203,25 @@ def test_an_export_has_the_weights_of_open_clip_that_are_one_file(tmp_path, task
     found = encoder_components(manifest, folder)["text_encoder"].args
     assert found == {"model": "ViT-H-14", "pretrained": str(folder / "text_encoder" / "weights.safetensors")}
     assert Path(found["pretrained"]).read_text() == "weights"
+
+
+def test_an_export_copies_no_folder_that_is_no_encoder(tmp_path, task, caplog):
+    """The manifest of a set of somebody else may name any, and an export is passed on."""
+    for name in ("secrets", "vae"):
+        (tmp_path / name / ".git").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "vae" / "w.safetensors").touch()
+    parts = {
+        "image_encoder": {"component": {"path": str(tmp_path / "vae")}},
+        "text_encoder": {"component": {"path": str(tmp_path / "secrets")}},
+    }
+    manifest = SimpleNamespace(**parts, write=lambda folder: None)
+    export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
+    assert sorted(p.name for p in (tmp_path / "export" / "image_encoder").iterdir()) == ["config.json", "w.safetensors"]
+    assert not (tmp_path / "export" / "text_encoder").exists()
+    assert f"{tmp_path}/secrets, which the data's manifest names as text_encoder, holds no weights" in caplog.text
+    named = {"component": {"pretrained": str(tmp_path / "vae" / "config.json")}}
+    assert not list(encoder_files(SimpleNamespace(image_encoder=None, text_encoder=named)))
 
 
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):

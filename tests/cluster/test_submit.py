@@ -270,6 +270,7 @@ MISTAKES = {
     "--mount x": [TRAIN, "--machines", "1", "--mount", "x"],
     "--mount: nothing": [TRAIN, "--machines", "1", "--image", "x"],
     "quotes": [TRAIN, "--machines", "1", "--name", "a b"],
+    "quotes, $ or `": [TRAIN, "--machines", "1", "run_name=a`id`"],
     "--sbatch --exclusive": [TRAIN, "--machines", "1", "--sbatch=--exclusive"],
     "--memory 7: give 8 or more": [ENCODE, "--machines", "1", "--memory", "7"],  # or a task gets 0
     "--cpus 0: give 1 or more": [TRAIN, "--machines", "1", "--cpus", "0"],

@@ -14,6 +14,7 @@ from data.encoded_sets import EncodedSet, local_set, remote_set
 from data.latents import LatentTransform, latents
 from data.loading import Placement
 from data.random_numbers import seeds_of
+from tests.fuzzing import other_encoding
 
 NEEDS = {"channels": 4, "text_width": 16}
 
@@ -75,6 +76,23 @@ def test_a_null_caption_of_another_shape_than_the_texts(load, latent_sets, tmp_p
     np.save(tmp_path / "set" / "null_text.npy", np.zeros((3, 3), np.float16))
     with pytest.raises(ValueError, match=r"null_text.npy: not readable .*expected \d+ x \d+ numbers.*copy it again"):
         load(sets={"a": tmp_path / "set"})
+
+
+@pytest.mark.parametrize(
+    ("column", "encoding", "what"),
+    [
+        ("mean_32", "ndarray:float16:4,8,32", r"mean has torch.float16 \(4, 8, 32\)"),
+        ("std_32", "ndarray:float16:1024", r"std has torch.float16 \(1024,\)"),
+        ("mean_32", "ndarray:int16:4,16,16", r"mean has torch.int16 \(4, 16, 16\)"),
+        ("text", "ndarray:float16:16,12", r"text has torch.float16 \(16, 12\)"),
+    ],
+)
+def test_an_index_that_contradicts_the_manifest(load, latent_sets, tmp_path, column, encoding, what):
+    """Training would end in a traceback, or go on with values that mean something else."""
+    shutil.copytree(latent_sets / "train", tmp_path / "set")
+    other_encoding(tmp_path / "set", column, encoding)
+    with pytest.raises(ValueError, match=f"{what}, the manifest says floating-point numbers .*; copy the set again"):
+        load(resolution=32, sets={"a": tmp_path / "set"})
 
 
 def test_training_goes_through_the_set_in_another_order_each_epoch(load, stored):

@@ -9,6 +9,7 @@ import shutil
 import tarfile
 import threading
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -185,6 +186,22 @@ def test_huge_members_are_not_read(tmp_path, monkeypatch):
     assert reasons(TarSource(urls=str(path))) == {"a": "too_large_file"}
 
 
+def test_members_that_no_sample_is_made_of_take_no_memory(tmp_path):
+    path, size = tmp_path / "x.tar.gz", 10_000_000
+    with tarfile.open(path, "w:gz") as archive:
+        for number in range(10):
+            info = tarfile.TarInfo(f"a.x{number}")
+            info.size = size
+            archive.addfile(info, io.BytesIO(bytes(size)))
+    source = TarSource(urls=str(path))
+    tracemalloc.start()
+    try:
+        assert reasons(source) == {"a": "missing_image"}
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("url", ["pipe:cat x.tar", "-", "ssh://host/x.tar", "PIPE:ls", "ais://b/x.tar", "|ls"])
 def test_commands_are_refused(url):
     with pytest.raises((ValueError, FileNotFoundError), match="source.urls"):
@@ -270,6 +287,39 @@ def test_remote_tars_are_fetched_again_when_the_connection_breaks(tmp_path, monk
     with pytest.raises(ConnectionError, match="0.tar"):
         list(source.read(source.shards()[0]))
     assert pauses == sorted(pauses) and sum(pauses) >= 60  # a server that restarts is back by then
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("https://me:secret@host:80/a/0.tar?signature=secret", "https://host:80/a/0.tar"),
+        ("https://host/0.tar?token=secret@x", "https://host/0.tar"),
+        ("postgresql://me:secret@host/runs", "postgresql://host/runs"),
+        ("s3://bucket/a@b/0.tar", "s3://bucket/a@b/0.tar"),
+        ("a?b/0.tar", "a?b/0.tar"),
+    ],
+)
+def test_addresses_are_shown_without_secrets(address, text):
+    assert downloads.shown(address) == text
+
+
+def test_a_signature_is_in_no_message_and_no_list_of_rejected_samples(tmp_path, monkeypatch, caplog):
+    def come(address, path, timeout, attempts=None, downloader=None):
+        path.write_bytes(b"no tar")
+
+    def fail(*arguments, **options):
+        raise OSError("the server is gone")
+
+    source = TarSource(urls="https://me:secret@host/0.tar?signature=secret")
+    monkeypatch.setattr(tars, "fetch", come)
+    (row,) = read(source)
+    assert row.reason == "broken_shard" and row.key == "0.tar"
+    monkeypatch.undo()
+    monkeypatch.setattr(downloads.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(downloads.urllib.request, "urlopen", fail)
+    with pytest.raises(ConnectionError, match="cannot fetch https://host/0.tar: the server is gone") as raised:
+        read(source)
+    assert "secret" not in f"{raised.value}{caplog.text}"
 
 
 def test_buckets_go_through_the_streaming_library(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from data.bpe import Vocabulary
 from data.encoded_sets import local_set
 from data.loading import Placement
 from data.tokens import sample_seed, tokens
+from tests.fuzzing import other_encoding
 
 NEEDS = {"text_positions": 40, "text_vocabulary": 280, "codes": 32, "side": 4}
 
@@ -192,6 +193,27 @@ def test_sets_of_another_kind_or_dvae_are_refused(load, token_sets, latent_sets,
     (tmp_path / "other" / "manifest.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="other/manifest.json: image_weights is 000.*, the recipe expects"):
         load(sets={"a": token_sets / "train", "b": tmp_path / "other"})
+
+
+def test_an_index_that_contradicts_the_manifest(load, token_sets, tmp_path):
+    shutil.copytree(token_sets / "train", tmp_path / "set")
+    crops = json.loads((tmp_path / "set" / "manifest.json").read_text())["crops"]
+    for encoding in (f"ndarray:uint16:{16 * crops}", f"ndarray:float16:{crops},16"):
+        other_encoding(tmp_path / "set", "tokens_32", encoding)
+        with pytest.raises(ValueError, match="tokens has torch.*, the manifest says whole numbers"):
+            load(sets={"a": tmp_path / "set"})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_codes_that_the_dvae_does_not_have(load, token_sets, tmp_path, workers):
+    """A GPU would end the process with an assertion that names no sample."""
+    shutil.copytree(token_sets / "train", tmp_path / "set")
+    values = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    values["image_encoder"]["codes"] = 2
+    (tmp_path / "set" / "manifest.json").write_text(json.dumps(values))
+    loading = load(sets={"a": tmp_path / "set"}, requirements={**NEEDS, "codes": 2}, workers=workers)
+    with pytest.raises(ValueError, match="^tokens: .* has codes from .*, its dVAE has 2 codes from 0; encode the set"):
+        epoch(loading)
 
 
 def test_latents_refuse_a_set_of_tokens(token_sets):

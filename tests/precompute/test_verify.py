@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 from streaming.base.hashing import get_hash
 
+from precompute.survey import _draw
 from precompute.verify import main
 from recipes.encoders.vae import KLVae, kl_vae
 
@@ -165,6 +167,28 @@ def test_an_embedding_of_the_empty_caption_that_is_none_is_found(copy, tmp_path,
     np.save(path, np.load(path).astype(np.float32)) if content is None else path.write_bytes(content)
     status, _, (found, *_) = verify(capsys, copy, "--records=1", f"--out={tmp_path / 'out'}")
     assert status == 1 and str(path) in found and fault in found
+
+
+def test_an_archive_in_the_place_of_the_embedding_is_found(copy, tmp_path, capsys):
+    with (copy / "null_text.npy").open("wb") as file:
+        np.savez(file, a=np.ones(3))
+    status, _, (found, *_) = verify(capsys, copy, "--records=1", f"--out={tmp_path / 'out'}")
+    assert status == 1 and "the embedding of the empty caption cannot be read" in found
+
+
+def test_samples_that_an_index_invents_take_no_memory():
+    samples = [3_000_000, 0, 2, 3_000_000]
+    entries = [{"samples": n, "raw_data": {"basename": f"shards/{i}/a.mds"}} for i, n in enumerate(samples)]
+    tracemalloc.start()
+    try:
+        drawn = _draw(entries, 50, np.random.default_rng(0))
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    assert sum(map(len, drawn.values())) == 50
+    assert all(0 <= row < samples[number] for number, rows in drawn.items() for row in rows)
+    assert _draw(entries[2:3], 50, np.random.default_rng(0)) == {0: {0, 1}}
+    assert _draw(entries[1:2], 50, np.random.default_rng(0)) == _draw([], 50, np.random.default_rng(0)) == {}
 
 
 def resized(image: bytes) -> bytes:

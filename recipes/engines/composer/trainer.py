@@ -15,6 +15,8 @@ from composer.loggers import Logger
 from composer.trainer import trainer as composer_trainer
 from composer.utils import FSDP2Config, dist, reproducibility
 from composer.utils import checkpoint as composer_checkpoint
+from composer.utils.compression import is_compressed_pt
+from composer.utils.file_helpers import is_tar
 from torch import Tensor
 
 from data.loading import Loading
@@ -275,8 +277,13 @@ def load_path_of(recipe: Recipe) -> str | None:
 
     It has no client for Azure that works, and its client for Google asks for the bucket itself, which credentials for
     objects do not allow.
+
+    Raises:
+        ValueError: Composer would unpack the file, also to places outside of its folder, or read what the file names.
     """
     path, output = recipe.checkpoints.load_path, Path(recipe.output)
+    if path is not None and (is_tar(path) or is_compressed_pt(path) or path.endswith(".symlink")):
+        raise ValueError(f"checkpoints.load_path: {path} is an archive or a link; give the checkpoint that is in it")
     if scheme_of(path or "") not in ("gs", "azure"):
         return path
     if from_first_rank(recipe.checkpoints.resumes and has_checkpoints(output)):

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from data.manifest import Manifest
 from recipes.config.recipe import to_yaml
 from recipes.engines import dry_run_checks
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.dry_run_checks import check_on_meta
-from recipes.engines.record import ENCODED, changes_of, check_copy, check_record, keep_record, keep_with
+from recipes.engines.record import ENCODED, changes_of, check_copy, check_encoders, check_record, keep_record, keep_with
 from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import KINDS
 
@@ -244,6 +246,17 @@ def test_a_run_does_not_go_on_with_latents_of_another_vae(quick_recipe, latent_s
         with pytest.raises(ValueError, match=said):
             build_trainer(changed)
     assert recipe.checkpoints.resumes
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000])
+def test_a_damaged_record_of_the_encoders_is_named(text, quick_recipe, tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / ENCODED).write_text(text)
+    path = tmp_path / "run" / "checkpoints" / "ep0-ba1-rank0.pt"
+    path.touch()
+    recipe = quick_recipe(tmp_path / "new", f"checkpoints.load_path={path}")
+    with pytest.raises(ValueError, match=f"{tmp_path}/run/{ENCODED}: damaged .*; copy the run's folder again"):
+        check_encoders(recipe, SimpleNamespace(manifest=Manifest), {})
 
 
 def test_the_record_says_what_encoded_the_data(quick_recipe, tmp_path):

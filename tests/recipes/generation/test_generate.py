@@ -230,6 +230,7 @@ def test_exports_of_before_their_record_named_the_family(tmp_path, export):
     [
         ({"family": "os"}, "unknown family 'os'; this version knows autoregressive, latent_diffusion"),
         ({"network": "../unet"}, "network '../unet' is not the name of a folder"),
+        ({"network": ".."}, "network '..' is not the name of a folder"),
         ({"network": None}, "network None is not the name of a folder"),
         ({"objective": "os"}, "unknown objective 'os'; this version knows ddpm"),
         ({"denoiser": "os"}, "unknown denoiser 'os'; this version knows unet, dit"),

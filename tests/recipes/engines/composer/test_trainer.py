@@ -224,6 +224,14 @@ def test_a_checkpoint_in_a_store_is_fetched_unless_the_run_has_its_own(quick_rec
         assert composer_trainer.load_path_of(recipe) == path and not asked
 
 
+@pytest.mark.parametrize("name", ["c.tar", "c.tar.gz", "c.tgz", "c.pt.gz", "c.pt.symlink"])
+def test_an_archive_is_no_checkpoint(name, quick_recipe, tmp_path):
+    """Composer would unpack tars, also to places outside of its folder, write c.pt beside c.pt.gz, and follow links."""
+    (tmp_path / name).write_bytes(b"an archive")
+    with pytest.raises(ValueError, match=f"{name} is an archive or a link; give the checkpoint that is in it"):
+        composer_trainer.load_path_of(quick_recipe(tmp_path, f"checkpoints.load_path={tmp_path / name}"))
+
+
 def test_a_finished_run_is_seen(whole, quick_recipe, tmp_path):
     path = f"{whole[0]}/checkpoints/ep2-ba12-rank0.pt"
     resumed = build_trainer(quick_recipe(tmp_path, f"checkpoints.load_path={path}"))

@@ -1,0 +1,142 @@
+"""Files of `torch.save` that nobody should trust, with checks that `torch.load(weights_only=True)` lacks.
+
+PyTorch before 2.10 believes a file that claims a larger storage than it holds, and assigns into whatever is on the
+pickle's stack: such a file reads and writes memory of the process, and can so run code. NumPy believes a dtype whose
+fields lie outside of its values. Inside of `checked` PyTorch refuses all of these.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, _weights_only_unpickler
+
+# The functions that build the tensors of state dicts: dense ones in memory.
+DENSE = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"}
+
+
+def load(file: str | Path | BinaryIO, allowed: Iterable[Any] = (), *, lazily: bool = False) -> Any:
+    """The contents of a file of torch.save, on the CPU. It calls nothing that the file names but PyTorch's own
+    constructors of tensors and `allowed`.
+
+    Args:
+        file: path, or open file.
+        allowed: types that the file may hold, besides tensors and plain values.
+        lazily: leave tensors on disk until they are used.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        Exception: on damaged bytes, PyTorch's reader raises nearly anything.
+    """
+    with checked(), torch.serialization.safe_globals(list(allowed)):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=lazily or None)
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """A context in which torch.load(weights_only=True) makes the checks of this file. It is not for several threads."""
+    theirs = torch._C.PyTorchFileReader, _weights_only_unpickler.Unpickler
+    if theirs[1] is Unpickler:
+        yield
+        return
+    torch._C.PyTorchFileReader, _weights_only_unpickler.Unpickler = Reader, Unpickler
+    try:
+        yield
+    finally:
+        torch._C.PyTorchFileReader, _weights_only_unpickler.Unpickler = theirs
+
+
+class Reader(torch._C.PyTorchFileReader):
+    """PyTorch's reader of zip files. A storage has the bytes of its record, and no record is compressed. Else it raises
+    a RuntimeError, as PyTorch's does for other damages."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        if not isinstance(file, io.BytesIO | io.BufferedReader):  # PyTorch's views of files cannot seek from their end
+            file = io.BytesIO(file.read())
+        start = file.tell()
+        with zipfile.ZipFile(file) as records:  # torch.save stores them as they are; zeros would shrink to a thousandth
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
+                raise RuntimeError("its records are compressed, which torch.save does not do")
+        file.seek(start)
+        super().__init__(file)
+
+    def get_storage_from_record(self, name: str, size: int, kind: Any) -> Tensor:
+        """Read a record, whose length PyTorch 2.7 does not compare with the `size` in bytes that the pickle claims."""
+        data = self.get_record(name)
+        if len(data) != size:
+            raise RuntimeError(f"it claims {size:,} bytes in {name}, which has {len(data):,}")
+        found = torch.empty(size, dtype=torch.uint8)
+        memoryview(found.numpy())[:] = data
+        return found
+
+
+class Unpickler(_weights_only_unpickler.Unpickler):
+    """PyTorch's, for pickles that `Trial` has read without an error."""
+
+    def __init__(self, file: BinaryIO, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._file = file
+
+    def load(self) -> Any:
+        """What is pickled at the present place of the file."""
+        start = self._file.tell()
+        Trial(self._file).load()
+        self._file.seek(start)
+        return super().load()
+
+
+class Trial(pickle._Unpickler):
+    """Reads a pickle as the other one does, but with dicts and `Inert` in the place of all that it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name not in DENSE:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        if (module, name) in (("collections", "OrderedDict"), ("collections", "Counter")):
+            return Dict
+        return Dtype if (module, name) == ("numpy", "dtype") else Inert
+
+    def persistent_load(self, pid: Any) -> Any:
+        return Inert()
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):  # else one file could change the classes below for the next
+            raise pickle.UnpicklingError("it changes a type")
+        super().load_build()
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+
+
+class Dict(dict):
+    """In the place of a dict of another type."""
+
+
+class Inert:
+    """In the place of a type, of what it constructs, or of a function."""
+
+    def __new__(cls, *args: Any) -> Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any) -> None:
+        """Takes everything, and keeps nothing."""
+
+    def __setstate__(self, state: Any) -> None:
+        """As `__init__`."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise pickle.UnpicklingError("it assigns into a tensor or an array")
+
+
+class Dtype(Inert):
+    """In the place of a type of NumPy."""
+
+    def __setstate__(self, state: Any) -> None:
+        version, order, subtype, names, fields, *rest = state
+        if (subtype, names, fields) != (None, None, None):
+            raise pickle.UnpicklingError("it holds a structured dtype of NumPy")

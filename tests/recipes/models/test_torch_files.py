@@ -1,0 +1,221 @@
+"""Files of torch.save that were made to hurt: PyTorch's own checks would let them reach memory that is not theirs."""
+
+import io
+import pickle
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as metadata_format
+
+from recipes.engines.plain_pickles import load_plain, plain_metadata, plain_pickles
+from recipes.engines.sharded_files import Sharded
+from recipes.models import torch_files
+from recipes.models.weights import read_tensors
+from tests.fuzzing import changed_bytes, few, reads_or_refuses
+
+
+def records(value) -> dict[str, bytes]:
+    """The records of a file of torch.save."""
+    out = io.BytesIO()
+    torch.save(value, out)
+    with zipfile.ZipFile(out) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def zipped(contents: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, data in contents.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def with_pickle(data: bytes) -> bytes:
+    """A file whose pickle is `data`."""
+    return zipped(records({}) | {"archive/data.pkl": data})
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def larger() -> bytes:
+    """A file of a tensor of 16 values that claims to have 64."""
+    contents = records({"w": torch.arange(16.0)})
+    claims = contents["archive/data.pkl"]
+    assert claims.count(b"K\x10") == 2  # of the storage and of the tensor
+    return zipped(contents | {"archive/data.pkl": claims.replace(b"K\x10", b"K\x40")})
+
+
+def every_reader(path):
+    yield lambda: read_tensors(path)
+    yield lambda: load_plain(path)
+    yield lambda: load_plain(io.BytesIO(path.read_bytes()), path)
+
+
+def test_a_storage_has_no_more_bytes_than_its_record(tmp_path):
+    path = tmp_path / "w.pt"
+    path.write_bytes(larger())
+    for read in every_reader(path):
+        with pytest.raises(ValueError, match="w.pt.*it claims 256 bytes in data/0, which has 64"):
+            read()
+
+
+def test_a_part_of_a_sharded_checkpoint_has_no_more_bytes_than_its_record(tmp_path):
+    dcp.save({"w": torch.arange(64.0)}, checkpoint_id=tmp_path, no_dist=True)
+    opened = Sharded.open(tmp_path)
+    (info,) = opened.metadata.storage_data.values()
+    (tmp_path / info.relative_path).write_bytes(larger())
+    object.__setattr__(info, "length", len(larger()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(opened.metadata))
+    said = "__0_0.distcp: not readable as a part of a checkpoint: RuntimeError it claims 256 bytes"
+    with pytest.raises(ValueError, match=said):
+        Sharded.open(tmp_path).values()
+    said = "a part of a sharded checkpoint: damaged .it claims 256 bytes in data/0, which has 64"
+    with pytest.raises(ValueError, match=said), plain_pickles():
+        dcp.load({"w": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_weights_that_open_clip_fetches_are_checked(tmp_path, monkeypatch):
+    from data.clip_library import open_clip
+    from recipes.encoders.open_clip_models import load_open_clip
+
+    (tmp_path / "w.bin").write_bytes(larger())
+    monkeypatch.setattr(open_clip, "create_model", lambda *_, **__: torch.load(tmp_path / "w.bin", weights_only=True))
+    with pytest.raises(ValueError) as raised:
+        load_open_clip("ViT-B-32", "laion2b_s34b_b79k", "text_encoder")
+    assert "it claims 256 bytes in data/0, which has 64" in str(raised.value.__cause__)
+
+
+STRUCTURED = (  # np.dtype("u4", False, True) with a field that lies 16 bytes behind the value
+    b"cnumpy\ndtype\n" + text("u4") + b"\x89\x88\x87R"
+    b"(K\x03" + text("<") + b"N(" + text("a") + b"t}" + text("a") + b"(" + b"cnumpy\ndtype\n" + text("u4")
+    + b"\x89\x88\x87RK\x10tsJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+)  # fmt: skip
+ARRAY = (
+    f"c{np.empty(0).__reduce__()[0].__module__}\n_reconstruct\n".encode()
+    + b"cnumpy\nndarray\nK\x00\x85" + text("b") + b"\x87R"
+)  # fmt: skip
+PLAIN = (
+    b"cnumpy\ndtype\n" + text("u4") + b"\x89\x88\x87R"
+    b"(K\x03" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+)  # fmt: skip
+VALUES = b"c_codecs\nencode\n" + text("\0" * 16) + text("latin1") + b"\x86R"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x80\x02" + STRUCTURED + b".", "it holds a structured dtype of NumPy"),
+        (b"\x80\x02" + ARRAY + b"(K\x01K\x04\x85" + PLAIN + b"\x89" + VALUES + b"tbK\x00K\x07s.", "it assigns into"),
+        (b"\x80\x02ctorch\nTensor\nK\x04\x85RK\x00K\x07s.", "it assigns into"),
+        (b"\x80\x02cdatetime\ntimedelta\nN}" + text("min") + b"K\x00s\x86b.", "it changes a type"),
+        (b"\x80\x02ctorch._utils\n_rebuild_sparse_tensor\n.", "it names torch._utils._rebuild_sparse_tensor"),
+    ],
+    ids=["dtype", "array", "tensor", "type", "sparse"],
+)
+def test_pickles_that_reach_further_than_their_values(data, message, tmp_path):
+    path = tmp_path / "w.pt"
+    path.write_bytes(with_pickle(data))
+    with pytest.raises(ValueError, match=message):
+        load_plain(path)
+    assert load_plain(io.BytesIO(with_pickle(b"\x80\x02" + PLAIN + b"."))) == np.uint32
+
+
+def test_records_are_not_decompressed(tmp_path):
+    path = tmp_path / "w.pt"
+    path.write_bytes(zipped(records({"w": torch.zeros(100_000)}), zipfile.ZIP_DEFLATED))
+    assert path.stat().st_size < 10_000
+    for read in every_reader(path):
+        with pytest.raises(ValueError, match="its records are compressed"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(1).expand(2**40), "its tensors are larger than the file"),
+        (torch.zeros(4, 4, device="meta"), "holds more than tensors"),
+        (torch.eye(4).to_sparse(), "holds more than tensors"),
+    ],
+    ids=["expanded", "meta", "sparse"],
+)
+def test_tensors_that_are_no_weights(tensor, message, tmp_path):
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=message):
+        read_tensors(tmp_path / "w.pt")
+
+
+def test_tied_and_transposed_tensors_are_weights(tmp_path):
+    tied = torch.arange(6.0).view(2, 3)
+    torch.save({"one": tied, "two": tied, "three": torch.arange(4.0).view(2, 2).t()}, tmp_path / "w.pt")
+    found = read_tensors(tmp_path / "w.pt")
+    assert torch.equal(found["two"], tied) and torch.equal(found["three"], torch.tensor([[0.0, 2.0], [1.0, 3.0]]))
+
+
+@few
+@given(st.data())
+def test_whatever_a_pickle_says_of_sizes(tmp_path, data):
+    contents = records({"w": torch.arange(16.0), "keys": np.arange(4, dtype=np.uint32)})
+    changed = data.draw(changed_bytes(contents["archive/data.pkl"]))
+    path = tmp_path / "w.pt"
+    path.write_bytes(zipped(contents | {"archive/data.pkl": changed}))
+    for read in every_reader(path):
+        found = reads_or_refuses(read)
+        for value in found.values() if isinstance(found, dict) else ():
+            if isinstance(value, torch.Tensor):
+                assert value.untyped_storage().nbytes() <= len(contents["archive/data/0"])
+
+
+# --- the metadata of sharded checkpoints -----------------------------------------------------------------------------
+
+
+def test_metadata_takes_no_memory_for_an_index_that_it_claims(tmp_path):
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"\x80\x02Nr" + (1 << 24).to_bytes(4, "little") + b".")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="it holds a NoneType"):
+            plain_metadata(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_metadata_changes_no_type(tmp_path):
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"\x80\x02cpathlib\nPosixPath\nN}" + text("of_metadata") + b"K\x01s\x86b.")
+    with pytest.raises(ValueError, match="it changes a type"):
+        plain_metadata(path)
+    assert not hasattr(type(path), "of_metadata")
+
+
+@pytest.mark.parametrize("name", ["../outside/__0_0.distcp", "/etc/passwd", ".."])
+def test_metadata_names_files_of_its_folder_alone(name, tmp_path):
+    """PyTorch would read them, and Composer write them, where the checkpoint is in a bucket."""
+    folder = tmp_path / "whole"
+    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=folder, no_dist=True)
+    found = plain_metadata(folder / ".metadata")
+    assert isinstance(found, metadata_format.Metadata)
+    (info,) = found.storage_data.values()
+    (tmp_path / "outside").mkdir()
+    (folder / info.relative_path).rename(tmp_path / "outside" / "__0_0.distcp")
+    object.__setattr__(info, "relative_path", name)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(ValueError, match=f"it names the file '{name}', which is not in its folder"):
+        plain_metadata(folder / ".metadata")
+    with pytest.raises(ValueError, match="which is not in its folder"), plain_pickles():
+        dcp.load({"w": torch.zeros(6)}, checkpoint_id=folder, no_dist=True)
+
+
+def test_what_is_checked_is_undone():
+    reader = torch._C.PyTorchFileReader
+    with torch_files.checked(), torch_files.checked():
+        assert torch._C.PyTorchFileReader is torch_files.Reader
+    assert torch._C.PyTorchFileReader is reader
