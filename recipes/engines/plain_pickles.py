@@ -104,7 +104,7 @@ def _reason(file: str | Path | BinaryIO, error: Exception) -> str:
     """Why a file was refused, without PyTorch's advice to read it unsafely, which hides the reason."""
     if isinstance(file, str | Path) and os.path.isfile(file) and not zipfile.is_zipfile(file):
         return "it is cut off, or no file of torch.save"
-    pattern = r"(?:WeightsUnpickler error|Trying to load):? (.*?)(\. Please .*|\.)?$"
+    pattern = r"(?:WeightsUnpickler error|Trying to load):?\s+(.*?)(\. Please .*|\.)?$"
     refused = re.search(pattern, str(error), re.MULTILINE)
     return refused[1] if refused else first_line(error)
 
