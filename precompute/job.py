@@ -12,6 +12,7 @@ import torch
 
 from data.crash_log import CrashLog
 from data.files import atomic_write, write_text
+from data.locks import HeldByAnother, held
 from data.log import every_rank, log
 from data.manifest import NULL_TEXT, Manifest
 from data.quarantine import Quarantine
@@ -32,6 +33,7 @@ from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
+MERGING = ".lock-merge"  # in the output folder of a set: who writes its index
 DECODING = "precompute/decode.py"  # in the stack of a process that died while it read or decoded a sample
 
 
@@ -139,7 +141,13 @@ def _finish(
         unreadable |= broken
         if not remaining or config.leave_out_unreadable:
             request = fields["request"] | source_options(config.sources[label])
-            _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
+            # Of ranks that end at the same time one is enough, as long as all of them would write the same.
+            alone = nullcontext() if config.leave_out_unreadable else held(output.out / MERGING, "{holder}")
+            try:
+                with alone:
+                    _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
+            except HeldByAnother as error:
+                every_rank.info(f"{output.out}: all shards are done; {error} merges them")
         elif rank.world == 1:
             left = len(remaining)
             log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
