@@ -177,12 +177,21 @@ class ColumnReader(MDSReader):
         with open(self.path, "rb", 0) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(4 * (1 + idx))
-            place = file.read(8)
-            begin, end = np.frombuffer(place, np.uint32).tolist() if len(place) == 8 else (size, size)
-            if not 0 < begin < end <= size:
-                raise ValueError(f"bytes {begin} to {end} of a file of {size} bytes")
+            begin, end = self.place(file.read(8), size)
             file.seek(begin)
             return file.read(end - begin)
+
+    @staticmethod
+    def place(offsets: bytes, size: int) -> tuple[int, int]:
+        """Where a sample begins and ends in a file of `size` bytes, by the offsets of it and the next, 8 bytes.
+
+        Raises:
+            ValueError: it is not inside of the file.
+        """
+        begin, end = np.frombuffer(offsets, np.uint32).tolist() if len(offsets) == 8 else (size, size)
+        if not 0 < begin < end <= size:
+            raise ValueError(f"bytes {begin} to {end} of a file of {size} bytes")
+        return begin, end
 
     def decode_sample(self, data: bytes) -> StoredSample:
         """Finds the chosen columns in a sample's bytes.
@@ -198,7 +207,7 @@ class ColumnReader(MDSReader):
         texts = []
         for fixed, variable in self._texts:
             begin = head + fixed + sum(sizes[:variable])
-            texts.append(data[begin : begin + sizes[variable]].decode("utf-8"))
+            texts.append(str(data[begin : begin + sizes[variable]], "utf-8"))
         arrays = {
             name: np.frombuffer(data, np.uint8, size, head + fixed + sum(sizes[:variable]))
             for name, fixed, variable, size in self._arrays

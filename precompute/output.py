@@ -29,8 +29,8 @@ from data.disk_errors import about
 from data.files import atomic_write, parse_object, read_object, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from data.mds_index import INDEX, read_index
+from data.side_by_side import side_by_side
 from precompute.config import EncodeConfig, changed_option
-from precompute.side_by_side import side_by_side
 from precompute.totals import counts_text, rejected, totals
 from precompute.upload import MARKER, Copy
 
