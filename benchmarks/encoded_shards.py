@@ -1,4 +1,4 @@
-"""Time and memory of what an encode job and its check do once for all shards of a set: merging, looking, verifying.
+"""Time and memory of what is done once for all shards of a set: by an encode job, by verify.py, and by training.
 
 The set for merging has small index entries and files of zeros that take no room on the disk. Look-ups on a file system
 that other machines share wait for a server: they are imitated by a pause before each look-up and each opening of a
@@ -166,7 +166,34 @@ def verify(folder: Path, workers: int) -> Any:
     return [figures(found), found.faults, records, hashlib.sha256(json.dumps(arrays).encode()).hexdigest()]
 
 
-PARTS = {"merge": merge, "look": look, "verify": verify}
+def tars(folder: Path, workers: int) -> Any:
+    """Lists local tars, as each process of a job does at its start."""
+    from data.sources.tars import TarSource
+
+    last = len(os.listdir(folder)) - 1
+    return hashlib.sha256("".join(TarSource(urls=f"{folder}/{{000000..{last:06d}}}.tar").shards()).encode()).hexdigest()
+
+
+def readers(folder: Path, workers: int) -> Any:
+    """Makes this project's readers of all files from streaming's, as each rank does when training starts."""
+    from data.column_reader import column_readers
+
+    found = column_readers(_streaming_readers, {"mean": "mean_256", "std": "std_256", "text": "text"})
+    return [len(found), str(found[-1].arrays), found[-1].path]
+
+
+_streaming_readers: list[Any] = []  # made before the time is taken
+
+
+def prepare_readers(folder: Path) -> None:
+    """Streaming's readers of all files in an index."""
+    from streaming.base.format import reader_from_json
+
+    entries = json.loads((folder / "index.json").read_text())["shards"]
+    _streaming_readers.extend(reader_from_json(str(folder), "", entry) for entry in entries)
+
+
+PARTS = {"merge": merge, "look": look, "readers": readers, "tars": tars, "verify": verify}
 RESULTS = ("index.json", "rejected.jsonl")
 
 
@@ -182,20 +209,29 @@ def paused(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 def in_child(part: str, folder: str, pause: float, workers: int) -> None:
     """Runs a part in this process and prints the result, its seconds and the memory that it took."""
-    if part == "verify":
+    if part == "readers":
+        prepare_readers(Path(folder))
+    elif part == "verify":
         import precompute.survey  # what it takes to import it is not measured
     else:
-        import precompute.output  # noqa: F401
+        import precompute.output
+        import precompute.totals  # noqa: F401
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = most_memory()
     if pause:
         os.stat = paused(os.stat, pause)
         builtins.open = io.open = paused(io.open, pause)
     began, busy = time.monotonic(), cpu_seconds()
     result = PARTS[part](Path(folder), workers)
     seconds, busy = time.monotonic() - began, cpu_seconds() - busy
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    memory = most_memory() - before
     print(json.dumps({"seconds": seconds, "cpu": busy, "memory": memory, "result": result}))
+
+
+def most_memory() -> float:
+    """The most that this process has had so far, in MB. (`getrusage` counts its parent's.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1e3
 
 
 def cpu_seconds() -> float:
@@ -235,19 +271,25 @@ def main(argv: list[str] | None = None) -> None:
     load = os.getloadavg()[0]
     rows = []
     with tempfile.TemporaryDirectory(prefix="shards-") as temporary:
-        small, large = Path(temporary, "small"), Path(temporary, "large")
+        small, inputs, large = Path(temporary, "small"), Path(temporary, "inputs"), Path(temporary, "large")
         write_small(small, options.shards, options.files)
+        inputs.mkdir()
+        for number in range(options.shards):
+            (inputs / f"{number:06d}.tar").touch()
         write_large(large, options.large)
         pause = options.pause / 1e3
+        network = f", {options.pause:g} ms per look-up"
         parts = [
-            ("merge", small, 0.0, [0]),
-            (f"merge, {options.pause:g} ms per look-up", small, pause, [0]),
-            ("which shards are done", small, 0.0, [0]),
-            (f"which shards are done, {options.pause:g} ms per look-up", small, pause, [0]),
-            ("verify", large, 0.0, options.workers),
+            ("merge", "merge", small, 0.0, [0]),
+            ("merge", f"merge{network}", small, pause, [0]),
+            ("look", "which shards are done", small, 0.0, [0]),
+            ("look", f"which shards are done{network}", small, pause, [0]),
+            ("readers", "readers of all files", small, 0.0, [0]),
+            ("tars", "listing of the tars", inputs, 0.0, [0]),
+            ("tars", f"listing of the tars{network}", inputs, pause, [0]),
+            ("verify", "verify", large, 0.0, options.workers),
         ]
-        for name, folder, wait, numbers in parts:
-            part = {"merge": "merge", "which": "look", "verify": "verify"}[name.split(",")[0].split()[0]]
+        for part, name, folder, wait, numbers in parts:
             old: list[dict[str, Any]] = []
             new: dict[int, list[dict[str, Any]]] = {workers: [] for workers in numbers}
             for _ in range(options.rounds):
@@ -268,9 +310,9 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append(row)
         size = sum(file.stat().st_size for file in large.rglob("*.mds")) / 1e9
     notes = (
-        f"{options.shards:,} shards of {options.files} MDS files are merged; {size:.2f} GB in {options.large} files, "
-        f"in the page cache, are verified. The least of {options.rounds} rounds, in turns. MB: memory of the main "
-        f"process, above what it takes before. Load of the machine before: {load:.1f}."
+        f"{options.shards:,} shards of {options.files} MDS files are merged, and as many tars listed; {size:.2f} GB in "
+        f"{options.large} files, in the page cache, are verified. The least of {options.rounds} rounds, in turns. MB: "
+        f"memory of the main process, above what it takes before. Load of the machine before: {load:.1f}."
     )
     write_results("encoded_shards", f"{options.shards}", rows, notes)
 

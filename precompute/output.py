@@ -199,6 +199,9 @@ class OutputSet:
     def publish(self, shard: str, rank: int) -> None:
         """Renames the folder of a written shard to its final name. Does nothing where another rank was first."""
         partial, final = self.partial(shard, rank), self.folder(shard)
+        if self.is_encoded(shard):
+            shutil.rmtree(partial, ignore_errors=True)  # where another rank has removed it, see `_remove_stale`
+            return
         # On disk before the rename: after a power failure a finished shard must not be empty.
         to_disk(partial)
         if final.is_dir() and not self.is_encoded(shard):
@@ -301,6 +304,12 @@ class OutputSet:
         marker = self._done(shard)
         self._compare(marker.pop("options"), options)
         entries = self._json(shard, INDEX, "shards")["shards"]
+        # Folders that were copied may have the name of another, or files of two encodings.
+        if (name := marker.get("shard", shard)) != shard:
+            raise _damaged(self.folder(shard) / DONE, f"it is of the shard {name}", remove=self.folder(shard))
+        if (found := sum(info["samples"] for info in entries)) != marker["samples"]:
+            what = f"{found:,} samples, {DONE} says {marker['samples']:,}"
+            raise _damaged(self.folder(shard) / INDEX, what, remove=self.folder(shard))
         for info in entries:
             stored = info.get("zip_data") or info["raw_data"]
             self._check_size(shard, stored["basename"], stored["bytes"])
