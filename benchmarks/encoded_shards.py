@@ -190,7 +190,7 @@ def prepare_readers(folder: Path) -> None:
     from streaming.base.format import reader_from_json
 
     entries = json.loads((folder / "index.json").read_text())["shards"]
-    _streaming_readers.extend(reader_from_json(str(folder), "", entry) for entry in entries)
+    _streaming_readers[:] = [reader_from_json(str(folder), "", entry) for entry in entries]
 
 
 PARTS = {"merge": merge, "look": look, "readers": readers, "tars": tars, "verify": verify}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from precompute.output import OutputSet
+from precompute.output import UNREADABLE, OutputSet
 
 BEGUN = "begun"
 LOST = 3600.0  # seconds after which a shard that was begun is another rank's to take: its process may have been killed
@@ -31,10 +31,13 @@ class Claims:
         self._output = output
         self._folder = output.out / BEGUN
         self._rank = str(rank)
+        self._old_notes: dict[str, int] = {}
 
     def forget(self, shards: Collection[str]) -> None:
         """At the start of the rank whose share has these shards. It does them itself, whoever had begun them: a process
-        that was killed left its files here, and the number of ranks may have changed."""
+        that was killed left its files here, and the number of ranks may have changed. Notes of shards that could not be
+        read are of an earlier start, unless they change."""
+        self._old_notes = self._notes()
         for shard in set(self._names()) & set(shards):
             self.release(shard)
 
@@ -63,15 +66,24 @@ class Claims:
         """Shards that no rank has begun or finished, the last ones first: ranks begin their shares with the first ones.
 
         Args:
-            tried: shards that are left out. So are those that a rank could not read.
+            tried: shards that are left out. So are those that a rank could not read since this one started.
         """
-        left_out = {*tried, *self._output.unreadable()}
+        new_notes = self._notes().items() - self._old_notes.items()
+        left_out = {*tried, *(shard for shard, _ in new_notes)}
         absent = [shard for shard in self._output.absent() if shard not in left_out]
         begun = set(self._names()) & set(absent)
         lost = {shard for shard in begun if self._is_own(shard) or self._is_lost(shard)}
         for shard in lost:
             self.release(shard)
         return [shard for shard in reversed(absent) if shard not in begun - lost]
+
+    def _notes(self) -> dict[str, int]:
+        """When it was noted that a shard could not be read, in nanoseconds, by shard."""
+        found = {}
+        for path in (self._output.out / UNREADABLE).glob("*.json"):
+            with suppress(FileNotFoundError):  # a rank tries it again
+                found[path.stem] = path.stat().st_mtime_ns
+        return found
 
     def _names(self) -> list[str]:
         try:

@@ -48,6 +48,19 @@ def test_shards_that_lost_processes_had_begun_are_free(tmp_path):
     assert one.free([]) == ["a"]  # its own, of before it was killed
 
 
+def test_shards_that_could_not_be_read_at_an_earlier_start_are_tried_again(tmp_path):
+    """Their ranks may start later, and a rank that ends before would take them for the only ones that are left."""
+    output = OutputSet(tmp_path, ["a", "b"])
+    for shard in output.shards:
+        output.note_unreadable(shard, "the server is gone")
+        os.utime(tmp_path / "unreadable" / f"{shard}.json", (1, 1))
+    claims = Claims(output, 0)
+    claims.forget([])
+    assert claims.free([]) == ["b", "a"]
+    output.note_unreadable("b", "the server is still gone")
+    assert claims.free([]) == ["a"]
+
+
 def test_a_full_disk_is_told_by_what_writes_the_shard(tmp_path, monkeypatch):
     claims = Claims(OutputSet(tmp_path, ["a"]), 0)
 
