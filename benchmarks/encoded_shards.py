@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--pause", type=float, default=0.5, help="milliseconds of a look-up in the imitated network")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--against", type=Path, help="another checkout, whose code is measured in turns")
+    parser.add_argument("--against", help="another checkout, whose code is measured in turns")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child is not None:
@@ -294,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
             new: dict[int, list[dict[str, Any]]] = {workers: [] for workers in numbers}
             for _ in range(options.rounds):
                 if options.against:
-                    old.append(measured(options.against.resolve(), part, folder, wait))
+                    old.append(measured(Path(options.against).expanduser().resolve(), part, folder, wait))
                 for workers in numbers:
                     new[workers].append(measured(ROOT, part, folder, wait, workers))
             for workers, found in new.items():
