@@ -2,6 +2,7 @@
 
     python benchmarks/killing.py yamls/openmoji_encode.yaml                              # 50 kills on 1 and on 2 ranks
     python benchmarks/killing.py yamls/openmoji_encode.yaml workers=0 --kills 10 --ranks 2
+    python benchmarks/killing.py yamls/openmoji_encode.yaml --ranks 1 2 3 5 --changing   # drawn anew at each start
 
 The kills are SIGKILLs of real processes, of one rank or of all of them and their decoding processes. A job that ends
 before its kill is compared and begun anew, until there were enough kills. Exits with status 1 unless every job that
@@ -36,10 +37,13 @@ LONGEST = 600.0  # seconds after which a start that does not end is an error
 
 
 def main(arguments: list[str]) -> int:
-    options = new_parser(__doc__, "an encode job", kills=50).parse_intermixed_args(arguments)
+    parser = new_parser(__doc__, "an encode job", kills=50)
+    parser.add_argument("--changing", action="store_true", help="draw the number of ranks anew at each start")
+    options = parser.parse_intermixed_args(arguments)
+    ranks = [options.ranks] if options.changing else options.ranks
     same = True
     with tempfile.TemporaryDirectory(prefix="killing-") as folder:
-        for report in killed_jobs(options.recipe, Path(folder), options.ranks, options.kills, options.seed):
+        for report in killed_jobs(options.recipe, Path(folder), ranks, options.kills, options.seed):
             same &= not report["different"]
             found = f"not the same: {', '.join(report['different'][:5])}" if report["different"] else "the same bytes"
             print(
@@ -66,13 +70,13 @@ def new_parser(description: str, what: str, kills: int) -> argparse.ArgumentPars
     return parser
 
 
-def killed_jobs(recipe: list[str], folder: Path, ranks: list[int], kills: int, seed: int):
+def killed_jobs(recipe: list[str], folder: Path, ranks: list[int] | list[list[int]], kills: int, seed: int):
     """Yields a report for each number of ranks: kills, starts, jobs, files, and the names of files that are different.
 
     Args:
         recipe: YAML of an encode job, and overrides of its keys.
         folder: for the sets, which are removed.
-        ranks: numbers of processes.
+        ranks: numbers of processes, or lists of numbers one of which is drawn at each start.
         kills: for each of them.
         seed: of the moments.
 
@@ -87,12 +91,13 @@ def killed_jobs(recipe: list[str], folder: Path, ranks: list[int], kills: int, s
     whole = digests(folder / "whole")
     for world in ranks:
         report = {"kills": 0, "ranks": world, "starts": 0, "jobs": 0, "files": len(whole), "different": []}
-        out = folder / f"killed-{world}"
+        out = folder / "killed"
         while True:
             last = report["kills"] == kills
-            victims = rng.permutation(world)[: rng.integers(1, world + 1)].tolist()
+            now = int(rng.choice(world)) if isinstance(world, list) else world
+            victims = rng.permutation(now)[: rng.integers(1, now + 1)].tolist()
             moment = None if last else rng.uniform(0.0, seconds)
-            killed = start([*recipe, f"out={out}"], world, folder / "log.txt", moment, victims)
+            killed = start([*recipe, f"out={out}"], now, folder / "log.txt", moment, victims)
             report["kills"] += killed
             report["starts"] += 1
             if not killed:

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -87,40 +88,24 @@ class ColumnReader(MDSReader):
         )
         self.path = os.path.join(self.dirname, self.split, self.raw_data.basename)
         self._check: str | None = None
-        encodings = dict(zip(self.column_names, self.column_encodings, strict=True))
-        for column in (*texts, *columns.values()):
-            if column not in encodings:
-                close = difflib.get_close_matches(column, encodings, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(encodings)}"
-                raise ValueError(f"{self.path}: no column `{column}`; {hint}")
-        for text in texts:
-            if encodings[text] != "str":
-                raise ValueError(
-                    f"{self.path}: column `{text}` is {encodings[text]}, but texts are read from columns of type str; "
-                    "encode the set again"
-                )
-        self.arrays = {name: _array(column, encodings[column], self.path) for name, column in columns.items()}
-
-        # Where a column begins: behind the fixed sizes of some columns and the stored sizes of `variable` others.
-        begins, fixed, variable = {}, 0, 0
-        for column, encoding in encodings.items():
-            begins[column] = fixed, variable
-            size = _size(column, encoding, self.path)
-            fixed, variable = (fixed, variable + 1) if size is None else (fixed + size, variable)
-        self._fixed_bytes, self._variable_columns = fixed, variable
+        try:
+            self._layout = _layout(
+                tuple(self.column_names), tuple(self.column_encodings), tuple(columns.items()), tuple(texts)
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        self.arrays = self._layout.arrays
         self._check_size(looks)
-        self._texts = [begins[text] for text in texts]
-        self._arrays = [(name, *begins[column], self.arrays[name].bytes) for name, column in columns.items()]
 
     def _check_size(self, looks: bool) -> None:
         """The index says how large a sample is, and whoever reads it takes memory for it: the file must be as large."""
-        needed = 4 + self.samples * (4 + 4 * self._variable_columns + self._fixed_bytes)
+        needed = 4 + self.samples * (4 + 4 * self._layout.variable + self._layout.fixed)
         known = min(self.raw_data.bytes, MEMORY)
         if looks and os.path.isfile(self.path):  # others are fetched, or decompressed
             known = min(known, os.path.getsize(self.path))
         if needed > known:
             raise ValueError(
-                f"{self.path}: {self.samples} samples of {self._fixed_bytes:,} bytes and more, as the index says, are "
+                f"{self.path}: {self.samples} samples of {self._layout.fixed:,} bytes and more, as the index says, are "
                 f"{needed:,} bytes, and it has room for {known:,}; copy the set again, or encode it again"
             )
 
@@ -177,12 +162,21 @@ class ColumnReader(MDSReader):
         with open(self.path, "rb", 0) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(4 * (1 + idx))
-            place = file.read(8)
-            begin, end = np.frombuffer(place, np.uint32).tolist() if len(place) == 8 else (size, size)
-            if not 0 < begin < end <= size:
-                raise ValueError(f"bytes {begin} to {end} of a file of {size} bytes")
+            begin, end = self.place(file.read(8), size)
             file.seek(begin)
             return file.read(end - begin)
+
+    @staticmethod
+    def place(offsets: bytes, size: int) -> tuple[int, int]:
+        """Where a sample begins and ends in a file of `size` bytes, by the offsets of it and the next, 8 bytes.
+
+        Raises:
+            ValueError: it is not inside of the file.
+        """
+        begin, end = np.frombuffer(offsets, np.uint32).tolist() if len(offsets) == 8 else (size, size)
+        if not 0 < begin < end <= size:
+            raise ValueError(f"bytes {begin} to {end} of a file of {size} bytes")
+        return begin, end
 
     def decode_sample(self, data: bytes) -> StoredSample:
         """Finds the chosen columns in a sample's bytes.
@@ -190,18 +184,19 @@ class ColumnReader(MDSReader):
         Raises:
             ValueError: there are more or fewer bytes than the columns have.
         """
-        head = 4 * self._variable_columns
-        sizes = np.frombuffer(data, np.uint32, self._variable_columns).tolist()
-        expected = head + self._fixed_bytes + sum(sizes)
+        layout = self._layout
+        head = 4 * layout.variable
+        sizes = np.frombuffer(data, np.uint32, layout.variable).tolist()
+        expected = head + layout.fixed + sum(sizes)
         if len(data) != expected:
             raise ValueError(f"{len(data)} of {expected} bytes")
         texts = []
-        for fixed, variable in self._texts:
+        for fixed, variable in layout.text_places:
             begin = head + fixed + sum(sizes[:variable])
-            texts.append(data[begin : begin + sizes[variable]].decode("utf-8"))
+            texts.append(str(data[begin : begin + sizes[variable]], "utf-8"))
         arrays = {
             name: np.frombuffer(data, np.uint8, size, head + fixed + sum(sizes[:variable]))
-            for name, fixed, variable, size in self._arrays
+            for name, fixed, variable, size in layout.array_places
         }
         return StoredSample(texts, arrays)
 
@@ -228,6 +223,8 @@ def column_readers(
     """
     readers = [ColumnReader(shard, columns, texts, number % ranks == rank) for number, shard in enumerate(shards)]
     for reader in readers:
+        if reader.arrays is readers[0].arrays:  # of the same layout
+            continue
         for name, array in reader.arrays.items():
             first = readers[0].arrays[name]
             if array != first:
@@ -238,11 +235,65 @@ def column_readers(
     return readers
 
 
-def _array(column: str, encoding: str, where: str) -> ArrayColumn:
+class _Layout(NamedTuple):
+    """Where columns lie in a sample: behind the fixed sizes of some columns and the stored sizes of others.
+
+    Attributes:
+        fixed: bytes of all columns of fixed size.
+        variable: number of the others.
+        arrays: the chosen array columns, by their names in the batch.
+        array_places: of each, its name in the batch, the fixed bytes and the number of variable columns before it, and
+            its bytes.
+        text_places: of the chosen text columns, the same two numbers.
+    """
+
+    fixed: int
+    variable: int
+    arrays: dict[str, ArrayColumn]
+    array_places: list[tuple[str, int, int, int]]
+    text_places: list[tuple[int, int]]
+
+
+@lru_cache(maxsize=64)  # all files of a set have one layout, and a set may have a million files
+def _layout(
+    names: tuple[str, ...], kinds: tuple[str, ...], columns: tuple[tuple[str, str], ...], texts: tuple[str, ...]
+) -> _Layout:
+    """
+    Args:
+        names, kinds: all columns of a file, and their encodings.
+        columns: (name in the batch, name in the file) of the array columns.
+        texts: names of the text columns.
+
+    Raises:
+        ValueError: see `ColumnReader`.
+    """
+    encodings = dict(zip(names, kinds, strict=True))
+    for column in (*texts, *(column for _, column in columns)):
+        if column not in encodings:
+            close = difflib.get_close_matches(column, encodings, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(encodings)}"
+            raise ValueError(f"no column `{column}`; {hint}")
+    for text in texts:
+        if encodings[text] != "str":
+            raise ValueError(
+                f"column `{text}` is {encodings[text]}, but texts are read from columns of type str; encode the set "
+                "again"
+            )
+    arrays = {name: _array(column, encodings[column]) for name, column in columns}
+    begins, fixed, variable = {}, 0, 0
+    for column, encoding in encodings.items():
+        begins[column] = fixed, variable
+        size = _size(column, encoding)
+        fixed, variable = (fixed, variable + 1) if size is None else (fixed + size, variable)
+    array_places = [(name, *begins[column], arrays[name].bytes) for name, column in columns]
+    return _Layout(fixed, variable, arrays, array_places, [begins[text] for text in texts])
+
+
+def _array(column: str, encoding: str) -> ArrayColumn:
     kind, *rest = encoding.split(":")
     if kind != "ndarray" or len(rest) != 2:
         raise ValueError(
-            f"{where}: column `{column}` is {encoding}, but batches are read from arrays of fixed shape and dtype, "
+            f"column `{column}` is {encoding}, but batches are read from arrays of fixed shape and dtype, "
             "such as ndarray:float16:4,32,32; encode the set again with precompute/encode.py"
         )
     try:
@@ -251,14 +302,14 @@ def _array(column: str, encoding: str, where: str) -> ArrayColumn:
     except (TypeError, ValueError):
         dtype, shape = None, ()
     if dtype is None or not shape or min(shape) < 1:
-        raise ValueError(f"{where}: column `{column}` is {encoding!r:.80}, which is no array; encode the set again")
+        raise ValueError(f"column `{column}` is {encoding!r:.80}, which is no array; encode the set again")
     return ArrayColumn(shape, dtype)
 
 
-def _size(column: str, encoding: str, where: str) -> int | None:
+def _size(column: str, encoding: str) -> int | None:
     """Bytes of a column's values; None where each has its own size."""
     try:
         return get_mds_encoded_size(encoding)
     except Exception:  # streaming has no error of its own for an encoding that it does not know
-        message = f"{where}: column `{column}` is {encoding!r:.80}, which is no encoding of MDS; encode the set again"
+        message = f"column `{column}` is {encoding!r:.80}, which is no encoding of MDS; encode the set again"
         raise ValueError(message) from None

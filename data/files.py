@@ -56,8 +56,13 @@ def read_object(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read; FileNotFoundError where there is none.
         ValueError: what is wrong with its content. The message does not name the file.
     """
+    return parse_object(path.read_bytes())
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object in the content of a file, which need not be trusted. Raises ValueError, as `read_object`."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(data.decode("utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(values, dict):

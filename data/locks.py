@@ -17,6 +17,10 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 PAUSE = 0.5  # seconds between two looks at a lock that another process holds
 
 
+class HeldByAnother(ValueError):
+    """Another process holds a lock."""
+
+
 @contextmanager
 def held(path: Path, busy: str, patience: float = 0.0) -> Iterator[None]:
     """Holds the lock of a file, which is created where it is missing, until the block ends.
@@ -31,7 +35,7 @@ def held(path: Path, busy: str, patience: float = 0.0) -> Iterator[None]:
         patience: seconds for which it waits for another process, after a line that says so.
 
     Raises:
-        ValueError: another process holds it.
+        HeldByAnother: another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -43,7 +47,7 @@ def held(path: Path, busy: str, patience: float = 0.0) -> Iterator[None]:
             time.sleep(min(PAUSE, patience))
             taken = _take(file, path)
         if not taken:
-            raise ValueError(busy.replace("{holder}", _holder(file)))
+            raise HeldByAnother(busy.replace("{holder}", _holder(file)))
         with about(path):
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)

@@ -81,6 +81,9 @@ class EncodeConfig:
     """Whether the set is completed without input shards that cannot be read. The job still ends with an error that
     names these shards, and tries them again when it is started again. false: the set is completed only when all shards
     have been read."""
+    take_over: bool = True
+    """Whether a process that has finished its share of the input shards goes on with shards that other processes have
+    not begun. Without effect with `upload`."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPU with the number of this process on its machine, or the CPU where there is no GPU."""
     seed: int = 17

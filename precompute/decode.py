@@ -58,6 +58,7 @@ class DecodedBatches(IterableDataset):
         preparation: how images are decoded.
         killers: samples that are rejected unseen, because processes died of them.
         note: called in this process before each sample with its shard and number, where there are no workers.
+        begin: called with each shard before it is read; False: it is left out, because another rank has it.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class DecodedBatches(IterableDataset):
         preparation: Preparation,
         killers: Collection[Position] = (),
         note: Callable[[InputShard, int], None] | None = None,
+        begin: Callable[[InputShard], bool] = lambda shard: True,
     ) -> None:
+        self.begin = begin
         self.shards = shards
         self.sources = sources
         self.preparation = preparation
@@ -79,6 +82,8 @@ class DecodedBatches(IterableDataset):
         worker = get_worker_info()
         batch = self._empty()
         for shard, part, parts in assign(self.shards, *(worker.id, worker.num_workers) if worker else (0, 1)):
+            if not self.begin(shard):
+                continue
             for item in self._read(shard, part, parts):
                 if isinstance(item, tuple):
                     self._put(batch, *item)

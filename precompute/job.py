@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 
 from data.crash_log import CrashLog
 from data.files import atomic_write, write_text
+from data.locks import HeldByAnother, held
 from data.log import every_rank, log
 from data.manifest import NULL_TEXT, Manifest
 from data.quarantine import Quarantine
 from data.ranks import Rank
 from data.sources.base import InputShard, Source
 from data.worker_deaths import DecoderDied, worker_deaths
+from precompute.claims import Claims
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
@@ -32,6 +35,7 @@ from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
+MERGING = ".lock-merge"  # in the output folder of a set: who writes its index
 DECODING = "precompute/decode.py"  # in the stack of a process that died while it read or decoded a sample
 
 
@@ -48,8 +52,11 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
     # the shard in its share starts again; whatever the number of ranks, there is one. It removes the note first of all:
     # of ranks that start together, none looks at the notes before it has loaded the encoders. Where a rank starts much
     # later than the others, these may name a shard that it is still to try. It completes the set all the same.
+    claims = {label: Claims(output, rank.rank) for label, output in sets.items()}
     for label, output in sets.items():
-        output.forget_unreadable({shard.shard for shard in own if shard.label == label})
+        mine = {shard.shard for shard in own if shard.label == label}
+        output.forget_unreadable(mine)
+        claims[label].forget(mine)
     device = pick_device(config.device, rank.local)
     # The second pass in fp32 and `precision: fp32` mean fp32, not TF32 with its ten bits.
     torch.backends.cudnn.allow_tf32 = False
@@ -82,21 +89,49 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         if (files := sets[shard.label].to_upload(shard.shard)) is not None:
             uploads.add(files)
 
+    # Two ranks that upload the same files would abort each other's uploads (`data.multipart`).
+    shared = config.take_over and config.upload is None and rank.world > 1
+
+    def begin(shard: InputShard) -> bool:
+        return not shared or claims[shard.label].take(shard.shard)
+
     def publish(shard: InputShard) -> None:
         sets[shard.label].publish(shard.shard, rank.rank)
+        if shared:
+            claims[shard.label].release(shard.shard)
         upload(shard)
+
+    def give_up(shard: InputShard, problem: str) -> None:
+        sets[shard.label].note_unreadable(shard.shard, problem)
+        if shared:
+            claims[shard.label].release(shard.shard)
+
+    tried = set(own)
+
+    def more() -> list[InputShard]:
+        """Shards of other ranks, which no rank has begun: a part of them, since others end as well."""
+        if not shared:
+            return []
+        free = [
+            InputShard(label, shard)
+            for label in sets
+            for shard in claims[label].free({one.shard for one in tried if one.label == label})
+        ]
+        taken = [shard for shard in free[: max(1, config.workers, len(free) // (2 * rank.world))] if begin(shard)]
+        tried.update(taken)
+        if free:
+            every_rank.info(f"encode: rank {rank.rank} takes over {len(taken)} of {len(free)} shards of other ranks")
+        return taken
 
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
     progress = EncodeProgress(len(todo), known, quiet=rank.rank != 0)
-    pipeline = EncodePipeline(images, texts, open_writer, publish, progress)
+    pipeline = EncodePipeline(images, texts, open_writer, publish, progress, give_up)
     with Uploads(config.upload is not None) as uploads:
         for shard in own:
             if shard in encoded and not sets[shard.label].is_done(shard.shard):
                 upload(shard)  # a job that made no copy, or was ended before
-        if todo:
-            _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank)
-    for shard, problem in pipeline.failed.items():
-        sets[shard.label].note_unreadable(shard.shard, problem)
+        if todo or shared:
+            _encode(pipeline, todo, sources, preparation_of(config, texts), config, rank, begin, more)
     failed = {shard.shard: problem for shard, problem in pipeline.failed.items()}
     _finish(config, sets, rank, manifest_fields(config, images, texts, columns), options, failed)
 
@@ -139,7 +174,13 @@ def _finish(
         unreadable |= broken
         if not remaining or config.leave_out_unreadable:
             request = fields["request"] | source_options(config.sources[label])
-            _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
+            # Of ranks that end at the same time one is enough, as long as all of them would write the same.
+            alone = nullcontext() if config.leave_out_unreadable else held(output.out / MERGING, "{holder}")
+            try:
+                with alone:
+                    _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))
+            except HeldByAnother as error:
+                every_rank.info(f"{output.out}: all shards are done; {error} merges them")
         elif rank.world == 1:
             left = len(remaining)
             log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
@@ -167,34 +208,57 @@ def _encode(
     preparation: Preparation,
     config: EncodeConfig,
     rank: Rank,
+    begin: Callable[[InputShard], bool],
+    more: Callable[[], list[InputShard]],
 ) -> None:
     """Encodes shards. When a process dies of a picture, the shards that are not finished are begun again without it.
 
     Without decoding processes this one dies, and the next start of the job goes on like that.
+
+    Args:
+        pipeline: encodes and writes.
+        todo: shards of this rank's share.
+        sources: by label.
+        preparation: how images are decoded.
+        config: of the job.
+        rank: of this process.
+        begin: see `DecodedBatches`.
+        more: called when all are done; gives shards to go on with, or none.
     """
     progress = pipeline.progress
     crashes = CrashLog(Path(config.out), str(rank.rank), DECODING)
     quarantine = Quarantine("encode")
     crashes.find()
-    for number, death in enumerate(crashes.deaths()):
-        if death.positions[0].shard in todo:
-            pipeline.failed |= quarantine.add(death, -2 - number)  # of another start: no two are in a row
-    note, noted = (None, nullcontext()) if config.workers else (crashes.mark, crashes.noted())
+    earlier = list(enumerate(crashes.deaths()))
+    hopeless: dict[InputShard, str] = {}
+    note, noted = (None, nullcontext) if config.workers else (crashes.mark, crashes.noted)
     pin = pipeline.images.device.type == "cuda"
     started = time.monotonic()
-    left = [shard for shard in todo if shard not in pipeline.failed]
+    left, known = todo, False
     try:
-        while left:
-            decoded = DecodedBatches(left, sources, preparation, quarantine.killers, note)
+        while left or (left := more()):
+            progress.shards = len(pipeline.finished) + len(left)
+            for number, death in [] if known else earlier:
+                if death.positions[0].shard in left:
+                    hopeless |= quarantine.add(death, -2 - number)  # of another start: no two are in a row
+            for shard in hopeless.keys() & set(left):
+                pipeline.fail(shard, hopeless[shard])
+            left = [shard for shard in left if shard not in pipeline.failed]
+            if not left:
+                continue
+            decoded = DecodedBatches(left, sources, preparation, quarantine.killers, note, begin)
             try:
-                with worker_deaths(decoded.places, config.workers), noted:
+                with worker_deaths(decoded.places, config.workers), noted():
                     pipeline.run(batches(decoded, config.workers, config.prefetch, pin))
-                break
+                left, known = [], False
             except DecoderDied as death:
-                pipeline.failed |= quarantine.add(death, progress.images)
-            left = [shard for shard in todo if shard not in pipeline.finished and shard not in pipeline.failed]
+                known = True
+                hopeless |= quarantine.add(death, progress.images)
+                left = [shard for shard in left if shard not in pipeline.finished and shard not in pipeline.failed]
     finally:
         progress.close()
+    if not progress.images + progress.rejected:
+        return
     seconds = time.monotonic() - started
     every_rank.info(
         f"encode: rank {rank.rank}: {progress.images:,} images in {duration(seconds)}, "

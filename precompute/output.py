@@ -10,7 +10,8 @@ Ranks share nothing but this folder::
     OUT/unreadable/<id>.json      why an input shard could not be read; it is tried again at the next start
     OUT/null_text.npy             embedding of the empty caption, where captions are embedded
     OUT/index.json, OUT/rejected.jsonl, OUT/manifest.json
-                                  of all shards, written by the process that finds all of them done, the manifest last
+                                  of all shards, written by the process that finds all of them done, the manifest last;
+                                  it locks .lock-merge meanwhile
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from data.disk_errors import about
-from data.files import atomic_write, read_object, to_disk, write_json
+from data.files import atomic_write, parse_object, read_object, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from data.mds_index import INDEX, read_index
+from data.side_by_side import side_by_side
 from precompute.config import EncodeConfig, changed_option
 from precompute.totals import counts_text, rejected, totals
 from precompute.upload import MARKER, Copy
@@ -104,7 +106,8 @@ class OutputSet:
     def remaining(self) -> list[str]:
         """Shards that are not done yet, in order. Raises as `absent`."""
         absent = set(self.absent())
-        return [shard for shard in self.shards if shard in absent or not self.is_done(shard)]
+        done = side_by_side(lambda shard: shard not in absent and self.is_done(shard), self.shards)
+        return [shard for shard, is_done in zip(self.shards, done, strict=True) if not is_done]
 
     def samples_per_shard(self) -> float | None:
         """Average number of samples, rejected ones included, of a few finished shards; None without any."""
@@ -116,7 +119,8 @@ class OutputSet:
     def unknown_shards(self) -> int:
         """Number of finished shards in the folder that the source does not have; they are not in the index."""
         known = set(self.shards)
-        return sum(1 for path in (self.out / "shards").glob(f"*/{DONE}") if path.parent.name not in known)
+        others = [entry.path for entry in os.scandir(self.out / "shards") if entry.name not in known]
+        return sum(os.path.isfile(os.path.join(path, DONE)) for path in others)
 
     def is_complete(self, request: dict[str, Any]) -> bool:
         """Whether all shards are done and merged into a set that was made for this request.
@@ -126,15 +130,17 @@ class OutputSet:
         """
         embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
         needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
-        if self.absent() or self.remaining() or not all((self.out / name).is_file() for name in needed):
+        # What takes long comes last: look-ups in all folders, and the index, which may have a gigabyte.
+        if self.absent() or not all((self.out / name).is_file() for name in needed):
             return False
         if self.copy is not None and not self.copy.has(self.out):
             return False
         try:
-            manifest, index = Manifest.read(self.out), read_index(self.out)
+            manifest = Manifest.read(self.out)
+            if manifest.request != _as_json(request) or manifest.shards != len(self.shards) or self.remaining():
+                return False
+            index = read_index(self.out)
         except (FileNotFoundError, ValueError):
-            return False
-        if manifest.request != _as_json(request) or manifest.shards != len(self.shards):
             return False
         merged = dict.fromkeys(Path(entry["raw_data"]["basename"]).parent.name for entry in index)
         # A shard whose samples were all rejected is not in the index.
@@ -147,10 +153,10 @@ class OutputSet:
             ValueError: the folder holds values made with other options; the message names the first difference.
         """
         (self.out / "shards").mkdir(parents=True, exist_ok=True)
-        path = self.out / OPTIONS
+        path, wanted = self.out / OPTIONS, _as_json(options)
         if not path.is_file():
             for found in self._made_with():
-                self._compare(found, options)
+                self._compare(found, wanted)
             partial = self.out / f".{OPTIONS}.{os.uname().nodename}.{os.getpid()}"
             with about(path, partial):
                 try:
@@ -159,7 +165,7 @@ class OutputSet:
                     _link(partial, path)
                 finally:
                     partial.unlink(missing_ok=True)
-        self._compare(_read_json(path, remove=path), options)
+        self._compare(_read_json(path, remove=path), wanted)
 
     def check(self, options: dict[str, Any]) -> None:
         """Compares some or all options with those that the folder's values were made with. Writes nothing.
@@ -167,8 +173,9 @@ class OutputSet:
         Raises:
             ValueError: see `claim`.
         """
+        wanted = _as_json(options)
         for found in self._made_with():
-            self._compare({name: value for name, value in found.items() if name in options}, options)
+            self._compare({name: value for name, value in found.items() if name in wanted}, wanted)
 
     def _made_with(self) -> Iterator[dict[str, Any]]:
         """The options of the folder, or of each finished shard where the folder has none."""
@@ -181,7 +188,7 @@ class OutputSet:
             yield from (self._done(shard)["options"] for shard in present if self.is_encoded(shard))
 
     def _compare(self, found: dict[str, Any], options: dict[str, Any]) -> None:
-        options = _as_json(options)
+        """Raises an error where options of the folder are not these, which are as JSON gives them back."""
         name = changed_option(found, options)
         if name is not None:
             raise ValueError(
@@ -192,6 +199,9 @@ class OutputSet:
     def publish(self, shard: str, rank: int) -> None:
         """Renames the folder of a written shard to its final name. Does nothing where another rank was first."""
         partial, final = self.partial(shard, rank), self.folder(shard)
+        if self.is_encoded(shard):
+            shutil.rmtree(partial, ignore_errors=True)  # where another rank has removed it, see `_remove_stale`
+            return
         # On disk before the rename: after a power failure a finished shard must not be empty.
         to_disk(partial)
         if final.is_dir() and not self.is_encoded(shard):
@@ -249,21 +259,26 @@ class OutputSet:
 
         Args and errors are those of `merge`.
         """
-        entries, markers = [], []
-        # Shard by shard: of hundreds of millions of input samples the rejected ones alone are gigabytes.
-        with atomic_write(self.out / REJECTED) as partial, open(partial, "wb") as rejected_lines:
-            for shard in (shard for shard in self.shards if shard not in leave_out):
-                marker = self._done(shard)
-                self._compare(marker["options"], options)
+        wanted = _as_json(options)
+        markers = []
+        shards = (shard for shard in self.shards if shard not in leave_out)
+        # Shard by shard: of hundreds of millions of input samples the rejected ones alone are gigabytes, and so is the
+        # index of their files.
+        with (
+            atomic_write(self.out / INDEX) as partial_index,
+            open(partial_index, "w", encoding="utf-8") as index,
+            atomic_write(self.out / REJECTED) as partial_rejected,
+            open(partial_rejected, "wb") as rejected_lines,
+        ):
+            index.write('{"version": 2, "shards": [')
+            comma = ""
+            for marker, entries, lines in side_by_side(lambda shard: self._parts(shard, wanted), shards):
                 markers.append(marker)
-                for info in self._json(shard, INDEX, "shards")["shards"]:
-                    stored = info.get("zip_data") or info["raw_data"]
-                    self._file(shard, stored["basename"], stored["bytes"])
-                    # `streaming.base.util.merge_index` keeps one folder level only.
-                    for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
-                        data["basename"] = f"shards/{shard}/{data['basename']}"
-                    entries.append(info)
-                rejected_lines.write(self._file(shard, REJECTED).read_bytes())
+                if entries:
+                    index.write(comma + entries)
+                    comma = ", "
+                rejected_lines.write(lines)
+            index.write("]}\n")
             if not any(marker["samples"] for marker in markers):
                 counts = rejected(markers)
                 reasons = [counts_text(counts.items())] if counts else []
@@ -274,8 +289,34 @@ class OutputSet:
                     f"{self.out}: nothing was encoded ({why}); see shards/*/{REJECTED}; correct the cause, and "
                     "delete this folder before you encode again"
                 )
-        write_json(self.out / INDEX, {"version": 2, "shards": entries})
         return markers
+
+    def _parts(self, shard: str, options: dict[str, Any]) -> tuple[dict[str, Any], str, bytes]:
+        """A finished shard's done.json without the options, its entries of the index, and its rejected samples.
+
+        Args:
+            shard: its id.
+            options: as JSON gives them back.
+
+        Raises:
+            ValueError: see `merge`.
+        """
+        marker = self._done(shard)
+        self._compare(marker.pop("options"), options)
+        entries = self._json(shard, INDEX, "shards")["shards"]
+        # Folders that were copied may have the name of another, or files of two encodings.
+        if (name := marker.get("shard", shard)) != shard:
+            raise _damaged(self.folder(shard) / DONE, f"it is of the shard {name}", remove=self.folder(shard))
+        if (found := sum(info["samples"] for info in entries)) != marker["samples"]:
+            what = f"{found:,} samples, {DONE} says {marker['samples']:,}"
+            raise _damaged(self.folder(shard) / INDEX, what, remove=self.folder(shard))
+        for info in entries:
+            stored = info.get("zip_data") or info["raw_data"]
+            self._check_size(shard, stored["basename"], stored["bytes"])
+            # `streaming.base.util.merge_index` keeps one folder level only.
+            for data in (info[key] for key in ("raw_data", "zip_data") if info.get(key)):
+                data["basename"] = f"shards/{shard}/{data['basename']}"
+        return marker, ", ".join(map(json.dumps, entries)), self._read(shard, REJECTED)
 
     def _remove_stale(self) -> None:
         """Removes what killed processes left of shards that another process finished."""
@@ -288,19 +329,36 @@ class OutputSet:
 
     def _json(self, shard: str, name: str, key: str) -> dict[str, Any]:
         """Content of a JSON file of a finished shard, which must hold `key`."""
-        values = _read_json(self._file(shard, name), remove=self.folder(shard))
-        if key not in values:
-            raise _damaged(self.folder(shard) / name, f"it has no `{key}`", remove=self.folder(shard))
+        path = os.path.join(self.out, "shards", shard, name)
+        try:
+            values = parse_object(self._read(shard, name))
+            reason = None if key in values else f"it has no `{key}`"
+        except ValueError as error:
+            reason = str(error)
+        if reason is not None:
+            raise _damaged(path, reason, remove=self.folder(shard))
         return values
 
-    def _file(self, shard: str, name: str, size: int | None = None) -> Path:
-        """A file of a finished shard, of `size` bytes. A folder that was copied may lack files or parts of them."""
-        path = self.folder(shard) / name
-        if not path.is_file():
-            raise _damaged(path, "it is missing", remove=self.folder(shard))
-        if size is not None and (found := path.stat().st_size) != size:
+    # Paths as texts: objects would take longer than a local disk.
+
+    def _read(self, shard: str, name: str) -> bytes:
+        """Content of a file of a finished shard. A folder that was copied may lack files or parts of them."""
+        path = os.path.join(self.out, "shards", shard, name)
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise _damaged(path, "it is missing", remove=self.folder(shard)) from None
+
+    def _check_size(self, shard: str, name: str, size: int) -> None:
+        """Raises an error unless a file of a finished shard has `size` bytes."""
+        path = os.path.join(self.out, "shards", shard, name)
+        try:
+            found = os.stat(path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            raise _damaged(path, "it is missing", remove=self.folder(shard)) from None
+        if found != size:
             raise _damaged(path, f"{found:,} bytes instead of {size:,}", remove=self.folder(shard))
-        return path
 
 
 def output_of(config: EncodeConfig, label: str, shards: list[str]) -> OutputSet:
@@ -327,7 +385,7 @@ def _read_json(path: Path, remove: Path) -> dict[str, Any]:
         raise _damaged(path, str(error), remove) from None
 
 
-def _damaged(path: Path, reason: str, remove: Path) -> ValueError:
+def _damaged(path: Path | str, reason: str, remove: Path) -> ValueError:
     return ValueError(f"{path}: damaged ({reason}); delete {remove} and start the job again")
 
 

@@ -57,6 +57,7 @@ class EncodePipeline:
         publish: called with a shard whose folder is complete, for one shard at a time, in a thread of its own: it takes
             a while to bring a shard to the disk.
         progress: counts images and shards.
+        give_up: called with a shard that could not be read, and the reason.
 
     Attributes:
         failed: after `run`, the shards that could not be read, each with its reason.
@@ -72,9 +73,11 @@ class EncodePipeline:
         open_writer: Callable[[InputShard], ShardWriter],
         publish: Callable[[InputShard], None],
         progress: EncodeProgress,
+        give_up: Callable[[InputShard, str], None] = lambda shard, problem: None,
     ) -> None:
         self.images, self.texts = images, texts
         self.open_writer, self.publish, self.progress = open_writer, publish, progress
+        self.give_up = give_up
         self.writers: dict[InputShard, ShardWriter] = {}
         self.failed: dict[InputShard, str] = {}
         self.finished: set[InputShard] = set()
@@ -192,17 +195,18 @@ class EncodePipeline:
                 try:
                     writer.end(end.samples, end.parts)
                 except ValueError as error:
-                    self._fail(end.shard, str(error))
+                    self.fail(end.shard, str(error))
         for shard, problem in batch.failures:
-            self._fail(shard, problem)
+            self.fail(shard, problem)
         rejected = len(batch.rejected) + len(result.rejected)
         self.progress.update(len(batch.images) - len(result.rejected), rejected)
 
-    def _fail(self, shard: InputShard, problem: str) -> None:
+    def fail(self, shard: InputShard, problem: str) -> None:
         """Gives a shard up. The next start of the job tries it again."""
         if shard not in self.failed:
             self.failed[shard] = problem
             every_rank.warning(f"encode: {shard.shard} could not be read: {problem}")  # the job may end days later
+            self.give_up(shard, problem)
         if shard in self.writers:
             self.writers.pop(shard).abandon()
 

@@ -14,6 +14,7 @@ from data.files import atomic_write, write_json
 from data.log import every_rank
 from data.ranks import Rank
 from data.score_files import FACTS, FOLDER, SUMMARY, ShardScores, read_facts, read_scores, score_file, write_scores
+from data.side_by_side import side_by_side
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
@@ -142,7 +143,8 @@ def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, s
         every_rank.info(f"{folder}: {left} of {len(shards)} shards are left to other ranks")
     if missing:
         return left
-    values = np.concatenate([read_scores(folder, shard, embeddings=False).similarities for shard in shards])
+    scores = side_by_side(lambda shard: read_scores(folder, shard, embeddings=False), shards)
+    values = np.concatenate([one.similarities for one in scores])
     if not len(values):
         raise ValueError(f"{folder}: no pair passed the filter; see the source and its filter")
     found = np.quantile(values, QUANTILES).tolist()  # at once: each call sorts a copy of them all

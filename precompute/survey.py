@@ -6,25 +6,21 @@ import tempfile
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-from streaming.base.format import reader_from_json
-from streaming.base.hashing import get_hash
 
 from data.arrays import read_matrix
-from data.column_reader import ColumnReader, StoredSample
 from data.manifest import NULL_TEXT, Manifest
-from data.mds_index import HASHES, Shard, read_index
-from data.sources.mds import locate
+from data.mds_index import Shard, read_index
+from precompute.file_figures import LARGEST, Column, ColumnFigures, FileFigures, array_columns, open_file
+from precompute.reading import figures_of_files
 from precompute.totals import moments
 
 SHARDS = 8  # input shards of which records are drawn: each must be read again, as a whole where it is remote
 MOST_ROWS = 1 << 62  # that are drawn from, as NumPy counts them
-CHUNK = 64  # samples that are looked at together
-LARGEST_FP16 = float(np.finfo(np.float16).max)
+LARGEST_FP16 = float(np.uint16(LARGEST).view(np.float16))
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,14 @@ class Survey:
     faults: list[str] = field(default_factory=list)
 
 
-def survey(folder: Path, manifest: Manifest, records: int, rng: np.random.Generator) -> Survey:
+def survey(
+    folder: Path,
+    manifest: Manifest,
+    records: int,
+    rng: np.random.Generator,
+    workers: int = 0,
+    progress: Path | None = None,
+) -> Survey:
     """Reads every file of a set once.
 
     Args:
@@ -75,27 +78,27 @@ def survey(folder: Path, manifest: Manifest, records: int, rng: np.random.Genera
         manifest: of the set.
         records: number of records to draw, from at most `SHARDS` input shards.
         rng: draws them.
+        workers, progress: see `figures_of_files`. The result does not depend on them.
 
     Raises:
         FileNotFoundError, ValueError: there is no index, or it is none of MDS shards.
     """
     entries = read_index(folder)
-    found = Survey()
     wanted = _draw(entries, records, rng)
-    columns = {name: _Column(name, kind, manifest) for name, kind in manifest.columns.items() if kind[:7] == "ndarray"}
-    with tempfile.TemporaryFile(prefix="precompose-") as scratch:
-        for number, entry in enumerate(entries):
-            reader = _open(folder, entry, scratch, list(columns), found)
-            if reader is not None:
-                _read(reader, _input_shard(entry), wanted.get(number, set()), columns, found)
+    columns = array_columns(manifest)
+    total = figures_of_files(folder, entries, columns, workers, progress)
+    found = Survey(total.samples, len(entries), total.hashes, faults=total.faults)
     for name, column in columns.items():
-        column.report(name, found)
+        if column.counted:
+            _report(name, column, total.columns.get(name, ColumnFigures()), found)
     counted = sum(entry["samples"] for entry in entries)
     if counted != manifest.samples:
         found.faults.append(f"{folder}/index.json: {counted} samples, the manifest says {manifest.samples}")
     if not found.faults:
-        # Where a file is damaged or a value is not finite, other statistics follow from that and say nothing more.
-        _compare_statistics(columns, manifest, found)
+        # Where a file is damaged or a value is not finite, other statistics follow from that and say nothing more, and
+        # nothing is encoded again.
+        _compare_statistics(total, manifest, found)
+        found.records = _read_records(folder, entries, wanted, columns)
     if manifest.text_encoder is not None:
         _check_null_text(folder / NULL_TEXT, manifest, found)
     return found
@@ -121,62 +124,27 @@ def _input_shard(entry: Shard) -> str:
     return PurePosixPath(entry["raw_data"]["basename"]).parent.name
 
 
-def _open(folder: Path, entry: Shard, scratch: BinaryIO, columns: list[str], found: Survey) -> ColumnReader | None:
-    """A reader of one MDS file, decompressed into `scratch` where it must be; None, and a fault, if it is damaged."""
-    found.files += 1
-    problems = []
-    there = 0
-    for info in (entry["raw_data"], entry.get("zip_data")):
-        path = folder / info["basename"] if info else None
-        if path is None or not path.is_file():
-            continue
-        there += 1
-        if path.stat().st_size != info["bytes"]:
-            problems.append(f"{path}: {path.stat().st_size:,} bytes, the index says {info['bytes']:,}")
-            continue
-        data = path.read_bytes()
-        for name, expected in info["hashes"].items():
-            found.hashes += 1
-            if name not in HASHES or get_hash(name, data) != expected:
-                problems.append(f"{path}: its {name} is not the one in the index; the file or the index is damaged")
-                break
-    if not there:
-        problems.append(f"{folder / entry['raw_data']['basename']}: missing")
-    found.faults += problems
-    if problems:
-        return None
-    try:
-        file = locate(folder, entry, scratch)
-        info = {**entry, "raw_data": {**entry["raw_data"], "basename": file.name}}
-        return ColumnReader(
-            reader_from_json(str(file.parent), None, info), {name: name for name in columns}, ("key", "caption")
-        )
-    except Exception as error:  # compression libraries have errors of their own
-        found.faults.append(f"{folder / entry['raw_data']['basename']}: cannot be opened ({error})")
-        return None
-
-
-def _read(reader: ColumnReader, shard: str, wanted: set[int], columns: dict[str, _Column], found: Survey) -> None:
-    for begin in range(0, reader.samples, CHUNK):
-        samples = []
-        for row in range(begin, min(begin + CHUNK, reader.samples)):
-            try:
+def _read_records(
+    folder: Path, entries: list[Shard], wanted: dict[int, set[int]], columns: dict[str, Column]
+) -> list[Record]:
+    """The rows that were drawn, in the order of the files. All files have been read before."""
+    records = []
+    with tempfile.TemporaryFile(prefix="precompose-") as scratch:
+        for number in sorted(wanted):
+            reader = open_file(folder, entries[number], {name: name for name in columns}, scratch)
+            for row in sorted(wanted[number]):
                 sample = reader.get_item(row)
-            except ValueError as error:
-                found.faults.append(str(error))
-                return
-            samples.append(sample)
-            if row in wanted:
-                arrays = {name: column.array([sample])[0] for name, column in columns.items()}
-                found.records.append(Record(shard, *sample.texts, arrays))
-        found.samples += len(samples)
-        for column in columns.values():
-            column.add(column.array(samples))
+                arrays = {
+                    name: np.frombuffer(sample.arrays[name].tobytes(), column.dtype).reshape(column.shape)
+                    for name, column in columns.items()
+                }
+                records.append(Record(_input_shard(entries[number]), *sample.texts, arrays))
+    return records
 
 
-def _compare_statistics(columns: dict[str, _Column], manifest: Manifest, found: Survey) -> None:
+def _compare_statistics(total: FileFigures, manifest: Manifest, found: Survey) -> None:
     for resolution, expected in manifest.latents.items():
-        mean, std = columns[f"mean_{resolution}"], columns[f"std_{resolution}"]
+        mean, std = total.columns[f"mean_{resolution}"], total.columns[f"std_{resolution}"]
         sums = {"count": mean.count, "mean": mean.sums, "square": mean.squares, "variance": std.squares}
         for name, values in moments([sums]).items():
             if not np.allclose(values, expected[name], rtol=1e-5, atol=1e-7):  # sums in another order
@@ -200,58 +168,17 @@ def _check_null_text(path: Path, manifest: Manifest, found: Survey) -> None:
         found.faults.append(f"{path}: {null.dtype} {null.shape}, expected finite float16 {manifest.text_shape}")
 
 
-class _Column:
-    """Figures of an array column."""
-
-    def __init__(self, name: str, encoding: str, manifest: Manifest) -> None:
-        _, dtype, shape = encoding.split(":")
-        self.dtype = np.dtype(dtype)
-        self.shape = tuple(map(int, shape.split(",")))
-        self.is_latent = name.startswith(("mean_", "std_"))
-        self.codes = manifest.image_encoder["codes"] if name.startswith("tokens_") else None
-        self.nonfinite = self.saturated = self.count = 0
-        self.largest = 0.0
-        self.sums: np.ndarray | float = 0.0  # (C,), over the finite values
-        self.squares: np.ndarray | float = 0.0
-        self.seen: np.ndarray | None = None if self.codes is None else np.zeros(1 << 16, bool)
-        self.name = name
-
-    def array(self, samples: list[StoredSample]) -> np.ndarray:
-        """(B, *shape) of the column."""
-        rows = [sample.arrays[self.name].tobytes() for sample in samples]
-        return np.frombuffer(b"".join(rows), self.dtype).reshape(len(samples), *self.shape)
-
-    def add(self, values: np.ndarray) -> None:
-        """Counts (B, *shape)."""
-        if self.codes is not None:
-            self.saturated += int((values >= self.codes).sum())
-            self.seen[np.unique(values)] = True
-            return
-        if self.dtype.kind != "f":
-            return
-        finite = np.isfinite(values)
-        self.nonfinite += int(values.size - finite.sum())
-        values = np.where(finite, values, 0).astype(np.float64)
-        self.largest = max(self.largest, float(np.abs(values).max(initial=0.0)))
-        if self.dtype == np.float16:
-            self.saturated += int((np.abs(values) >= LARGEST_FP16).sum())
-        if self.is_latent:
-            self.count += len(values) * prod(self.shape[1:])
-            self.sums = self.sums + values.sum((0, 2, 3))
-            self.squares = self.squares + np.square(values).sum((0, 2, 3))
-
-    def report(self, name: str, found: Survey) -> None:
-        """Puts the figures into the survey."""
-        if self.codes is None and self.dtype != np.float16:
-            return  # crop boxes
-        found.nonfinite[name], found.saturated[name], found.largest[name] = self.nonfinite, self.saturated, self.largest
-        if self.nonfinite:
-            found.faults.append(f"column {name}: {self.nonfinite:,} values are not finite")
-        if self.saturated:
-            limit = f"at the largest fp16, {LARGEST_FP16:g}" if self.codes is None else f"not below {self.codes} codes"
-            found.faults.append(f"column {name}: {self.saturated:,} values are {limit}")
-        if self.codes is not None:
-            found.used[name] = int(self.seen.sum())
+def _report(name: str, column: Column, figures: ColumnFigures, found: Survey) -> None:
+    """Puts the figures of a column into the survey."""
+    found.nonfinite[name], found.saturated[name] = figures.nonfinite, figures.saturated
+    found.largest[name] = figures.largest
+    if figures.nonfinite:
+        found.faults.append(f"column {name}: {figures.nonfinite:,} values are not finite")
+    if figures.saturated:
+        limit = f"at the largest fp16, {LARGEST_FP16:g}" if column.codes is None else f"not below {column.codes} codes"
+        found.faults.append(f"column {name}: {figures.saturated:,} values are {limit}")
+    if column.codes is not None:
+        found.used[name] = len(figures.seen)
 
 
 def figures(found: Survey) -> dict[str, Any]:

@@ -29,7 +29,7 @@ ON_SHEET = 24  # records
 FAULTS = 20  # lines that are printed
 
 
-def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out: Path) -> bool:
+def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out: Path, workers: int) -> bool:
     """Verifies sets of an encode job and prints a report.
 
     Args:
@@ -38,6 +38,7 @@ def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out
         records: number of records of each set that are encoded again.
         seed: of the records that are drawn.
         out: folder for figures and contact sheets.
+        workers: number of processes that read the files.
 
     Returns:
         Whether all of them hold.
@@ -56,7 +57,8 @@ def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out
     holds = True
     for label, manifest in manifests.items():
         folder = Path(config.out, label)
-        found = survey(folder, manifest, records, np.random.default_rng(seed))
+        progress = out / f".{label}.progress.json"
+        found = survey(folder, manifest, records, np.random.default_rng(seed), workers, progress)
         faults = [*_other_options(config, images, texts, columns, manifest), *found.faults]
         again = Reencoded()
         if not faults:
@@ -70,6 +72,7 @@ def verify(config: EncodeConfig, labels: list[str], records: int, seed: int, out
             values["psnr"] = _contact_sheet(again, images, max(config.resolutions), out / f"{label}.png")
         file = out / f"{label}.json"
         write_json(file, values, indent=1)
+        progress.unlink(missing_ok=True)
         _report(folder, found, again, values, file)
         holds &= not faults
     return holds

@@ -1,15 +1,17 @@
 """Check an encoded set: its files against their hashes, and random records against a second encoding of their images.
 
     python precompute/verify.py runs/openmoji/latents/train
-    python precompute/verify.py yamls/openmoji_encode.yaml --records=64 --seed=0 --out=runs/verified
+    python precompute/verify.py yamls/openmoji_encode.yaml --records=64 --seed=0 --out=runs/verified --workers=8
 
 The argument is the folder of one set, or the YAML of an encode job with the overrides with which the job ran. Every
-file is read once. `records` random samples are read from their source again and encoded at other batch sizes and in
+file is read once, by `workers` processes (by default one per CPU core, at most 8); a check that was interrupted goes on
+where it stopped. `records` random samples are read from their source again and encoded at other batch sizes and in
 fp32. LABEL.json with the results, and LABEL.png with decoded samples beside the originals, are written into `--out`, by
 default the folder `verified` beside the sets. Exits with status 1 if the set has faults.
 """
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # This script's folder must not stay on the import path: its files would hide other packages' modules.
 sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
+from data.log import log
 from data.manifest import NAME as MANIFEST
 from data.threads import set_default_threads
 from precompute.config import EncodeConfig
@@ -30,6 +33,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--records", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=path_of)
+    parser.add_argument("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))))
     options, rest = parser.parse_known_args(arguments)
     label = None
     if rest and Path(rest[0]).is_dir():
@@ -49,6 +53,8 @@ def main(arguments: list[str]) -> int:
         fail([f"--records={options.records}; give 1 or more"])
     if options.seed < 0:
         fail([f"--seed={options.seed}; give 0 or more"])
+    if options.workers < 1:
+        fail([f"--workers={options.workers}; give 1 or more"])
     if command.dry_run:
         fail(["--dry-run: verify.py only reads, it has nothing to try"])
     if label is not None and label not in config.sources:
@@ -57,8 +63,12 @@ def main(arguments: list[str]) -> int:
     with user_errors():
         from precompute.verification import verify
 
-        out = options.out or Path(config.out, "verified")
-        holds = verify(config, [label] if label else list(config.sources), options.records, options.seed, out)
+        out, labels = options.out or Path(config.out, "verified"), [label] if label else list(config.sources)
+        try:
+            holds = verify(config, labels, options.records, options.seed, out, options.workers)
+        except KeyboardInterrupt:
+            log.warning("\nverify: interrupted; the same command goes on where it stopped, unless there were faults")
+            sys.exit(130)
     return 0 if holds else 1
 
 

@@ -1,6 +1,7 @@
 """A folder of images, with captions in .txt files of the same name or in one table."""
 
 import csv
+import errno
 import json
 import os
 import stat
@@ -96,7 +97,11 @@ class FolderSource:
         return list(self.entries)
 
     def read(self, shard: str) -> Iterator[Sample | Rejected]:
-        """Samples of one shard, in the order of names (see `base.Source.read`)."""
+        """Samples of one shard, in the order of names (see `base.Source.read`).
+
+        Raises:
+            OSError: a folder cannot be listed any more, or is empty.
+        """
         if shard not in self.entries:
             raise ValueError(f"no shard {shard!r} in this source: it has {len(self.entries)}")
         once = ReadOnce()
@@ -114,6 +119,7 @@ class FolderSource:
             return self._read_image(key, name, path)
         # A broken link, or a file that was removed since the folder was listed.
         except (FileNotFoundError, PermissionError) as error:
+            _require_files(path.parent)
             return Rejected(key, "missing_image", f"{name}: {error.strerror}")
 
     def _read_image(self, key: str, name: str, path: Path) -> Sample | Rejected:
@@ -129,8 +135,21 @@ class FolderSource:
         stem, _ = _divided(name)
         text = self.root / self.texts.get(stem, f"{stem}.txt")
         if not text.is_file():
+            _require_files(text.parent)
             return Rejected(key, "missing_caption", f"no file {text.name}")
         return assemble(key, path.read_bytes(), text.read_bytes())
+
+
+def _require_files(folder: Path) -> None:
+    """A file that is missing is one sample less. But all of them are missing where a network folder is not mounted any
+    more, or the ticket for it has expired.
+
+    Raises:
+        OSError: the folder cannot be listed, or nothing is in it.
+    """
+    with os.scandir(folder) as found:
+        if next(found, None) is None:
+            raise FileNotFoundError(errno.ENOENT, "Nothing is in it any more; is it still mounted?", str(folder))
 
 
 def _divided(name: str) -> tuple[str, str]:

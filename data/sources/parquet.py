@@ -1,5 +1,6 @@
 """Parquet files with the images' bytes and their captions, as Hugging Face data sets store them."""
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from data.aliases import InputPath
 from data.memory import MEMORY
+from data.side_by_side import side_by_side
 from data.sources.base import ReadOnce, Rejected, Sample, assemble, files_below, shard_ids, try_again
 from data.sources.parquet_footer import RowGroup, row_groups
 from data.sources.parquet_pages import check_pages
@@ -54,9 +56,12 @@ class ParquetSource:
             raise FileNotFoundError(f"source.path: no .parquet file in {path}")
         self.image, self.caption, self.key = image, caption, key
         self.columns = list(dict.fromkeys(name for name in (image, caption, key) if name is not None))
-        found: list[tuple[str, tuple[object, ...], Part]] = []
-        for file in files:
-            found += self._divide(file, file.relative_to(root) if root.is_dir() else Path(file.name), shard_size)
+
+        def divide(file: Path) -> list[tuple[str, tuple[object, ...], Part]]:
+            name = file.relative_to(root) if file != root else Path(file.name)
+            return list(self._divide(file, name, shard_size))
+
+        found = list(itertools.chain.from_iterable(side_by_side(divide, files)))
         ids = shard_ids([(name, identity) for name, identity, _ in found])
         self.parts = dict(zip(ids, (part for *_, part in found), strict=True))
 

@@ -33,6 +33,7 @@ import braceexpand
 from data.disk_errors import disk_error
 from data.downloads import advice, fetch, shown
 from data.errors import one_line
+from data.side_by_side import side_by_side
 from data.sources.base import (
     IMAGE_SUFFIXES,
     MAX_FILE_BYTES,
@@ -84,7 +85,7 @@ class TarSource:
             raise ValueError(f"source.urls names {url} twice: list each tar once")
         # With the size of a local tar, so that one that was rewritten in another size is another shard. Tars are
         # padded, so the size can stay. The time is left out: a copy would be another shard.
-        sizes = [None if "://" in url else Path(url).stat().st_size for url in found]
+        sizes = list(side_by_side(lambda url: None if "://" in url else os.stat(url).st_size, found))
         names = [Path(urllib.parse.urlparse(url).path).name.split(".")[0] for url in found]
         ids = shard_ids(list(zip(names, zip(found, sizes, strict=True), strict=True)))
         self.urls = dict(zip(ids, found, strict=True))
@@ -153,23 +154,26 @@ def expand(url: str) -> Iterator[str]:
         names = list(braceexpand.braceexpand(url))
     except braceexpand.UnbalancedBracesError:
         raise ValueError(f"source.urls: {url} has one brace of two: write a range as {{00000..00041}}") from None
-    for one in names:
-        scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", one)
-        if one == "-" or scheme and scheme[1] not in SCHEMES:
-            raise ValueError(f"source.urls: {one} is not read: give a path or {', '.join(SCHEMES[1:])} (no commands)")
-        if scheme and scheme[1] != "file":
-            yield one
-            continue
-        path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)
-        if Path(path).is_file():
-            yield path
-            continue
-        if Path(path).is_dir():
-            raise ValueError(f"source.urls: {path} is a folder: give its tars, such as {Path(path, '*.tar')}")
-        found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
-        if not found:
-            raise FileNotFoundError(f"source.urls: no file {path}: check the path and the brace range")
-        yield from found
+    for paths in side_by_side(_found, names):
+        yield from paths
+
+
+def _found(one: str) -> list[str]:
+    """The tars of an address without braces. Raises as `expand`."""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", one)
+    if one == "-" or scheme and scheme[1] not in SCHEMES:
+        raise ValueError(f"source.urls: {one} is not read: give a path or {', '.join(SCHEMES[1:])} (no commands)")
+    if scheme and scheme[1] != "file":
+        return [one]
+    path = urllib.request.url2pathname(urllib.parse.urlparse(one).path) if scheme else os.path.expanduser(one)
+    if os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path):
+        raise ValueError(f"source.urls: {path} is a folder: give its tars, such as {Path(path, '*.tar')}")
+    found = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+    if not found:
+        raise FileNotFoundError(f"source.urls: no file {path}: check the path and the brace range")
+    return found
 
 
 @contextmanager

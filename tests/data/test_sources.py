@@ -7,9 +7,10 @@ import io
 import json
 import os
 import pickle
+import shutil
 import sys
 import tarfile
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from unittest.mock import Mock
 
 import pyarrow as pa
@@ -195,6 +196,33 @@ def test_folder_oddities(tmp_path):
     assert len(rows) == 8
     (tmp_path / "new.png").write_bytes(picture(1))
     assert FolderSource(path=str(tmp_path)).shards() != source.shards()  # an encoded shard is not taken for it
+
+
+@pytest.mark.parametrize("lost", ["folder", "content", "texts"])
+def test_images_of_a_folder_that_is_not_mounted_any_more_are_not_rejected(lost, tmp_path):
+    """The shard would count as done, without its images."""
+    root = tmp_path / "pictures"
+    for number in range(3):
+        (root / "images").mkdir(parents=True, exist_ok=True)
+        (root / "images" / f"{number}.png").write_bytes(b"an image")
+        (root / "images" / f"{number}.txt").write_text("a caption")
+    source = FolderSource(path=str(root))
+    samples = source.read(*source.shards())
+    assert next(samples).key == "images/0"
+    (root / "images" / "1.png").unlink()  # one that somebody removed
+    assert next(samples).reason == "missing_image"
+    if lost == "texts":
+        read = Path.is_file
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "is_file", lambda path: shutil.rmtree(path.parent, ignore_errors=True) or read(path))
+            with pytest.raises(FileNotFoundError):
+                next(samples)
+        return
+    shutil.rmtree(root / "images")
+    if lost == "content":
+        (root / "images").mkdir()
+    with pytest.raises(OSError, match="images"):
+        next(samples)
 
 
 def test_a_folder_without_texts_names_the_table_that_is_there(tmp_path):

@@ -164,7 +164,7 @@ def test_the_next_shard_is_encoded_while_one_is_published(recipe, tmp_path, monk
 
 
 def test_ranks_share_the_shards(encoded, read, recipe, tmp_path, monkeypatch, capsys):
-    path = recipe()
+    path = recipe(take_over=False)
     out = tmp_path / "out" / "train"
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "2")

@@ -63,7 +63,7 @@ def test_a_last_shard_that_cannot_be_published_is_an_error(recipe, tars, monkeyp
 
 def test_the_last_rank_names_what_the_others_could_not_read(encoded, read, recipe, tmp_path, monkeypatch, capsys):
     """A rank that fails earlier than the others would make the launcher stop them. Ranks may start hours apart."""
-    path, out = recipe(workers=0), tmp_path / "out" / "train"
+    path, out = recipe(workers=0, take_over=False), tmp_path / "out" / "train"
     read_shard = TarSource.read
 
     def broken(self, shard):
@@ -92,7 +92,7 @@ def test_the_last_rank_names_what_the_others_could_not_read(encoded, read, recip
 
 def test_a_set_that_cannot_be_completed_does_not_end_the_ranks_at_another(recipe, tars, tmp_path, monkeypatch, capsys):
     sources = {"val": f"{tars}/00000.tar", "train": f"{tars}/{{00001..00002}}.tar"}
-    path = recipe(workers=0, sources={label: {"name": "tars", "urls": urls} for label, urls in sources.items()})
+    path = recipe(take_over=False, sources={label: {"name": "tars", "urls": urls} for label, urls in sources.items()})
     read_shard = TarSource.read
 
     def broken(self, shard):

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from streaming.base.hashing import get_hash
 
+from precompute import verification
 from precompute.survey import _draw
 from precompute.verify import main
 from recipes.encoders.vae import KLVae, kl_vae
@@ -241,6 +242,22 @@ def test_a_source_that_was_moved_is_found_by_its_names(copy, drawings, tmp_path,
     assert verify(capsys, copy, source, "--records=2", f"--out={tmp_path / 'out'}")[0] == 0
 
 
+def test_an_interrupted_check_says_what_to_do(copy, tmp_path, capsys, monkeypatch):
+    """What was read is kept until the check is complete."""
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verification, "encode_again", interrupt)
+        with pytest.raises(SystemExit) as end:
+            verify(capsys, copy, f"--out={tmp_path / 'out'}")
+    assert end.value.code == 130 and "the same command goes on where it stopped" in capsys.readouterr().out
+    (progress,) = (tmp_path / "out").iterdir()
+    status, lines, _ = verify(capsys, copy, f"--out={tmp_path / 'out'}")
+    assert status == 0 and "goes on behind" in lines[0] and not progress.exists()
+
+
 def test_what_is_not_finite_is_encoded_in_fp32_as_in_the_job(copy, tmp_path, capsys, monkeypatch):
     encode = KLVae.encode
 
@@ -258,6 +275,7 @@ def test_what_is_not_finite_is_encoded_in_fp32_as_in_the_job(copy, tmp_path, cap
     [
         (["--records=0"], "--records=0; give 1 or more"),
         (["--seed=-1"], "--seed=-1; give 0 or more"),
+        (["--workers=0"], "--workers=0; give 1 or more"),
         (["--dry-run"], "nothing to try"),
     ],
 )

@@ -1,0 +1,102 @@
+"""Which rank has begun an input shard, so that ranks that have finished their share go on with shards of others.
+
+The shares of ranks are fixed, so one slow or lost machine would delay a whole job. A rank therefore makes a file
+OUT/begun/<id> before it reads a shard, and a rank without work takes shards for which there is no such file, from the
+ends of the shares of others. No process waits for another, and nothing depends on these files but the work that is
+done twice: of two ranks that encode the same shard, the first one publishes it (`OutputSet.publish`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+from precompute.output import UNREADABLE, OutputSet
+
+BEGUN = "begun"
+LOST = 3600.0  # seconds after which a shard that was begun is another rank's to take: its process may have been killed
+
+
+class Claims:
+    """The shards of a set that ranks have begun.
+
+    Args:
+        output: of the set.
+        rank: number of this process.
+    """
+
+    def __init__(self, output: OutputSet, rank: int) -> None:
+        self._output = output
+        self._folder = output.out / BEGUN
+        self._rank = str(rank)
+        self._old_notes: dict[str, int] = {}
+
+    def forget(self, shards: Collection[str]) -> None:
+        """At the start of the rank whose share has these shards. It does them itself, whoever had begun them: a process
+        that was killed left its files here, and the number of ranks may have changed. Notes of shards that could not be
+        read are of an earlier start, unless they change."""
+        self._old_notes = self._notes()
+        for shard in set(self._names()) & set(shards):
+            self.release(shard)
+
+    def take(self, shard: str) -> bool:
+        """Begins a shard, unless another rank has begun or finished it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._folder / shard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return self._is_own(shard)
+        except OSError:  # of a full disk, for instance: what writes the shard will say so
+            return True
+        with suppress(OSError), open(file, "w") as begun:
+            begun.write(self._rank)
+        if self._output.is_encoded(shard):  # it was published before its file here was removed
+            self.release(shard)
+            return False
+        return True
+
+    def release(self, shard: str) -> None:
+        """This rank has finished a shard, or given it up."""
+        with suppress(OSError):
+            (self._folder / shard).unlink()
+
+    def free(self, tried: Collection[str]) -> list[str]:
+        """Shards that no rank has begun or finished, the last ones first: ranks begin their shares with the first ones.
+
+        Args:
+            tried: shards that are left out. So are those that a rank could not read since this one started.
+        """
+        new_notes = self._notes().items() - self._old_notes.items()
+        left_out = {*tried, *(shard for shard, _ in new_notes)}
+        absent = [shard for shard in self._output.absent() if shard not in left_out]
+        begun = set(self._names()) & set(absent)
+        lost = {shard for shard in begun if self._is_own(shard) or self._is_lost(shard)}
+        for shard in lost:
+            self.release(shard)
+        return [shard for shard in reversed(absent) if shard not in begun - lost]
+
+    def _notes(self) -> dict[str, int]:
+        """When it was noted that a shard could not be read, in nanoseconds, by shard."""
+        found = {}
+        for path in (self._output.out / UNREADABLE).glob("*.json"):
+            with suppress(FileNotFoundError):  # a rank tries it again
+                found[path.stem] = path.stat().st_mtime_ns
+        return found
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self._folder)
+        except FileNotFoundError:
+            return []
+
+    def _is_own(self, shard: str) -> bool:
+        with suppress(FileNotFoundError):  # its rank has finished it
+            return (self._folder / shard).read_text() == self._rank
+        return False
+
+    def _is_lost(self, shard: str) -> bool:
+        with suppress(FileNotFoundError):
+            return time.time() - (self._folder / shard).stat().st_mtime > LOST
+        return False
