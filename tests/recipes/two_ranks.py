@@ -1,4 +1,4 @@
-"""Run by test_trainer.py under `composer -n 2`: trains the recipe at argv[1] and writes what each rank saw to argv[2].
+"""Run by test_trainer.py on two ranks: trains the recipe at argv[1] and writes what each rank saw to argv[2].
 
 The gradients that DDP averaged are held against those that each rank computes alone for its own batch and noise.
 """
@@ -7,17 +7,14 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
+import torch
+from composer import Callback
+from composer.utils import dist
 
-import torch  # noqa: E402
-from composer import Callback  # noqa: E402
-from composer.utils import dist  # noqa: E402
-
-from callbacks.throughput import Throughput  # noqa: E402
-from recipes.config.recipe import Recipe, load_config  # noqa: E402
-from recipes.engines.composer.trainer import build_trainer  # noqa: E402
-from tests.recipes.engines.composer.inside import callback_of  # noqa: E402
+from callbacks.throughput import Throughput
+from recipes.config.recipe import Recipe, load_config
+from recipes.engines.composer.trainer import build_trainer
+from tests.recipes.engines.composer.inside import callback_of
 
 
 class Watch(Callback):
