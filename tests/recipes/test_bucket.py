@@ -308,7 +308,7 @@ def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fe
     for _ in range(2):  # and it stays a change until a checkpoint is written with it
         assert prepare_folder(allowed, "lightning") == ["optimizer.lr"]
     assert newest_of_all(tmp_path / "empty" / "checkpoints").read_text() == "of one"
-    assert "0.1" in (tmp_path / "empty" / "config.yaml").read_text()
+    assert "lr: 0.1" in (tmp_path / "empty" / "config.yaml").read_text()
 
 
 def test_a_fetch_that_is_killed_leaves_nothing_for_ever(bucket, quick_recipe, tmp_path, monkeypatch):

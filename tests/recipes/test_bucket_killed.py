@@ -13,6 +13,7 @@ import pytest
 from recipes import train
 from recipes.config.recipe import to_yaml
 from recipes.engines import checkpoint_copies
+from recipes.engines.bucket import Bucket
 from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.conversion import from_composer, read_composer
 from recipes.training import ranks, run_lock
@@ -117,6 +118,9 @@ def test_an_error_ends_a_run_when_its_copy_has_ended(bucket, quick_recipe, tmp_p
     path = tmp_path / "run" / "checkpoints" / "ep0-ba2.ckpt"
     path.parent.mkdir(parents=True)
     path.touch()
+    for folder, text in (("records/ep0-ba2", "its own"), (".", "of a later start")):
+        (tmp_path / "run" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / folder / "config.yaml").write_text(text)
     (tmp_path / "recipe.yaml").write_text(to_yaml(quick_recipe(tmp_path / "run", "training.engine=lightning")))
 
     @contextmanager
@@ -143,3 +147,4 @@ def test_an_error_ends_a_run_when_its_copy_has_ended(bucket, quick_recipe, tmp_p
         bucket.lost = None
     ended = f"checkpoints: {reason}the run ends when ep0-ba2.ckpt is copied"
     assert lines == [set(), ended, {"ep0-ba2.ckpt", "latest.json"}]
+    assert Bucket(address).latest()["record"] == {"config.yaml": "its own"}
