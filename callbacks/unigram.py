@@ -24,8 +24,9 @@ class Unigram(Callback):
     in its softmax: in `autoregressive`, text and image tokens together.
     """
 
-    def __init__(self, task: Task, run_name: str, *, column: str = "image") -> None:
-        """
+    def __init__(self, task: Task, run_name: str, copies: int, *, column: str = "image") -> None:
+        """`copies` is the number of ranks that compute the same samples, `training.tensor_parallel`.
+
         Args:
             column: entry of the batch that holds the tokens: image for `autoregressive`, tokens for `language`.
 
@@ -37,6 +38,7 @@ class Unigram(Callback):
             raise ValueError(f"unigram: column is {column}, and the tokens that the model predicts are: {known}")
         self.codes = task.counted[column]
         self.run_name = run_name
+        self.copies = copies
         self.column = column
         self.seen: Tensor | None = None  # (K,), counts of this rank's training tokens
         self.validated: Tensor | None = None  # (K,) float64, counts of the validation set's
@@ -63,8 +65,7 @@ class Unigram(Callback):
     def eval_end(self, run: Run) -> None:
         if self.seen is None or self.validated is None:
             return
-        seen, validated = self.seen.clone(), self.validated.clone()
-        ranks.all_reduce(seen)
+        seen, validated = self._seen_by_all(), self.validated.clone()
         ranks.all_reduce(validated)
         loss = unigram_loss(seen, validated)
         label = run.eval_label
@@ -73,16 +74,17 @@ class Unigram(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The counts of all ranks, which load on any number of ranks. Every rank must call it."""
-        if self.seen is None:
-            return {}
-        seen = self.seen.clone()
-        ranks.all_reduce(seen)
-        return {"seen": seen.cpu()}
+        return {} if self.seen is None else {"seen": self._seen_by_all().cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the counts of a checkpoint, on the first rank."""
+        """Go on with the counts of a checkpoint, on the first rank, which has those of its copies, too."""
         if "seen" in state:
-            self.seen = state["seen"].clone() if ranks.is_first_rank() else torch.zeros_like(state["seen"])
+            self.seen = state["seen"] * (self.copies if ranks.is_first_rank() else 0)
+
+    def _seen_by_all(self) -> Tensor:
+        seen = self.seen.clone()
+        ranks.all_reduce(seen)
+        return seen // self.copies
 
 
 def unigram_loss(seen: Tensor, validated: Tensor) -> float:

@@ -3,7 +3,7 @@
 Importing torch, Composer and Lightning takes about ten seconds of CPU time per process, and more in a new checkout,
 where it compiles them to bytecode. Here one server process imports them, and what recipes are built from; the workers
 (tests/worker.py) and every rank of every launch are forked from it. What the launchers themselves do is tested where
-they are the subject (tests/recipes/training/test_stop.py and tests/recipes/engines/composer/test_trainer.py).
+they are the subject (tests/recipes/training/test_stop.py).
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class Numbers(PromptGrid):
         return Decoder(), torch.tensor([float(prompt) for prompt in self.prompts])
 
     def draw(self, numbers):
+        assert not self.task.training
         self.drawn.append(numbers)
         return self.text[numbers]
 

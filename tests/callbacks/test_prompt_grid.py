@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from callbacks.prompt_grid import numbers_of
 from callbacks.sample_grid import SampleGrid
 from callbacks.token_grid import TokenGrid
+from recipes.models.latent_diffusion.objective import seeded_noise
 
 
 @given(st.integers(1, 300), st.integers(1, 70))
@@ -46,3 +47,15 @@ def test_prompts_are_encoded_in_batches_on_the_device_of_the_model():
     image_encoder, text = grid.prepare()
     assert image_encoder == "vae" and text.flatten().tolist() == [0, 1, 2, 3, 4]
     assert said == [parameter.device, 2, 2, 1]
+
+
+def test_noise_is_that_of_the_seed_and_of_the_image():
+    objective = SimpleNamespace(check_sampler=lambda sampler: "ddim", check_steps=lambda steps, sampler: None)
+    objective.sample = lambda denoise, noise, *others, **more: noise
+    task = SimpleNamespace(entry_points=("denoise",), objective=objective, denoise=None)
+    task.parameters = lambda: iter([torch.zeros(1)])
+    manifest = SimpleNamespace(latent_shape=lambda resolution: (2, 3, 3))
+    loading = SimpleNamespace(manifest=manifest, resolution=6, null_text=torch.zeros(1, 1))
+    grid = SampleGrid(task, "", loading, None, None, 1, prompts=["a"] * 5, seed=7)
+    grid.text = torch.zeros(5, 1, 1)
+    assert torch.equal(grid.draw([1, 3]), seeded_noise([8, 10], (2, 3, 3)))

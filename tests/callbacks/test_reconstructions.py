@@ -13,12 +13,15 @@ def test_a_resumed_run_shows_the_same_images(tmp_path):
 
     def originals(data, state=None):
         """(images of the grid, state) after a run of two batches."""
-        task = Everything()
+        task, modes = Everything(), []
+        reconstruct = task.reconstruct
+        task.reconstruct = lambda images: modes.append(task.training) or reconstruct(images)
         callback = Reconstructions(task, str(tmp_path), None, pictures=2)
         load = None if state is None else lambda: callback.load_state_dict(state)
         run = FakeRun(task, duration="2ba")
         train(run, data, [callback], load=load)
         ((_, _, images),) = run.images
+        assert not modes[-1] and task.training
         return torch.from_numpy(images[::2]), callback.state_dict()
 
     shown, state = originals([first, other])

@@ -19,7 +19,7 @@ def test_the_loss_of_frequencies():
 
 
 def test_batches_are_counted(capsys):
-    callback = Unigram(SimpleNamespace(counted={"image": 4}), "run")
+    callback = Unigram(SimpleNamespace(counted={"image": 4}), "run", 1)
     run = FakeRun().at(7)
     run.eval_label = "val"
     for tokens in ([[0, 0], [1, 0]], [[3, 0], [0, 0]]):
@@ -38,7 +38,7 @@ def test_batches_are_counted(capsys):
 
 def test_a_resumed_run_goes_on_counting(monkeypatch):
     def callback():
-        return Unigram(SimpleNamespace(counted={"image": 4}), "run")
+        return Unigram(SimpleNamespace(counted={"image": 4}), "run", 1)
 
     whole, run = callback(), FakeRun()
     assert whole.state_dict() == {}
@@ -59,9 +59,24 @@ def test_a_resumed_run_goes_on_counting(monkeypatch):
     assert state["seen"].tolist() == [1, 1, 0, 2]
 
 
+def test_ranks_that_compute_the_same_samples_count_them_once(monkeypatch):
+    """Of `training.tensor_parallel`, also where a run goes on from a checkpoint."""
+    first, second = (Unigram(SimpleNamespace(counted={"image": 4}), "run", 2) for _ in range(2))
+    monkeypatch.setattr("recipes.training.ranks.all_reduce", lambda counts: counts.add_(second.seen))
+    run, state = FakeRun(), {"seen": torch.tensor([5, 0, 0, 1])}
+    first.load_state_dict(state)
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes.training.ranks.is_first_rank", lambda: False)
+        second.load_state_dict(state)
+    run.batch = {"image": torch.tensor([[0, 3, 3]])}
+    for callback in (first, second):
+        callback.before_forward(run)
+    assert first.state_dict()["seen"].tolist() == [6, 0, 0, 3]
+
+
 def test_a_run_that_resumes_at_the_end_of_an_epoch_validates_before_its_first_batch():
     """Its counts, which come from the host, are then where those of the validation set are."""
-    callback, run = Unigram(SimpleNamespace(counted={"image": 4}), "run"), FakeRun()
+    callback, run = Unigram(SimpleNamespace(counted={"image": 4}), "run", 1), FakeRun()
     run.device = torch.device("meta")
     callback.load_state_dict({"seen": torch.tensor([1, 1, 0, 2])})
     callback.loaded(run)
@@ -69,9 +84,9 @@ def test_a_run_that_resumes_at_the_end_of_an_epoch_validates_before_its_first_ba
     callback.eval_start(run)
     callback.eval_before_forward(run)
     assert callback.seen.device == callback.validated.device
-    Unigram(SimpleNamespace(counted={"image": 4}), "run").loaded(run)  # a new run
+    Unigram(SimpleNamespace(counted={"image": 4}), "run", 1).loaded(run)  # a new run
 
 
 def test_tokens_that_the_model_does_not_predict():
     with pytest.raises(ValueError, match="column is image, and the tokens that the model predicts are: tokens"):
-        Unigram(SimpleNamespace(counted={"tokens": 4}), "run")
+        Unigram(SimpleNamespace(counted={"tokens": 4}), "run", 1)

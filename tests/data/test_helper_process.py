@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -58,11 +59,14 @@ def test_one_process_does_one_task_after_another(process, tmp_path):
     process.do({"file": file, "text": "ä"})
     with pytest.raises(ValueError, match="^no such\nbucket$"):
         process.do({"error": "no such\nbucket"})
+    with pytest.raises(ValueError, match="No such file or directory"):
+        process.do({"file": str(tmp_path / "none" / "notes"), "text": ""})
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # as Slurm does, to all processes of a job
         os.kill(notes(tmp_path)[0][0], number)
     process.do({"file": file, "text": "second"})
     first, second = notes(tmp_path)
     assert (first[1], second[1]) == ("ä", "second") and first[0] == second[0] != os.getpid()
+    assert os.getsid(first[0]) == first[0]  # Ctrl-C does not reach it, even before it ignores that
     with pytest.raises(ValueError, match="^noting: the process has ended with status 3$"):
         process.do({"status": 3})
     process.do({"file": file, "text": "third"})  # by another process
@@ -101,6 +105,8 @@ def test_it_dies_with_the_process_that_started_it(process, tmp_path):
     while alive(number) and time.monotonic() < end:
         time.sleep(0.02)
     assert not alive(number)
+    late = [sys.executable, str(tmp_path / "noting.py"), str(child)]  # it asks for the signal after that death
+    assert subprocess.run(late, stdin=subprocess.DEVNULL, timeout=60).returncode == 1
 
 
 def alive(number):

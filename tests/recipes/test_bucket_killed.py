@@ -1,14 +1,22 @@
-"""Runs that are killed while a checkpoint is on its way to a bucket, and started again where there is no folder."""
+"""Runs that are killed, or fail, while a checkpoint is on its way to a bucket; and that start again elsewhere."""
 
 import json
 import os
 import signal
+import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from recipes import train
 from recipes.config.recipe import to_yaml
+from recipes.engines import checkpoint_copies
+from recipes.engines.bucket import Bucket
+from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.conversion import from_composer, read_composer
+from recipes.training import ranks, run_lock
 from tests.data.bucket import serve
 from tests.ranks import launch
 from tests.recipes.engines.lightning.test_checkpoints import same
@@ -97,3 +105,46 @@ def test_a_run_that_is_killed_while_it_copies_goes_on_elsewhere(bucket, start, t
     assert newest(bucket, tmp_path / "third") == "ep1-ba8-rank0.pt"
     assert set(bucket.names("run")) == {"latest.json", "ep1-ba6-rank0.pt", "ep1-ba8-rank0.pt"}
     assert not bucket.unfinished("run")
+
+
+@pytest.mark.parametrize(
+    ("error", "ends", "reason"),
+    [("a fault", RuntimeError, "RuntimeError a fault; "), ("Connection closed by peer", SystemExit, "")],
+)
+def test_an_error_ends_a_run_when_its_copy_has_ended(bucket, quick_recipe, tmp_path, monkeypatch, error, ends, reason):
+    """Its folder stays locked till then, and the watchdog may report before."""
+    said, lines, address = threading.Event(), [], f"s3://sets/{ends.__name__}"
+    monkeypatch.setattr(checkpoint_copies.log, "info", lambda line: lines.append(line) or said.set())
+    path = tmp_path / "run" / "checkpoints" / "ep0-ba2.ckpt"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    for folder, text in (("records/ep0-ba2", "its own"), (".", "of a later start")):
+        (tmp_path / "run" / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / folder / "config.yaml").write_text(text)
+    (tmp_path / "recipe.yaml").write_text(to_yaml(quick_recipe(tmp_path / "run", "training.engine=lightning")))
+
+    @contextmanager
+    def lock(*_):
+        try:
+            yield
+        finally:
+            lines.append(set(bucket.names(ends.__name__)))
+
+    def fail(recipe):
+        lines.append({"watchdog", "stop-signals"} - {thread.name for thread in threading.enumerate()})
+        monkeypatch.setattr(ranks, "world_size", lambda: 2)
+        CheckpointCopies(address).begin(path, "latest", keep=1)
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(run_lock, "held", lock)
+    monkeypatch.setattr("recipes.engines.lightning.trainer.train", fail)
+    monkeypatch.setattr(sys, "argv", ["recipes/train.py", str(tmp_path / "recipe.yaml")])
+    bucket.lost = lambda name, part: not said.wait(60)
+    try:
+        with pytest.raises(ends):
+            train.main()
+    finally:
+        bucket.lost = None
+    ended = f"checkpoints: {reason}the run ends when ep0-ba2.ckpt is copied"
+    assert lines == [set(), ended, {"ep0-ba2.ckpt", "latest.json"}]
+    assert Bucket(address).latest()["record"] == {"config.yaml": "its own"}

@@ -11,18 +11,26 @@ NAMES = {"composer": "ep*-ba3-rank0.pt", "lightning": "ep*-ba3.ckpt"}
 EMA = "algorithms.scheduled_ema={name: scheduled_ema, decay: 0.5, start: 1ba}"
 
 
-class Overwriter(Recorder):
-    """A recorder that fills a file with zeros, in place, when training begins."""
+class Watch(Recorder):
+    """A recorder with a tensor in checkpoints, which fills a file with zeros, in place, when training begins."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | None = None):
         super().__init__()
         self.path = path
+        self.kept = torch.arange(4) if path is None else None
 
     def begin(self, run):
-        size = self.path.stat().st_size
-        with self.path.open("r+b") as file:
-            file.write(bytes(size))
+        if self.path is not None:
+            size = self.path.stat().st_size
+            with self.path.open("r+b") as file:
+                file.write(bytes(size))
         super().begin(run)
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
 
 
 @pytest.mark.parametrize("engine", NAMES)
@@ -34,11 +42,11 @@ def test_a_run_goes_on_although_the_file_changes(quick_recipe, tmp_path, engine)
         "optimizer.decay_vectors=false",
         EMA,
     ]
-    whole = record(engine, quick_recipe(tmp_path / "whole", *changes))
+    whole = record(engine, quick_recipe(tmp_path / "whole", *changes), Watch())
     path = next((tmp_path / "whole" / "checkpoints").glob(NAMES[engine]))
     recipe = quick_recipe(tmp_path / "resumed", *changes, f"checkpoints.load_path={path}")
-    resumed = record(engine, recipe, Overwriter(path))
-    assert not any(path.read_bytes())
+    resumed = record(engine, recipe, Watch(path))
+    assert not any(path.read_bytes()) and resumed.kept.tolist() == [0, 1, 2, 3]
     assert resumed.losses == whole.losses[3:]
     for kind in ("weights", "moments", "average"):
         tensors, wanted = getattr(resumed, kind), getattr(whole, kind)

@@ -2,12 +2,13 @@
 
 import importlib
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from recipes.config.recipe import FSDP
 from recipes.engines.dry_run_checks import check_on_meta
-from recipes.engines.resuming import prepare_folder, remove_halves
+from recipes.engines.resuming import prepare_folder, remove_halves, says_what_to_remove
 from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 
@@ -132,18 +133,28 @@ def test_a_damaged_or_foreign_checkpoint_costs_one_line_that_helps(quick_recipe,
 @pytest.mark.parametrize("damage", ["half", "empty", "gone"])
 def test_a_damaged_part_of_a_sharded_checkpoint(tmp_path, file, damage):
     sharded = FSDP(checkpoints="sharded")
-    checkpoints, run, _ = new_checkpoints(tmp_path, fsdp=sharded, keep=2)
-    save_at(checkpoints, run, 1, 2)
-    newest = tmp_path / "checkpoints" / "ep0-ba2"
+    checkpoints, run, _ = new_checkpoints(tmp_path, fsdp=sharded, keep=3)
+    save_at(checkpoints, run, 1, 2, 3)
+    newest = tmp_path / "checkpoints" / "ep0-ba3"
     content = (newest / file).read_bytes()
     (newest / file).write_bytes(content[: len(content) // 2 if damage == "half" else 0])
     if damage == "gone":
         (newest / file).unlink()
-    said = f"; remove {newest}, and the next start goes on from {newest.with_name('ep0-ba1')}$"
+    said = f"; remove {newest}, and the next start goes on from {newest.with_name('ep0-ba2')}$"
     if (file, damage) == ("rest.pt", "gone"):
         said = "rest.pt: there is no such checkpoint" + said
     with pytest.raises(ValueError, match=said):
         new_checkpoints(tmp_path, fsdp=sharded, autoresume=True)[0].load()
+
+
+def test_a_file_that_is_not_there_is_no_reason_to_remove_a_checkpoint(tmp_path):
+    folder = folder_with(tmp_path, ["ep0-ba2.ckpt"], {"lightning": "ep0-ba2.ckpt"})
+    config = SimpleNamespace(resumes=True, bucket=None)
+    with (
+        pytest.raises(FileNotFoundError, match="^weights.pt is not there$"),
+        says_what_to_remove(folder, KINDS["lightning"], config),
+    ):
+        raise FileNotFoundError("weights.pt is not there")
 
 
 def test_halves_are_looked_for_where_there_may_be_no_folder(tmp_path):

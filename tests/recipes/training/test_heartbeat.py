@@ -31,9 +31,10 @@ def test_a_killed_process_is_none_even_if_another_has_its_number(tmp_path):
     code = "from recipes.training.heartbeat import HeartbeatFile; HeartbeatFile().write(1.0, 'step_end', False)"
     environment = os.environ | {VARIABLE: str(tmp_path)}
     child = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT)
-    assert child.wait(60) == 0
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not asked for its status yet
     file = tmp_path / str(child.pid)
     assert file.is_file() and heartbeats(tmp_path) == []
+    assert child.wait(60) == 0 and heartbeats(tmp_path) == []
     file.rename(tmp_path / str(os.getpid()))  # as if this process had its number
     assert heartbeats(tmp_path) == []
 

@@ -356,8 +356,25 @@ def what_they_tell_each_other(folder):
     assert ranks.from_first_rank({"rank": number}) == {"rank": 0}
 
 
+def a_failure_of_the_first_rank(folder):
+    """It goes on when the other one knows: it may end then, and with it the store that has the answer."""
+    wait, alone = ranks.wait, []
+
+    def refuse():
+        raise ValueError("no")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(0.3)))
+        patch.setattr(ranks, "wait", lambda: alone.append((folder / "gone").exists()) or wait())
+        with pytest.raises(ValueError, match="^no$"):
+            ranks.by_first_rank(refuse)
+    (folder / "gone").touch()
+    assert alone == [False]
+
+
 CHECKS = {
     "what ranks tell each other": what_they_tell_each_other,
+    "a failure of the first rank": a_failure_of_the_first_rank,
     "waiting: a slow bucket": a_slow_bucket,
     "waiting: a hang": a_hang,
     "waiting: a folder of each machine": a_folder_of_each_machine,

@@ -1,6 +1,8 @@
 """Page-locked memory: as much as the tensors take, each with its own part of it."""
 
 import gc
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +52,19 @@ def test_it_is_unlocked_at_its_end(driver):
     gc.collect()
     assert not driver.locked
     assert torch.equal(view, torch.full((7,), 3.0))  # the memory itself lives as long as a tensor in it
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is in memory")
+def test_forked_processes_do_not_get_it(driver):
+    """Pages that two processes have are copied when one writes, and the GPU would go on with the old ones."""
+    memory = PageLocked([torch.ones(100_000)])
+    address, inside, flags = memory.views[0].data_ptr(), False, []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags += line.split()[1:]
+    assert "dc" in flags  # "do not copy area on fork"
 
 
 @given(st.data())

@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks with long skip connections, and layers outside of them."""
+    """Three blocks with long skip connections, layers outside of them, and a tensor that changes between two blocks."""
 
     def __init__(self, width=6):
         super().__init__()
@@ -58,9 +58,10 @@ class Net(nn.Module):
         return [self]
 
     def forward(self, x):
-        context = self.first(x)
-        h, one = self.inner[0](context, context)
-        h, two = self.inner[1](h, context, 0.5)
+        context, shift = self.first(x), x.new_zeros(6)
+        h, one = self.inner[0](context, context, earlier=(shift,))
+        shift += 0.5
+        h, two = self.inner[1](h, context, 0.5, earlier=(shift,))
         h, _ = self.inner[2](h, context=x, earlier=(*one, two[1]))
         return self.last(h)
 
@@ -150,13 +151,16 @@ def test_validation_sampling_and_a_search_run_without():
     net(torch.randn(4, 6))
     lever.before_step(None)  # nothing was captured, and nothing should
     assert not any(forward.called for forward in lever.forwards)
-    lever.pause(False)
-    lever.before_forward(None)
-    net(torch.randn(2, 6))
-    assert all(forward.called for forward in lever.forwards)
+    for samples in (2, 1):  # a search may come again, and find another size
+        former = [forward.graphs for forward in lever.forwards]
+        lever.pause(True)
+        lever.pause(False)
+        lever.before_forward(None)
+        net(torch.randn(samples, 6))
+        assert all(forward.called and forward.graphs not in former for forward in lever.forwards)
 
 
-def test_weights_at_other_addresses_are_captured_again(capsys):
+def test_weights_and_buffers_at_other_addresses_are_captured_again(capsys):
     plain, net = Net().double(), Net().double()
     lever = CudaGraphs(net)
     for model, its_lever in ((plain, None), (net, lever)):
@@ -167,6 +171,12 @@ def test_weights_at_other_addresses_are_captured_again(capsys):
     others, _ = trained(plain, None)
     torch.testing.assert_close(losses, others, rtol=1e-12, atol=0)
     assert capsys.readouterr().out.count("blocks are captured again") == 1
+    for model, its_lever in ((plain, None), (net, lever)):
+        for block in model.inner:
+            block.calls.data = block.calls.clone()
+        trained(model, its_lever, passes=(1,))
+    assert capsys.readouterr().out.count("blocks are captured again") == 1
+    assert [b.calls.item() for b in net.inner] == [b.calls.item() for b in plain.inner]
 
 
 class Twice(Net):
@@ -215,7 +225,7 @@ class Reading(Net):
         super().__init__()
         self.inner[1].forward = self._raise
 
-    def _raise(self, *args):
+    def _raise(self, *args, **more):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
