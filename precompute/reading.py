@@ -111,12 +111,16 @@ def _keep(progress: Path, identity: str, files: int, total: FileFigures) -> None
 
 
 def _kept(progress: Path, identity: str) -> tuple[FileFigures, int]:
-    """The figures that were kept of a set, and of how many files they are: of none where the file is another set's."""
+    """The figures that were kept of a set, and of how many files they are: of none where the file is another set's,
+    or has other figures."""
     values = read_if_object(progress)
     if values.get("set") != identity:
         return FileFigures(), 0
-    figures = values["figures"]
-    found = FileFigures(figures["samples"], figures["hashes"])
-    for name, column in figures["columns"].items():
-        found.columns[name] = ColumnFigures(**column | {"seen": set(column["seen"])})
-    return found, values["files"]
+    try:
+        figures = values["figures"]
+        found = FileFigures(figures["samples"], figures["hashes"])
+        for name, column in figures["columns"].items():
+            found.columns[name] = ColumnFigures(**column | {"seen": set(column["seen"])})
+        return found, values["files"]
+    except (KeyError, TypeError):  # another version of this file wrote it
+        return FileFigures(), 0
