@@ -46,12 +46,13 @@ class Claims:
 
     def forget(self, shards: Collection[str]) -> None:
         """At the start of the rank whose share has these shards. It does them itself, whoever had begun them: a process
-        that was killed left its links here, and the number of ranks may have changed. Notes of shards that could not be
-        read are of an earlier start, unless they change."""
+        that was killed left its links here, and the number of ranks may have changed. What it had taken over before it
+        was killed is free again. Notes of shards that could not be read are of an earlier start, unless they change."""
         self._share = set(shards)
         self._old_notes = self._notes()
-        for shard in begun_shards(self._output) & self._share:
-            self.release(shard)
+        for shard in begun_shards(self._output):
+            if shard in self._share or self._is_own(shard):
+                self.release(shard)
 
     def take(self, shard: str) -> bool:
         """Begins a shard, unless another rank has begun or finished it."""
@@ -86,7 +87,7 @@ class Claims:
         left_out = {*tried, *(shard for shard, _ in new_notes)}
         absent = [shard for shard in self._output.absent() if shard not in left_out]
         begun = begun_shards(self._output) & set(absent)
-        lost = {shard for shard in begun if self._is_own(shard) or self._is_lost(shard)}
+        lost = {shard for shard in begun if self._is_lost(shard)}
         for shard in lost:
             self.release(shard)
         return [shard for shard in reversed(absent) if shard not in begun - lost]
