@@ -81,10 +81,11 @@ class Claims:
         """Shards that no rank has begun or finished, the last ones first: ranks begin their shares with the first ones.
 
         Args:
-            tried: shards that are left out. So are those that a rank could not read since this one started.
+            tried: shards that are left out. So are those that a rank could not read since this one started, unless they
+                are of this rank's share: the other may have had no network.
         """
         new_notes = self._notes().items() - self._old_notes.items()
-        left_out = {*tried, *(shard for shard, _ in new_notes)}
+        left_out = {*tried, *({shard for shard, _ in new_notes} - self._share)}
         absent = [shard for shard in self._output.absent() if shard not in left_out]
         begun = begun_shards(self._output) & set(absent)
         lost = {shard for shard in begun if self._is_lost(shard)}

@@ -117,7 +117,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         free = [
             InputShard(label, shard)
             for label in sets
-            for shard in claims[label].free({one.shard for one in tried if one.label == label})
+            for shard in claims[label].free({one.shard for one in tried | pipeline.failed.keys() if one.label == label})
         ]
         # Others may have taken the first of them meanwhile, and those behind them are still free.
         taken = list(islice(filter(begin, free), max(1, config.workers, len(free) // (2 * rank.world))))

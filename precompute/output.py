@@ -253,6 +253,7 @@ class OutputSet:
         if self.copy is not None:
             beside = [name for name in (OPTIONS, CONFIG, NULL_TEXT) if (self.out / name).is_file()]
             self.copy.add(self.out, "", [*beside, REJECTED, INDEX, NAME])
+        self.forget_unreadable(set(self.shards).difference(leave_out))  # of ranks that could not read what others could
         self._remove_stale()
         return manifest
 

@@ -165,6 +165,7 @@ def test_a_rank_does_those_of_its_shards_that_another_gave_up(encoded, recipe, t
 
     def given_up(claims, tried):
         for shard in os.listdir(output.out / "begun"):
+            output.note_unreadable(shard, "the server is gone")
             Claims(output, 1).release(shard)
         return look(claims, tried)
 
