@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from data.quarantine import Quarantine
 from data.ranks import Rank
 from data.sources.base import InputShard, Source
 from data.worker_deaths import DecoderDied, worker_deaths
-from precompute.claims import Claims
+from precompute.claims import Claims, begun_shards
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
@@ -106,21 +107,23 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         if shared:
             claims[shard.label].release(shard.shard)
 
-    tried = set(own)
+    tried: set[InputShard] = set()
 
     def more() -> list[InputShard]:
-        """Shards of other ranks, which no rank has begun: a part of them, since others end as well."""
+        """Shards that no rank has begun: a part of them, since others end as well. They are of other ranks, or this
+        one's that another rank had begun and gave up."""
         if not shared:
             return []
         free = [
             InputShard(label, shard)
             for label in sets
-            for shard in claims[label].free({one.shard for one in tried if one.label == label})
+            for shard in claims[label].free({one.shard for one in tried | pipeline.failed.keys() if one.label == label})
         ]
-        taken = [shard for shard in free[: max(1, config.workers, len(free) // (2 * rank.world))] if begin(shard)]
+        # Others may have taken the first of them meanwhile, and those behind them are still free.
+        taken = list(islice(filter(begin, free), max(1, config.workers, len(free) // (2 * rank.world))))
         tried.update(taken)
         if free:
-            every_rank.info(f"encode: rank {rank.rank} takes over {len(taken)} of {len(free)} shards of other ranks")
+            every_rank.info(f"encode: rank {rank.rank} takes over {len(taken)} of {len(free)} shards")
         return taken
 
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
@@ -160,9 +163,11 @@ def _finish(
     unreadable: dict[str, str] = {}
     others = False  # whether shards of any set are left to them
     for label, output in sets.items():
-        # In this order: of two ranks that end at the same time, one then sees what both have left.
+        # In this order: of two ranks that end at the same time, one then sees what both have left. A shard that a rank
+        # has begun may be read after all, though another rank could not read it.
+        begun = begun_shards(output)
         remaining = output.absent()
-        problems = output.unreadable()
+        problems = {shard: problem for shard, problem in output.unreadable().items() if shard not in begun}
         if rank.world == 1 or not set(remaining) - problems.keys():  # most ranks end before, without a look at each
             remaining = output.remaining()
         broken = {shard: problem for shard, problem in problems.items() if shard in remaining}

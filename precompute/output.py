@@ -7,6 +7,7 @@ Ranks share nothing but this folder::
     OUT/shards/<id>.tmp-<rank>/   a shard that is being written
     OUT/shards/<id>/              a finished shard: MDS files, index.json, rejected.jsonl and done.json; the folder is
                                   renamed to this name when it is complete. uploaded.txt: where its copy is
+    OUT/begun/<id>                which rank has begun a shard (see `precompute.claims`); removed with the merge
     OUT/unreadable/<id>.json      why an input shard could not be read; it is tried again at the next start
     OUT/null_text.npy             embedding of the empty caption, where captions are embedded
     OUT/index.json, OUT/rejected.jsonl, OUT/manifest.json
@@ -38,6 +39,7 @@ OPTIONS = "options.json"
 CONFIG = "config.yaml"
 DONE = "done.json"
 UNREADABLE = "unreadable"
+BEGUN = "begun"
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
 
@@ -251,6 +253,7 @@ class OutputSet:
         if self.copy is not None:
             beside = [name for name in (OPTIONS, CONFIG, NULL_TEXT) if (self.out / name).is_file()]
             self.copy.add(self.out, "", [*beside, REJECTED, INDEX, NAME])
+        self.forget_unreadable(set(self.shards).difference(leave_out))  # of ranks that could not read what others could
         self._remove_stale()
         return manifest
 
@@ -320,6 +323,7 @@ class OutputSet:
 
     def _remove_stale(self) -> None:
         """Removes what killed processes left of shards that another process finished."""
+        shutil.rmtree(self.out / BEGUN, ignore_errors=True)
         for path in (self.out / "shards").glob("*.tmp-*"):
             if self.is_done(path.name.rpartition(".tmp-")[0]) and time.time() - path.stat().st_mtime > STALE:
                 shutil.rmtree(path, ignore_errors=True)

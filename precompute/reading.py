@@ -46,7 +46,7 @@ def figures_of_files(
     Raises:
         ValueError: a process died.
     """
-    total, begin, identity = FileFigures(), 0, ""
+    total, begin, identity, whole = FileFigures(), 0, "", True
     if progress is not None:
         identity = hashlib.sha256(Path(folder, INDEX).read_bytes() + Path(folder, MANIFEST).read_bytes()).hexdigest()
         total, begin = _kept(progress, identity)
@@ -55,13 +55,15 @@ def figures_of_files(
     end, kept = begin, time.monotonic()
 
     def keep() -> None:
-        if progress is not None and not total.faults and end > begin:
+        if progress is not None and whole and not total.faults and end > begin:
             _keep(progress, identity, end, total)
 
     try:
         for one in _in_order(partial(file_figures, folder, columns=columns), entries[begin:], workers):
+            whole = False  # an interrupt may come here, too
             total.add(one)
             end += 1
+            whole = True
             if time.monotonic() - kept >= LINES:
                 log.info(f"verify: {end:,} of {len(entries):,} files, {len(total.faults):,} faults")
                 keep()
@@ -109,12 +111,16 @@ def _keep(progress: Path, identity: str, files: int, total: FileFigures) -> None
 
 
 def _kept(progress: Path, identity: str) -> tuple[FileFigures, int]:
-    """The figures that were kept of a set, and of how many files they are: of none where the file is another set's."""
+    """The figures that were kept of a set, and of how many files they are: of none where the file is another set's,
+    or has other figures."""
     values = read_if_object(progress)
     if values.get("set") != identity:
         return FileFigures(), 0
-    figures = values["figures"]
-    found = FileFigures(figures["samples"], figures["hashes"])
-    for name, column in figures["columns"].items():
-        found.columns[name] = ColumnFigures(**column | {"seen": set(column["seen"])})
-    return found, values["files"]
+    try:
+        figures = values["figures"]
+        found = FileFigures(figures["samples"], figures["hashes"])
+        for name, column in figures["columns"].items():
+            found.columns[name] = ColumnFigures(**column | {"seen": set(column["seen"])})
+        return found, values["files"]
+    except (KeyError, TypeError):  # another version of this file wrote it
+        return FileFigures(), 0

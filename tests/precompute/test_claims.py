@@ -11,8 +11,10 @@ import pytest
 
 from benchmarks.killing import digests
 from data.manifest import Manifest
+from data.ranks import Rank
 from precompute.claims import LOST, Claims
 from precompute.encode import main
+from precompute.job import _finish
 from precompute.output import DONE, OutputSet
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +45,10 @@ def test_shards_that_lost_processes_had_begun_are_free(tmp_path):
     output = OutputSet(tmp_path, ["a", "b"])
     one, other = Claims(output, 0), Claims(output, 1)
     assert one.take("a") and one.take("b")
-    os.utime(tmp_path / "begun" / "b", times=(time.time() - 2 * LOST,) * 2)
+    os.utime(tmp_path / "begun" / "b", times=(time.time() - 2 * LOST,) * 2, follow_symlinks=False)
     assert other.free([]) == ["b"] and other.take("b")
-    assert one.free([]) == ["a"]  # its own, of before it was killed
+    Claims(output, 0).forget([])  # what it had taken over before it was killed
+    assert other.free(["b"]) == ["a"]
 
 
 def test_shards_that_could_not_be_read_at_an_earlier_start_are_tried_again(tmp_path):
@@ -61,14 +64,43 @@ def test_shards_that_could_not_be_read_at_an_earlier_start_are_tried_again(tmp_p
     assert claims.free([]) == ["a"]
 
 
-def test_a_full_disk_is_told_by_what_writes_the_shard(tmp_path, monkeypatch):
-    claims = Claims(OutputSet(tmp_path, ["a"]), 0)
+def test_a_shard_that_waited_is_not_lost_when_it_is_begun(tmp_path):
+    """A rank takes over many shards at once, and begins the last of them hours later."""
+    output = OutputSet(tmp_path, ["a"])
+    one, other = Claims(output, 0), Claims(output, 1)
+    assert one.take("a")
+    os.utime(tmp_path / "begun" / "a", times=(time.time() - 2 * LOST,) * 2, follow_symlinks=False)
+    assert one.take("a") and other.free([]) == []
 
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "open", full)
-    assert claims.take("a")
+def test_another_process_of_a_rank_knows_at_once_whose_a_shard_is(tmp_path, monkeypatch):
+    """It reads another part of the shard: were this left out, the shard would not be finished."""
+    output, found = OutputSet(tmp_path, ["a"]), []
+
+    def then_asked(make):
+        def made(*arguments, **options):
+            result = make(*arguments, **options)
+            found.append(Claims(output, 0).take("a"))
+            return result
+
+        return made
+
+    for name in ("open", "symlink"):
+        monkeypatch.setattr(os, name, then_asked(getattr(os, name)))
+    assert Claims(output, 0).take("a") and found == [True]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPERM])
+def test_without_links_a_rank_does_its_own_share(tmp_path, monkeypatch, number):
+    """On a full disk, what writes the shard tells it. Some file systems have none."""
+    claims = Claims(OutputSet(tmp_path, ["a", "b"]), 0)
+    claims.forget(["a"])
+
+    def fail(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "symlink", fail)
+    assert claims.take("a") and not claims.take("b")
 
 
 def test_a_rank_without_work_does_the_shards_of_a_lost_one(encoded, recipe, tmp_path, monkeypatch, capsys):
@@ -77,7 +109,7 @@ def test_a_rank_without_work_does_the_shards_of_a_lost_one(encoded, recipe, tmp_
     monkeypatch.setenv("RANK", "7")  # it has no shard of its own
     main([path])
     assert "takes over 1 of 3 shards" in capsys.readouterr().out
-    assert Manifest.read(out / "train").shards == 3 and not os.listdir(out / "train" / "begun")
+    assert Manifest.read(out / "train").shards == 3 and not (out / "train" / "begun").exists()
     assert digests(out / "train") == digests(encoded)
     monkeypatch.setenv("RANK", "0")
     main([path])
@@ -102,6 +134,63 @@ def test_a_shard_that_another_rank_has_begun_is_left_to_it(encoded, recipe, tmp_
     assert len(list(output.out.glob("shards/*/done.json"))) == 2 and not (output.out / "manifest.json").exists()
     main([path])  # one process: it shares with nobody
     assert digests(output.out) == digests(encoded)
+
+
+def test_ranks_without_work_that_look_at_the_same_time_do_different_shards(recipe, tmp_path, monkeypatch, capsys):
+    path, output = recipe(), OutputSet(tmp_path / "out" / "train", [])
+    look = Claims.free
+
+    def taken_afterwards(claims, tried):
+        found = look(claims, tried)
+        if len(found) == 3:
+            assert Claims(output, 6).take(found[0])
+        return found
+
+    monkeypatch.setattr(Claims, "free", taken_afterwards)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "7")  # it has no shard of its own
+    main([path])
+    assert len(list(output.out.glob("shards/*/done.json"))) == 2
+    assert "1 of 3 shards are left to other ranks" in capsys.readouterr().out
+
+
+def test_a_rank_does_those_of_its_shards_that_another_gave_up(encoded, recipe, tmp_path, monkeypatch):
+    path, output = recipe(), OutputSet(tmp_path / "out" / "train", [])
+    forget, look = Claims.forget, Claims.free
+
+    def begun_afterwards(claims, shards):
+        forget(claims, shards)
+        for shard in shards:
+            assert Claims(output, 1).take(shard)
+
+    def given_up(claims, tried):
+        for shard in os.listdir(output.out / "begun"):
+            output.note_unreadable(shard, "the server is gone")
+            Claims(output, 1).release(shard)
+        return look(claims, tried)
+
+    monkeypatch.setattr(Claims, "forget", begun_afterwards)
+    monkeypatch.setattr(Claims, "free", given_up)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    main([path])
+    assert digests(output.out) == digests(encoded)
+
+
+def test_what_one_rank_could_not_read_and_another_has_begun_is_not_given_up(tmp_path, capsys):
+    """A machine without a network gives up all shards that it takes over. The others read them all the same."""
+    output = OutputSet(tmp_path, ["a", "b"])
+    finish(output, "a")
+    output.note_unreadable("b", "the server is gone")
+    assert Claims(output, 1).take("b")
+
+    class Config:
+        leave_out_unreadable = False
+
+    _finish(Config, {"train": output}, Rank(0, 2), {}, {}, {})
+    assert "1 of 2 shards are left to other ranks" in capsys.readouterr().out
+    Claims(output, 1).release("b")
+    with pytest.raises(ValueError, match="1 input shards could not be read.*b: the server is gone"):
+        _finish(Config, {"train": output}, Rank(0, 2), {}, {}, {})
 
 
 def test_jobs_that_are_killed_and_go_on_with_other_numbers_of_processes_end_in_the_same_bytes(recipe, tmp_path):

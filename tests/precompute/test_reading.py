@@ -10,7 +10,7 @@ import pytest
 from data.manifest import Manifest
 from data.mds_index import read_index
 from precompute import reading
-from precompute.file_figures import Column, array_columns, file_figures
+from precompute.file_figures import Column, FileFigures, array_columns, file_figures
 from precompute.reading import figures_of_files
 
 
@@ -71,10 +71,32 @@ def test_an_interrupted_check_goes_on(whole, tmp_path, monkeypatch, capsys):
     assert looked == [entries[number]["raw_data"]["basename"] for number in (0, 1, 2, 2, 3)]
     assert f"goes on behind 2 of 4 files; to read all, delete {progress}" in capsys.readouterr().out
     assert figures_of_files(folder, entries, columns, progress=progress) == figures and len(looked) == 5
+    kept = json.loads(progress.read_text())
+    del kept["figures"]["columns"]["text"]["largest"]
+    kept["figures"]["columns"]["text"]["smallest"] = 0.0
+    progress.write_text(json.dumps(kept))  # of another version
+    assert figures_of_files(folder, entries, columns, progress=progress) == figures and len(looked) == 9
     other = shutil.copytree(folder, tmp_path / "set")
     manifest = json.loads((other / "manifest.json").read_text())
     (other / "manifest.json").write_text(json.dumps(manifest))  # in other bytes
-    assert figures_of_files(other, entries, columns, progress=progress) == figures and len(looked) == 9
+    assert figures_of_files(other, entries, columns, progress=progress) == figures and len(looked) == 13
+
+
+def test_a_check_that_is_interrupted_while_it_adds_up_counts_no_file_twice(whole, tmp_path, monkeypatch):
+    folder, entries, columns, figures = whole
+    progress, add, added = tmp_path / "progress.json", FileFigures.add, []
+
+    def interrupted(total, other):
+        add(total, other)
+        added.append(other)
+        if len(added) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileFigures, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            figures_of_files(folder, entries, columns, progress=progress)
+    assert figures_of_files(folder, entries, columns, progress=progress) == figures
 
 
 def test_files_with_faults_are_read_again(whole, tmp_path):
