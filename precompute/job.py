@@ -36,7 +36,7 @@ from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
-MERGING = ".lock-merge"  # in the output folder of a set: who writes its index
+MERGING = ".lock-merge-{}"  # in the folder of the job, of a set's label: who writes its index
 DECODING = "precompute/decode.py"  # in the stack of a process that died while it read or decoded a sample
 
 
@@ -180,7 +180,8 @@ def _finish(
         if not remaining or config.leave_out_unreadable:
             request = fields["request"] | source_options(config.sources[label])
             # Of ranks that end at the same time one is enough, as long as all of them would write the same.
-            alone = nullcontext() if config.leave_out_unreadable else held(output.out / MERGING, "{holder}")
+            lock = Path(config.out, MERGING.format(label))
+            alone = nullcontext() if config.leave_out_unreadable else held(lock, "{holder}")
             try:
                 with alone:
                     _log_result(output, output.merge(fields | {"request": request}, options[label], leave_out=broken))

@@ -12,7 +12,7 @@ Ranks share nothing but this folder::
     OUT/null_text.npy             embedding of the empty caption, where captions are embedded
     OUT/index.json, OUT/rejected.jsonl, OUT/manifest.json
                                   of all shards, written by the process that finds all of them done, the manifest last;
-                                  it locks .lock-merge meanwhile
+                                  it locks a file beside OUT meanwhile
 """
 
 from __future__ import annotations

@@ -99,12 +99,13 @@ def test_of_ranks_that_end_at_the_same_time_one_merges(tmp_path, monkeypatch, ca
     class Config:
         leave_out_unreadable = leave_out
         sources = {"train": None}
+        out = str(tmp_path)
 
     (ready, begun), (wait, end) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         os.close(end)
-        with held(tmp_path / MERGING, ""):
+        with held(tmp_path / MERGING.format("train"), ""):
             os.write(begun, b".")
             os.read(wait, 1)
         os._exit(0)
