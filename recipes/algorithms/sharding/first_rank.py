@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sharding.shards import own, shard_of
 from recipes.training.lever import Lever
@@ -128,4 +129,6 @@ def receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
     else:
         sent = whole.to(device).contiguous()
     dist.broadcast(sent.view(-1).view(torch.uint8), 0)  # of any dtype
-    own(tensor).copy_(shard_of(tensor, sent))
+    # On the first rank, what is not divided has its values, and may be a view that repeats them.
+    if whole is None or isinstance(tensor, DTensor):
+        own(tensor).copy_(shard_of(tensor, sent))
