@@ -21,6 +21,7 @@ from torch import nn
 from data.log import log
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.powersgd.lever import PowerSGD
+from recipes.algorithms.sharding.first_rank import loose_tensors
 from recipes.algorithms.sixteen_bit.resblock_grad_scaling import ResblockGradScaling
 from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe
@@ -86,6 +87,8 @@ def _check_on_meta(recipe: Recipe, use_gpu: bool, epoch_batches: int | None) -> 
     check_microbatch(recipe, task, batch)
     for lever in levers:
         lever.change_modules(run)
+    if devices.world > 1 and (training.fsdp is not None or devices.tensor > 1):
+        loose_tensors(task)  # which the first rank would send
     for lever in levers:
         lever.compile(run)
     if epoch_batches is None and any(in_epochs(plain_values(recipe))):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import BooleanOptionalAction
 from pathlib import Path
+from typing import Any
 
 from data.cost import count_text
 from recipes.config.command_line import read_command_line, user_errors
@@ -11,8 +13,8 @@ from recipes.evaluation.config import Evaluation
 from recipes.generation.exports import family_of, find_export
 
 # By the type that an option has on the command line, what it may be in a YAML, and its name.
-TYPES = {float: (int, float), int: int, str: str, Path: str}
-NAMES = {float: "a number", int: "an integer", str: "a text", Path: "a path"}
+TYPES = {float: (int, float), int: int, str: str, Path: str, bool: bool}
+NAMES = {float: "a number", int: "an integer", str: "a text", Path: "a path", bool: "true or false"}
 
 
 def main(arguments: list[str], usage: str | None) -> None:
@@ -54,12 +56,19 @@ def check_options(config: Evaluation, export: Path) -> None:
     """
     family = family_of(export)
     flags = {flag.removeprefix("--").replace("-", "_"): flag for flag in family.options}
-    known = {"guidance": float, **{name: family.options[flag].get("type", str) for name, flag in flags.items()}}
+    known = {"guidance": float, **{name: _type_of(family.options[flag]) for name, flag in flags.items()}}
     for section in ("sampling", "sweeps"):
         for name, values in getattr(config, section).items():
             if name not in known:
                 options = ", ".join(sorted(known))
                 raise ValueError(f"{section}.{name}: no option of {family.title} models, which have {options}")
             for value in values if section == "sweeps" else [values]:
-                if value is not None and not isinstance(value, TYPES[known[name]]) or isinstance(value, bool):
-                    raise ValueError(f"{section}.{name}: {quoted(value)}; give {NAMES[known[name]]}")
+                kind = known[name]
+                right = isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind is bool)
+                if value is not None and not right:
+                    raise ValueError(f"{section}.{name}: {quoted(value)}; give {NAMES[kind]}")
+
+
+def _type_of(settings: dict[str, Any]) -> type:
+    """Of an option: bool for one of the two flags --option and --no-option."""
+    return bool if settings.get("action") is BooleanOptionalAction else settings.get("type", str)

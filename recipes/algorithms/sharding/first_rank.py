@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sharding.shards import own, shard_of
 from recipes.training.lever import Lever
@@ -88,24 +89,28 @@ def _is_without_values(item: object) -> bool:
 
 
 def allocate(task: nn.Module, loose: list[tuple[nn.Module, str]], device: torch.device) -> None:
-    """Give all tensors on the meta device memory, without values. Parameters that modules share stay shared."""
-    made: dict[Tensor, Tensor] = {}
+    """Give all tensors on the meta device memory, without values. Parameters that modules share stay shared.
 
-    def new(tensor: Tensor) -> Tensor:
-        if tensor not in made:
+    Attributes get host memory, as on the first rank, where the model was built: moving a model leaves them there.
+    """
+    made: dict[tuple[Tensor, torch.device], Tensor] = {}
+
+    def new(tensor: Tensor, device: torch.device) -> Tensor:
+        key = tensor, device
+        if key not in made:
             empty = torch.empty_like(tensor, device=device)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[tensor]
+            made[key] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return made[key]
 
     for module in task.modules():
         tensors = {**module._parameters, **module._buffers}  # with all names of one that has several
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
-                setattr(module, name, new(tensor))
+                setattr(module, name, new(tensor, device))
     for module, name in loose:
         if getattr(module, name).is_meta:
-            setattr(module, name, new(getattr(module, name)))
+            setattr(module, name, new(getattr(module, name), torch.device("cpu")))
     task.to(device)  # after which FSDP2 looks at its parameters anew
 
 
@@ -128,4 +133,6 @@ def receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
     else:
         sent = whole.to(device).contiguous()
     dist.broadcast(sent.view(-1).view(torch.uint8), 0)  # of any dtype
-    own(tensor).copy_(shard_of(tensor, sent))
+    # On the first rank, what is not divided has its values, and may be a view that repeats them.
+    if whole is None or isinstance(tensor, DTensor):
+        own(tensor).copy_(shard_of(tensor, sent))

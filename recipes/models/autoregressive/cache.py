@@ -150,11 +150,6 @@ class Caches:
             layer.place = places[layer.slots.kind]
 
     @property
-    def begun(self) -> bool:
-        """Whether the caches hold the text already."""
-        return self.layers[0].text is not None
-
-    @property
     def numbers(self) -> int:
         """The number of elements of all keys and values."""
         return sum(x.numel() for layer in self.layers for x in (*layer.text, *layer.kept))

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from recipes.config.build import build
+from recipes.config.build import build, build_on_meta
 from recipes.config.recipe import Recipe, load_config
+from recipes.engines import dry_run_checks
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.planning.dry_run import problems
 
@@ -38,6 +40,23 @@ def test_every_recipe(yaml, environment, monkeypatch, tmp_path, capsys):
         monkeypatch.setenv(name, value)
     check_on_meta(read(yaml.removesuffix(".yaml"), "training.global_batch=2048"))
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+def test_tensors_that_the_first_rank_would_not_send(monkeypatch):
+    """The run itself would refuse them on all ranks but the first, once all have started."""
+
+    def listed(component):
+        task = build_on_meta(component)
+        task.masks = [torch.zeros(2, device="meta")]
+        return task
+
+    monkeypatch.setattr(dry_run_checks, "build_on_meta", listed)
+    check_on_meta(read("gpt2_1b", "training.fsdp={}"))  # one device holds the whole
+    for name, value in MACHINES.items():
+        monkeypatch.setenv(name, value)
+    check_on_meta(read("gpt2_1b"))
+    with pytest.raises(ValueError, match="^Language: masks holds tensors, .*; register each as a buffer"):
+        check_on_meta(read("gpt2_1b", "training.fsdp={}"))
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,16 @@ def refuse(export, path, capsys):
     return last_error(partial(command.main, usage=USAGE), [export, path], capsys)
 
 
+def test_options_that_are_true_or_false(write, tmp_path, capsys):
+    """--cuda-graph and --no-cuda-graph of models of tokens. A text would count as true."""
+    (tmp_path / "export.json").write_text(json.dumps({"family": "autoregressive", "network": "transformer"}))
+    for change in ({"sampling": {"cuda_graph": False}}, {"sampling": {}, "sweeps": {"cuda_graph": [True, None]}}):
+        command.check_options(read(write(**change)), tmp_path)
+    for wrong in ("never", 0):
+        expected = f"sampling.cuda_graph: {wrong!r}; give true or false"
+        assert expected in refuse(tmp_path, write(sampling={"cuda_graph": wrong}), capsys)
+
+
 def test_what_cannot_be_evaluated(export, write, tmp_path, capsys):
     assert "no such export" in refuse(tmp_path / "none", write(), capsys)
     assert "no exported run" in refuse(tmp_path, write(), capsys)

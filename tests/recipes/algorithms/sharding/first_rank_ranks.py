@@ -206,6 +206,7 @@ class Masked(nn.Module):
         self.tied.mask = self.mask
         self.scale = torch.tensor(0.25, dtype=torch.float64)
         self.nothing = torch.zeros(0)
+        self.repeated = torch.arange(3.0)[:, None].expand(3, 4)  # a view, in whose memory values stand once
 
     def blocks(self) -> list[nn.Module]:
         return []
@@ -230,7 +231,7 @@ def check_kinds(folder: Path) -> None:
     sends.change_modules(run)
     sends.shard(run)
     assert task.tied.weight is task.layer.weight and task.again is task.layer.bias and task.tied.mask is task.mask
-    for name in ("count", "table", "mask", "scale", "nothing"):
+    for name in ("count", "table", "mask", "scale", "nothing", "repeated"):
         value, other = getattr(task, name), getattr(wanted, name)
         assert value.dtype == other.dtype and torch.equal(value, other), name
     assert dict(task.named_buffers()).keys() == {"count", "table"} and list(task.state_dict())[-1] != "table"

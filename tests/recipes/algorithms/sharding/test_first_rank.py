@@ -1,10 +1,12 @@
 """The first rank builds the whole model, and sends the others their parts."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from recipes.algorithms.sharding.first_rank import loose_tensors
+from recipes.algorithms.sharding.first_rank import allocate, loose_tensors
 from tests.recipes.algorithms.sharding.first_rank_ranks import BYTES, KINDS, PARTS, RUNS
 
 
@@ -33,3 +35,14 @@ def test_tensors_that_would_not_be_sent_are_told(holder):
         loose_tensors(task)
     task = nn.Sequential(Listed(holder))  # on the first rank, which has their values
     assert loose_tensors(task) == [(task[0], "mask")]
+
+
+def test_attributes_lie_in_host_memory_on_all_ranks():
+    """Where the first rank has them: on a GPU, moving the model leaves them there. Here meta stands for the GPU."""
+    task = Listed(lambda t: None)
+    first = copy.deepcopy(task).to("meta")
+    assert first.layer.weight.is_meta and first.mask.device.type == "cpu"
+    with torch.device("meta"):
+        task = Listed(lambda t: None)
+    allocate(task, loose_tensors(task), torch.device("meta"))
+    assert task.layer.weight.is_meta and task.mask.device.type == "cpu"
