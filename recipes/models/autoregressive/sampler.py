@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from recipes.models.autoregressive.transformer import TokenTransformer
+from recipes.models.kernels.device_graph import DeviceGraph
 from recipes.models.sampling import check_guidance
 
 BEFORE_CAPTURE = 2  # tokens after which autocast has its copies of weights, and libraries have their workspaces
@@ -93,16 +92,6 @@ def pad_captions(captions: list[list[int]], positions: int) -> Tensor:
     return text
 
 
-class Graph(Protocol):
-    """Kernels that are captured once and then launched together, such as `device_graph.DeviceGraph` of the kernels."""
-
-    def capture(self) -> AbstractContextManager[None]:
-        """Inside, kernels are captured and do not run."""
-
-    def replay(self) -> None:
-        """Launch the kernels."""
-
-
 @torch.no_grad()
 def sample_tokens(
     network: TokenTransformer,
@@ -110,7 +99,7 @@ def sample_tokens(
     uniform: Tensor,
     choice: Choice,
     given: Tensor | None = None,
-    graph: Graph | None = None,
+    graph: DeviceGraph | None = None,
 ) -> Tensor:
     """Grids of image tokens for captions.
 
@@ -170,7 +159,7 @@ class Drawing:
         last = self.network(self.text, image, self.caches)[:, -1]  # (C, d): once per caption, not per sequence
         self._choose(self.network.image_logits(last).repeat_interleave(self.each, 0))
 
-    def next_tokens(self, count: int, graph: Graph | None) -> None:
+    def next_tokens(self, count: int, graph: DeviceGraph | None) -> None:
         """Draw so many tokens more."""
         eager = count if graph is None else min(count, BEFORE_CAPTURE)
         for _ in range(eager):
