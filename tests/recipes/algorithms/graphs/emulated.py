@@ -42,8 +42,11 @@ def whole(tensor):
 
 
 class EmulatedGraph:
-    """Has the methods of `DeviceGraph`. While it is captured nothing is computed, as on a GPU: what operators have
-    written afterwards is not a number, what they have changed is as before, and no random number was drawn."""
+    """Has the methods of `DeviceGraph`.
+
+    While it is captured nothing is computed, as on a GPU: what operators have written afterwards is not a number, or
+    for integers a wrong one, what they have changed is as before, and no random number was drawn.
+    """
 
     def __init__(self, pool):
         self.operators = []
@@ -57,8 +60,7 @@ class EmulatedGraph:
         torch.set_rng_state(state)
         with torch.no_grad():
             for tensor in recorder.made.values():
-                if tensor.is_floating_point():
-                    whole(tensor).fill_(torch.nan)
+                whole(tensor).fill_(torch.nan if tensor.is_floating_point() else 99)
             for tensor, before in recorder.changed.values():
                 tensor.copy_(before)
 
