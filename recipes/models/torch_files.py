@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, _weights_only_unpickler
 
 # The functions that build the tensors of state dicts: dense ones in memory, also of dtypes such as float8 and uint16.
-DENSE = {
-    "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_parameter_with_state",
-}  # fmt: skip
+DENSE = {f"_rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}
 
 
 def load(file: str | Path | BinaryIO, allowed: Iterable[Any] = (), *, lazily: bool = False) -> Any:
