@@ -188,8 +188,10 @@ def encoder_files(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
     """
     for name in ("image_encoder", "text_encoder"):
         component = (getattr(manifest, name) or {"component": {}})["component"]
-        path, weights = (Path(component.get(key) or "").expanduser() for key in ("path", "pretrained"))
-        if component.get("path") and path.is_dir():
+        _, _, of_model = (component.get("model") or "").partition(open_clip_models.LOCAL_PREFIX)
+        folder = component.get("path") or of_model
+        path, weights = Path(folder).expanduser(), Path(component.get("pretrained") or "").expanduser()
+        if folder and path.is_dir():
             parts = _parts_of(component)
             if not any(_has_weights(path / part) for part in parts):
                 log.warning(f"export: {path}, which the data's manifest names as {name}, holds no weights; not copied")
