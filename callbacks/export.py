@@ -188,15 +188,18 @@ def encoder_files(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
     """
     for name in ("image_encoder", "text_encoder"):
         component = (getattr(manifest, name) or {"component": {}})["component"]
-        path, weights = (Path(component.get(key) or "").expanduser() for key in ("path", "pretrained"))
-        if component.get("path") and path.is_dir():
-            if not _has_weights(path):
+        _, _, of_model = (component.get("model") or "").partition(open_clip_models.LOCAL_PREFIX)
+        folder = component.get("path") or of_model
+        path, weights = Path(folder).expanduser(), Path(component.get("pretrained") or "").expanduser()
+        if folder and path.is_dir():
+            parts = _parts_of(component)
+            if not any(_has_weights(path / part) for part in parts):
                 log.warning(f"export: {path}, which the data's manifest names as {name}, holds no weights; not copied")
                 continue
-            for part in _parts_of(component):
-                for file in (path / part).rglob("*"):
-                    if file.is_file() and _is_read(file.relative_to(path / part), component.get("name")):
-                        yield file, Path(name, file.relative_to(path))
+            found = {file.relative_to(path): file for part in parts for file in (path / part).rglob("*")}
+            for inside, file in found.items():
+                if file.is_file() and _is_read(inside, component.get("name")):
+                    yield file, Path(name, inside)
         elif weights.is_file() and weights.suffix in SUFFIXES:
             yield weights, Path(name, weights.name)
 
@@ -214,7 +217,8 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _parts_of(component: dict[str, Any]) -> set[str]:
-    """The folders that an encoder reads in its local folder, such as vae in a whole pipeline; "": all of it."""
+    """The folders that an encoder reads in its local folder, such as vae in a whole pipeline; "": all of it but what
+    links to other folders."""
     model, words = component.get("subfolder"), component.get("tokenizer")
     parts = {model or "", (model if words is None else words) or ""}
-    return {""} if any(not part or Path(part).is_absolute() or ".." in Path(part).parts for part in parts) else parts
+    return {""} if any(Path(part).is_absolute() or ".." in Path(part).parts for part in parts) else parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import time
 import urllib.error
 import urllib.request
@@ -95,6 +96,11 @@ def shown(address: str) -> str:
         return address
     host, slash, path = rest.partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
+def without_logins(text: str) -> str:
+    """A library's text, without the names and passwords in its addresses."""
+    return re.sub(r"(?<=://)[^/?#@\s]*@", "", text)
 
 
 def _fetch_http(address: str, path: Path, timeout: float) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.downloads import shown
+from data.downloads import shown, without_logins
 from data.errors import one_line
 from data.log import log
 from recipes.engines.tracking import ask_once, log_parameters, refused
@@ -205,4 +205,4 @@ class MLflowWriter:
     def _say(self, text: str) -> None:
         if time.monotonic() - self._said >= SAID:
             self._said = time.monotonic()
-            log.warning(f"loggers: MLflow at {self._uri} {text}")
+            log.warning(f"loggers: MLflow at {self._uri} {without_logins(text)}")

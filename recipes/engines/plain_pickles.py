@@ -7,6 +7,7 @@ of allowed types, which raises at anything else before it is called.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -65,15 +66,25 @@ def damaged(what: str) -> Iterator[None]:
 
     Args:
         what: path, colon, and what is wrong. A ValueError that begins with the path stays as it is.
+
+    Raises:
+        OSError: of the system, such as of missing rights or of a file server; the checkpoint may be whole.
     """
     try:
         yield
-    except FileNotFoundError:
-        raise
     except Exception as error:
+        if _of_system(error):
+            raise
         if isinstance(error, ValueError) and str(error).startswith(what.split(":")[0]):
             raise  # it says where, already
         raise DamagedCheckpoint(f"{what}: {one_line(error)}") from error
+
+
+def _of_system(error: BaseException) -> bool:
+    """Whether an error says nothing of the bytes of a file. Damaged ones make readers seek to where no file can have
+    bytes, and libraries raise OSErrors without a number for them."""
+    of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+    return of_system or isinstance(error, FileNotFoundError)
 
 
 NOT_WHOLE = "not a whole checkpoint of a run"
@@ -89,13 +100,14 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
 
     Raises:
         FileNotFoundError: there is no such file.
+        OSError: it cannot be read now.
         ValueError: it is damaged, or holds other types than this repository's runs write.
     """
     try:
         return torch_files.load(file, ALLOWED, lazily=lazily)
-    except FileNotFoundError:
-        raise
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
+        if _of_system(error):
+            raise
         what = f"{where or file}: not a checkpoint that this repository wrote"
         raise DamagedCheckpoint(f"{what}: {_reason(file, error)}") from error
 
@@ -141,6 +153,7 @@ def plain_metadata(path: Path) -> metadata_format.Metadata:
 
     Raises:
         FileNotFoundError: there is no such file.
+        OSError: it cannot be read now.
         ValueError: it is damaged, holds more than plain values, or names files outside of its folder.
     """
     try:
@@ -153,9 +166,9 @@ def plain_metadata(path: Path) -> metadata_format.Metadata:
             if name in ("", ".", "..") or "/" in name:
                 raise ValueError(f"it names the file {name!r}, which is not in its folder")
         return found
-    except FileNotFoundError:
-        raise
     except Exception as error:  # unpickling damaged bytes raises nearly anything
+        if _of_system(error):
+            raise
         what = f"{path}: not of a checkpoint that this repository wrote"
         raise DamagedCheckpoint(f"{what}: {first_line(error)}") from error
 
@@ -197,6 +210,8 @@ def plain_pickles() -> Iterator[None]:
         for cause in refused or [cause for cause, *_ in error.failures.values()]:
             if isinstance(cause, ValueError | FileNotFoundError) and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
+            if _of_system(cause):
+                raise  # `data.disk_errors` finds it in there
             reason = first_line(cause)
             if "Missing key" in reason:
                 raise ValueError(f"a sharded checkpoint: not of this model ({reason})") from error

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.downloads import shown
+from data.downloads import shown, without_logins
 from data.files import write_text
 from data.log import log
 from recipes.config.recipe import Recipe
@@ -83,7 +83,8 @@ def mlflow_run(identifier: str, *, uri: str, experiment: str, run_name: str, art
                 return _found_or_new(identifier, uri, experiment, run_name, artifacts)
             except MlflowException as error:
                 if refused(error) or time.monotonic() + SILENT > end:
-                    raise ValueError(f"loggers: MLflow at {shown(uri)}: {' '.join(str(error).split())}") from error
+                    text = without_logins(" ".join(str(error).split()))
+                    raise ValueError(f"loggers: MLflow at {shown(uri)}: {text}") from error
             time.sleep(SILENT)
     finally:
         waits.cancel()

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, _weights_only_unpickler
 
-# The functions that build the tensors of state dicts: dense ones in memory.
-DENSE = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"}
+# The functions that build the tensors of state dicts: dense ones in memory, also of dtypes such as float8 and uint16.
+DENSE = {f"_rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}
 
 
 def load(file: str | Path | BinaryIO, allowed: Iterable[Any] = (), *, lazily: bool = False) -> Any:
@@ -96,7 +96,8 @@ class Trial(pickle._Unpickler):
     """Reads a pickle as the other one does, but with dicts and `Inert` in the place of all that it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name not in DENSE:
+        # PyTorch lets quantised tensors, whose types alone begin with a Q, be larger than their storage.
+        if (module == "torch._utils" and name not in DENSE) or (module == "torch" and name[:1] in "qQ"):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         if (module, name) in (("collections", "OrderedDict"), ("collections", "Counter")):
             return Dict

@@ -224,6 +224,41 @@ def test_an_export_copies_no_folder_that_is_no_encoder(tmp_path, task, caplog):
     assert not list(encoder_files(SimpleNamespace(image_encoder=None, text_encoder=named)))
 
 
+def test_encoders_in_deep_and_in_linked_folders(tmp_path):
+    """Several models in one folder, a cache of the hub, and a tokenizer that several models share."""
+    models, vae, words = tmp_path / "models", Path("of/somebody/vae"), tmp_path / "words"
+    for folder, files in (
+        (models / vae, ["config.json", "diffusion_pytorch_model.safetensors"]),
+        (models / "text", ["config.json", "model.safetensors"]),
+        (words, ["vocab.json", "merges.txt"]),
+    ):
+        folder.mkdir(parents=True)
+        for file in files:
+            (tmp_path / f"blob-{file}").write_text("{}")
+            (folder / file).symlink_to(tmp_path / f"blob-{file}")
+    (models / "text" / "tokenizer").symlink_to(words)
+    image = {"name": "kl_vae", "path": str(models), "subfolder": str(vae)}
+    text = {"name": "hf_clip_text", "path": str(models / "text"), "tokenizer": "tokenizer"}
+    manifest = SimpleNamespace(image_encoder={"component": image}, text_encoder={"component": text})
+    assert sorted(str(place) for _, place in encoder_files(manifest)) == [
+        "image_encoder/of/somebody/vae/config.json",
+        "image_encoder/of/somebody/vae/diffusion_pytorch_model.safetensors",
+        "text_encoder/config.json",
+        "text_encoder/model.safetensors",
+        "text_encoder/tokenizer/merges.txt",
+        "text_encoder/tokenizer/vocab.json",
+    ]
+
+
+def test_no_hidden_folder_is_an_encoder(tmp_path):
+    """Somebody else's manifest may name one as a part of a folder of weights."""
+    (tmp_path / ".secret").mkdir()
+    for file in ("w.safetensors", ".secret/w.safetensors", ".secret/key"):
+        (tmp_path / file).touch()
+    component = {"name": "dvae", "path": str(tmp_path), "subfolder": ".secret"}
+    assert not list(encoder_files(SimpleNamespace(image_encoder={"component": component}, text_encoder=None)))
+
+
 def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, token_sets):
     vocabulary = token_sets / "vocabulary.json"
     manifest = Manifest.read(token_sets / "train")

@@ -1,6 +1,8 @@
 """Encoders against the libraries they wrap."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -10,7 +12,9 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from callbacks.export import encoder_files
 from data.clip_library import open_clip
+from recipes.config.build import encoders_of
 from recipes.encoders.base import weights_hash
 from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
@@ -282,6 +286,36 @@ def test_open_clip_weights_in_a_file_of_their_own(clip_folder, tmp_path, monkeyp
     together = open_clip_text(model=f"local-dir:{clip_folder}", precision="fp32")
     assert apart.weights_hash == together.weights_hash
     torch.testing.assert_close(apart.encode(CAPTIONS), together.encode(CAPTIONS))
+
+
+@pytest.mark.parametrize("kind", ["vae", "vae in a pipeline", "hf", "open_clip", "open_clip model", "open_clip file"])
+def test_an_export_has_all_that_an_encoder_reads(vae_folder, hf_folder, clip_folder, tmp_path, kind):
+    """What is copied opens on a machine where the places that the manifest names do not exist."""
+    here, moved = tmp_path / "here", tmp_path / "moved"
+    shutil.copytree(vae_folder if kind == "vae" else clip_folder if "open" in kind else hf_folder, here)
+    shutil.copytree(vae_folder, here / "vae", dirs_exist_ok=True)
+    config = json.loads((clip_folder / "open_clip_config.json").read_text())["model_cfg"]
+    (tmp_path / "tiny-of-exports.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path / "tiny-of-exports.json")
+    file = str(here / "open_clip_model.safetensors")
+    values = {
+        "vae": {"name": "kl_vae", "path": str(here)},
+        "vae in a pipeline": {"name": "kl_vae", "path": str(here), "subfolder": "vae"},
+        "hf": {"name": "hf_clip_text", "path": str(here), "subfolder": "text_encoder", "tokenizer": "tokenizer"},
+        "open_clip": {"name": "open_clip_text", "path": str(here)},
+        "open_clip model": {"name": "open_clip_text", "model": f"local-dir:{here}"},
+        "open_clip file": {"name": "open_clip_text", "model": "tiny-of-exports", "pretrained": file},
+    }[kind]
+    build = {"kl_vae": kl_vae, "hf_clip_text": hf_clip_text, "open_clip_text": open_clip_text}[values["name"]]
+    options = {key: value for key, value in values.items() if key != "name"}
+    record = {"component": values, "weights_hash": build(**options).weights_hash}
+    group = "image_encoder" if "vae" in kind else "text_encoder"
+    manifest = SimpleNamespace(**{"image_encoder": None, "text_encoder": None, group: record})
+    for source, place in encoder_files(manifest):
+        (moved / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, moved / place)
+    shutil.rmtree(here)
+    assert any(encoders_of(manifest, moved))
 
 
 def test_a_tokenizer_with_more_words_than_the_model(clip_folder, tmp_path):

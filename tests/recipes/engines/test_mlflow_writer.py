@@ -93,6 +93,11 @@ def test_a_server_that_fails_is_named_and_its_return_too(quick, lines):
     assert "takes what is logged again" in lines()
 
 
+def test_a_password_is_in_no_line(quick, lines):
+    written(Server(MlflowException("API request to http://me:secret@mlflow/api/2.0 failed")))
+    assert "API request to http://mlflow/api/2.0 failed" in lines() and "secret" not in lines()
+
+
 def test_what_a_server_refuses_is_left_out_and_named(quick, lines):
     server = Server(refused())
     written(server)

@@ -2,13 +2,18 @@
 
 import importlib
 import os
+import resource
 from types import SimpleNamespace
 
 import pytest
 
 from recipes.config.recipe import FSDP
 from recipes.engines.dry_run_checks import check_on_meta
+from recipes.engines.plain_pickles import load_plain, plain_metadata
 from recipes.engines.resuming import prepare_folder, remove_halves, says_what_to_remove
+from recipes.engines.same_model import saved_at
+from recipes.engines.sharded_files import Sharded
+from recipes.exporting.checkpoints import read_checkpoint
 from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
 from tests.recipes.engines.lightning.test_checkpoints import new_checkpoints, save_at
 
@@ -155,6 +160,30 @@ def test_a_file_that_is_not_there_is_no_reason_to_remove_a_checkpoint(tmp_path):
         says_what_to_remove(folder, KINDS["lightning"], config),
     ):
         raise FileNotFoundError("weights.pt is not there")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_error_of_the_system_is_no_damage(tmp_path, sharded):
+    """Missing rights, or a file server that does not answer: the checkpoint is whole, and no message must say to remove
+    it. Here no file can be opened."""
+    checkpoints, run, _ = new_checkpoints(tmp_path, fsdp=FSDP(checkpoints="sharded") if sharded else None)
+    save_at(checkpoints, run, 1)
+    newest = KINDS["lightning"].newest(tmp_path / "checkpoints")
+    readers = [lambda: saved_at(newest, "lightning"), lambda: read_checkpoint(newest)]
+    if sharded:
+        opened = Sharded.open(newest)
+        readers += [opened.values, lambda: plain_metadata(newest / ".metadata"), lambda: load_plain(newest / "rest.pt")]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for read in readers:
+        read()  # which may import modules
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            raised = read()
+        except Exception as error:
+            raised = error
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert isinstance(raised, OSError) and "Too many open files" in str(raised)
 
 
 def test_halves_are_looked_for_where_there_may_be_no_folder(tmp_path):

@@ -146,6 +146,17 @@ def test_a_server_that_refuses_is_named(tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_password_is_not_in_the_line_of_a_server_that_does_not_answer(monkeypatch):
+    """MLflow's own errors have the whole address."""
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(tracking, "PATIENCE", 0.0)
+    uri = "http://me:secret@127.0.0.1:9"  # nothing listens there
+    with pytest.raises(ValueError, match="loggers: MLflow at http://127.0.0.1:9: API request to http://127") as error:
+        mlflow_run("a", uri=uri, experiment="test", run_name="short", artifacts=None)
+    assert "secret" not in str(error.value)
+
+
 def test_a_server_that_does_not_answer_is_asked_again_for_a_while(monkeypatch):
     """One that refuses is not, nor is a database."""
     from mlflow.exceptions import MlflowException

@@ -159,6 +159,31 @@ def test_tied_and_transposed_tensors_are_weights(tmp_path):
     assert torch.equal(found["two"], tied) and torch.equal(found["three"], torch.tensor([[0.0, 2.0], [1.0, 3.0]]))
 
 
+def test_a_quantised_tensor_is_not_larger_than_its_storage(tmp_path):
+    """PyTorch makes other storages as large as a tensor says that is on them."""
+    contents = records({"w": torch.arange(16, dtype=torch.int32)})
+    before, between, after = contents["archive/data.pkl"].split(b"K\x10")  # where the sizes of storage and tensor are
+    assert b"IntStorage" in before
+    changed = before.replace(b"IntStorage", b"QInt32Storage") + b"K\x10" + between + b"K\x40" + after
+    path = tmp_path / "w.pt"
+    path.write_bytes(zipped(contents | {"archive/data.pkl": changed}))
+    for read in every_reader(path):
+        with pytest.raises(ValueError, match="w.pt: "):
+            read()
+    with pytest.raises(ValueError, match="it names torch.QInt32Storage"):
+        load_plain(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex64, torch.bool])
+def test_tensors_of_every_dtype_are_weights(dtype, tmp_path):
+    """PyTorch builds the newer dtypes with a function of their own."""
+    tensor = torch.tensor([0.0, 1.0, 3.0]).to(dtype)
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+    for read in every_reader(tmp_path / "w.pt"):
+        found = read()["w"]
+        assert found.dtype == dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
 @few
 @given(st.data())
 def test_whatever_a_pickle_says_of_sizes(tmp_path, data):
