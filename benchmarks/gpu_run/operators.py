@@ -19,11 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_run.context import Context
 
 ROWS = 15
-# Words of a kernel's name -> what it does; the first that fits.
+# Words of a kernel's name, or of an operator's of PyTorch -> what it does; the first that fits.
 KINDS = (
     ("attention", ("flash", "fmha", "attention", "flex", "softmax", "sdpa")),
     ("convolution", ("conv", "wgrad", "dgrad", "fprop", "implicit")),
-    ("matrix product", ("gemm", "nvjet", "cutlass", "cublas", "matmul", "_mm", "xmma")),
+    (
+        "matrix product",
+        ("gemm", "nvjet", "cutlass", "cublas", "matmul", "_mm", "xmma", "::mm", "::bmm", "::addmm", "::linear"),
+    ),
     ("norm", ("norm", "rowwisemoments")),
     ("optimizer", ("adam", "multi_tensor", "lpnorm")),
     ("communication", ("nccl",)),
@@ -172,7 +175,7 @@ def is_work(event: Any, name: str) -> bool:
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel does, by its name."""
+    """What a kernel or an operator does, by its name."""
     name = kernel.lower()
     if name.startswith(GENERATED):
         return "norm" if "norm" in name else "elementwise and reductions"
