@@ -1,6 +1,7 @@
 """Sequence lengths and score matrices, counted in the real models, are those of closed forms; times have classes."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from benchmarks.gpu_run.numbers import vary
 from recipes.models.autoregressive.masks import TokenLayout, dense_mask, visible
 from recipes.models.autoregressive.sparse_attention import attend_in_two
 from recipes.planning.attention_checks import naive
+from tests.stub_gpu import needs_stub_gpu
 
 META = operators.Setting(torch.device("meta"), small=False)
 SMALL = operators.Setting(torch.device("cpu"), small=True)
@@ -143,6 +145,25 @@ def test_no_attention_escapes(name):
         assert sum(event.name == SPAN for event in events) == len(calls) > 0
         softmaxes = sum(event.name == "aten::softmax" for event in events)
         assert softmaxes == (len(calls) if way == "written out" else 0)
+
+
+@needs_stub_gpu
+def test_every_workload_runs_on_a_gpu(stub_gpu):
+    """Networks of convolutions in bfloat16, transformers with a residual stream of float32, and tokens."""
+    done = stub_gpu(Path(__file__).with_name("operators_on_stub_gpu.py"))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line.removeprefix("row: ")) for line in done.stdout.splitlines() if line.startswith("row: ")]
+    assert [(name, way) for name, way, *_ in rows] == [(name, way) for name in operators.WORKLOADS for way in WAYS]
+    dtypes = {
+        "U-Net": "bfloat16",
+        "VAE": "bfloat16",
+        "DALL-E, all": "float32",
+        "DALL-E, cached": "int64",
+        "GPT": "float32",
+    }
+    for name, _, dtype, device, calls, launches in rows:
+        assert dtype == "torch." + next(value for words, value in dtypes.items() if name.startswith(words))
+        assert device == "cuda:0" and launches > calls > 0
 
 
 def test_attention_is_pytorchs_again_after_the_context():
