@@ -76,6 +76,7 @@ def items(small: bool) -> list[Item]:
         other("sampling", "decoder", 90, ["--parts", "sampling", "--batch", "8"], ["--batch", "1"]),
         other("average", "ema", 60, ["--rounds", "10"], ["--rounds", "1"]),
         trained("unet_512", "as shipped", 90),
+        other("operators", "operators", 120, ["--parts", "times"], ["--parts", "times", "--rounds", "1"]),
     ]
     found += list(levers("unet_512", small))
     found.append(Item("import of Lightning", "device:lightning", 60))
