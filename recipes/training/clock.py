@@ -113,7 +113,7 @@ class Clock:
         if unit == "ep" and abs(value - round(value)) > 1e-9:  # shares of a run that end within epochs
             value, unit = self.measure(every)
         before = {"ba": self.before[0], "sp": self.before[1], "ep": self.before[2]}[unit]
-        # Shares of a run are rounded: 0.1 times 30 batches is slightly more than 3.
+        # Shares of a run are rounded: 0.07 times 100 batches is slightly more than 7.
         return int(self.passed(unit) / value + 1e-9) > int(before / value + 1e-9)
 
     def _resolved(self, duration: str) -> Length:

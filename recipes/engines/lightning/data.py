@@ -59,7 +59,8 @@ class RunBatches:
         else:
             # Some epochs end with a smaller batch, and some leave samples out.
             samples = min(self._loading.samples or math.inf, per_epoch * self._global_batch)
-            present = max(0, per_epoch - counts.batch_in_epoch) if counts.batch_in_epoch else 0
+            # The rest of the present epoch may have fewer samples than as many batches of later epochs.
+            present = max(0, per_epoch - counts.batch_in_epoch) if counts.sample_in_epoch else 0
             most = present + math.ceil(left / samples) * per_epoch
         return max(1, math.ceil(most))
 

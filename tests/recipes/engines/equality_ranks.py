@@ -41,6 +41,8 @@ def main():
         "lightning": run("lightning", "fsdp_lightning", full),
     }
     assert [r.bucket_views for r in (*ddp.values(), *fsdp.values())] == [True, True, None, None]
+    for recorded in ddp.values():  # two microbatches, of which the last one averages gradients
+        assert recorded.synchronised == [(False, False), (True, True)] * len(recorded.losses)
     found["ddp"] = differences(ddp["composer"], ddp["lightning"])
     found["fsdp"] = differences(fsdp["composer"], fsdp["lightning"])
     for engine in ("composer", "lightning"):

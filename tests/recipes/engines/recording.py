@@ -11,6 +11,7 @@ from recipes.algorithms.averaging.average import reshard
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding import shards
 from recipes.training.callback import Callback
+from recipes.training.microbatches import samples_of
 
 
 class Recorder(Callback):
@@ -21,6 +22,9 @@ class Recorder(Callback):
         self.losses, self.rates, self.digests = [], [], []  # one per batch
         self.evals = []  # (batch, label, figures)
         self.epochs = []  # (epochs, batches) done
+        self.sizes = []  # samples of this rank's batches, as callbacks see them after the step
+        self.samples = 0  # that the run has counted
+        self.synchronised = []  # for each backward pass under DDP, whether it averages, and whether it should
         self.weights = {}
         self.average = {}
         self.moments = {}
@@ -30,7 +34,12 @@ class Recorder(Callback):
         if isinstance(run.module, DistributedDataParallel):
             self.bucket_views = run.module.gradient_as_bucket_view
 
+    def before_backward(self, run):
+        if isinstance(run.module, DistributedDataParallel):
+            self.synchronised.append((run.module.require_backward_grad_sync, run.last_pass))
+
     def step_end(self, run):
+        self.sizes.append(samples_of(run.batch))
         reshard(run.task)  # where samples were drawn, FSDP keeps gathered parameters, of 16 bits
         self.losses.append(run.loss)
         self.rates.append(run.optimizer.param_groups[0]["lr"])
@@ -48,6 +57,7 @@ class Recorder(Callback):
         self.epochs.append((run.clock.epoch, run.clock.batch))
 
     def end(self, run):
+        self.samples = run.clock.sample
         reshard(run.task)
         for name, parameter in run.task.named_parameters():
             self.weights[name] = whole(parameter).clone()
@@ -105,6 +115,7 @@ def assert_bit_equal(one, other):
     batches = min(len(one.losses), len(other.losses))
     assert one.losses[-batches:] == other.losses[-batches:]
     assert one.rates[-batches:] == other.rates[-batches:]
+    assert one.sizes[-batches:] == other.sizes[-batches:] and one.samples == other.samples
     assert one.digests[-batches:] == other.digests[-batches:]
     evals, epochs = min(len(one.evals), len(other.evals)), min(len(one.epochs), len(other.epochs))
     assert evals and one.evals[-evals:] == other.evals[-evals:]

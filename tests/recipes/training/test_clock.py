@@ -43,6 +43,7 @@ def held(every, duration, start=0, kind=Interval):
         ("3ba", "2ep", [3, 6, 9, 10]),
         ("0.25dur", "12ba", [3, 6, 9, 12]),
         ("0.1dur", "30ba", list(range(3, 31, 3))),
+        ("0.07dur", "100ba", [*range(7, 100, 7), 100]),  # 7.000000000000001 batches
         ("0.5dur", "2ep", [5, 10]),
         ("0.25dur", "1ep", [2, 3, 4, 5]),
         ("0.3dur", "3ep", [5, 9, 14, 15]),
@@ -63,6 +64,7 @@ def test_an_epoch_ends_at_its_own_moment():
     assert held("1ep", "2ep") == [("epoch", 5), ("epoch", 10)]
     assert held("5ba", "2ep") == [("step", 5), ("step", 10)]
     assert held("0.1dur", "30ep")[:2] == [("epoch", 15), ("epoch", 30)]
+    assert held("0.07dur", "100ep")[:2] == [("epoch", 35), ("epoch", 70)]
 
 
 @pytest.mark.parametrize("every", ["5ba", "1ep", "10ba", "0.5dur", None])

@@ -48,6 +48,8 @@ def check_average(kind: type[Average], reshard_after_forward: bool, folder: Path
     divide_by_ranks_on_cpu()
     shard = partial(fsdp2, reshard_after_forward=reshard_after_forward)
     plain, sharded = network(), shard(network())
+    with torch.no_grad():
+        sharded(batch(90))  # which leaves parameters gathered
     averages = Average(plain), kind(sharded)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
     for step in range(6):

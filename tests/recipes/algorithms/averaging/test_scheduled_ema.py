@@ -373,6 +373,22 @@ def test_a_share_of_a_run_is_a_whole_number_of_batches(start, batch):
     assert ema.begins == (batch, "ba")
 
 
+def test_an_average_of_the_whole_run_may_be_asked_for_by_its_length():
+    ema = ScheduledEMA(decay=0.9, last="100ba")
+    ema.check_run(SimpleNamespace(clock=Clock(0, 0, 0, "100ba")))
+    assert ema.begins == (0, "ba")
+
+
+@pytest.mark.parametrize("batch", [0, 5, 7])
+def test_an_average_that_begins_late_says_so(batch, capsys):
+    """A checkpoint of a run without an average, in a run that would have begun it at batch 5."""
+    ema, run = ScheduledEMA(decay=0.9, start="5ba"), FakeRun(nn.Linear(3, 3), duration="10ba")
+    ema.change_modules(run)
+    ema.begin(run.at(batch))
+    assert ema.begun == (batch if batch >= 5 else None)
+    assert ("has no average; it begins here" in capsys.readouterr().out) == (batch == 7)
+
+
 def test_a_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no trained parameters"):
         Average(Small().requires_grad_(False))

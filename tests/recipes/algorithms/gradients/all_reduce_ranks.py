@@ -20,8 +20,8 @@ PASSES = 3
 
 
 class Blocks(Task):
-    """Convolutions in channels_last, a weight that two blocks share, one in 64 bits, one that only some ranks use, and
-    parameters outside of the blocks."""
+    """Convolutions in channels_last, a weight that two blocks share, one in 64 bits, one that only some ranks use,
+    parameters outside of the blocks, and a buffer."""
 
     def __init__(self, shares=True):
         super().__init__()
@@ -31,6 +31,7 @@ class Blocks(Task):
         self.second.register_parameter("wide", self.wide)
         self.last = nn.Linear(4, 4)
         self.unused, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("table", torch.randn(3))
         self.to(memory_format=torch.channels_last)
 
     def blocks(self):
@@ -106,6 +107,7 @@ def means(folder):
                 assert torch.equal(p.grad, mean(name, {"fp32": torch.float32, "bf16": torch.bfloat16}[wire])), name
                 assert p.grad.dtype == p.dtype and p.grad.stride() == p.stride(), name
     assert task.frozen.grad is None
+    assert torch.equal(task.table, gradients_of_rank(0)[0].table)  # all begin with the first rank's
 
 
 def messages(folder):

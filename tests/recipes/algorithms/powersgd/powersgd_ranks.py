@@ -40,6 +40,7 @@ class Watch(Callback):
         self.averaging = averaging
         self.weights, self.losses = [], []
         self.errors = None  # PowerSGD's, before the first batch
+        self.averaged = []  # for each backward pass, whether it left the same gradients on all ranks
 
     def batch_start(self, state, logger):
         if self.errors is None and self.averaging is not None:
@@ -52,6 +53,13 @@ class Watch(Callback):
         # In the first microbatch, because overlapped work takes the gradients right after the last one.
         if state.timestamp.batch.value == self.bad_batch and dist.get_rank() == 1 and len(self.losses) % 2 == 1:
             own(list(state.model.parameters())[3].grad)[0, 0] = float("inf")
+        parameter = list(state.model.parameters())[3]
+        if isinstance(parameter, DTensor):  # ranks have different parts
+            return
+        lowest, highest = parameter.grad.clone(), parameter.grad.clone()
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        self.averaged.append(torch.equal(lowest, highest))
 
     def batch_end(self, state, logger):
         self.weights.append(torch.cat([whole(p).flatten() for p in state.model.parameters()]))
@@ -125,6 +133,8 @@ def check_runs(folder: Path) -> None:
     _, exact = run(powersgd=EXACT)
     near(plain, exact, 1e-5 * moved)  # rounding in each step
     assert moved > 0.05
+    # DistributedDataParallel averages in the last pass of each batch, and nothing where PowerSGD does.
+    assert plain.averaged == [False, True] * BATCHES and not any(exact.averaged)
 
     _, clipped = run(ClipByNorm(0.3))
     _, ours = run(powersgd={**EXACT, "clip": 0.3})

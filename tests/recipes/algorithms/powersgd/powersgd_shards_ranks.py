@@ -79,6 +79,7 @@ def check_drivers(plain):
         for trainer, watch in made:
             same = [torch.equal(a, b) for a, b in zip(watch.weights, watch.weights[1:], strict=False)]
             assert same == [number == 2 for number in range(BATCHES - 1)]
+            assert trainer.levers[-2].compressor.rank == 2  # of 4 over the two devices of a machine
             # The sharding lever comes last, and has no count.
             assert {a.skipped for a in trainer.levers[:-1]} == {1}
             if scaled:

@@ -7,6 +7,7 @@ import torch
 from composer import Trainer
 from torch.utils.data import DataLoader
 
+from recipes.algorithms.powersgd.block_gradients import blocks_of
 from recipes.algorithms.powersgd.lever import PowerSGD
 from recipes.engines.composer.adapters import as_algorithms
 from recipes.engines.composer.model import ComposerTask
@@ -95,3 +96,10 @@ def test_a_checkpoint_of_another_model_is_refused():
     algorithm = PowerSGD(Residual(), rank=2)
     with pytest.raises(ValueError, match=r"errors are of other matrices: layers.0.branch.1.weight"):
         algorithm.load_state_dict({"errors": {}, "skipped": 0, "rank": 2, "seed": 0})
+
+
+def test_a_resumed_run_goes_on_counting_what_it_skipped():
+    algorithm = PowerSGD(Residual(), rank=2)
+    errors = {matrix.name: torch.zeros(matrix.parameter.shape) for block in blocks_of(Residual()) for matrix in block}
+    algorithm.load_state_dict({"errors": errors, "skipped": 3, "rank": 2, "seed": 0})
+    assert algorithm.skipped == 3

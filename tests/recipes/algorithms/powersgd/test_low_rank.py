@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from recipes.algorithms.powersgd.low_rank import LowRank
 from recipes.algorithms.sixteen_bit.formats import FLOAT_32, MEAN_1_6_9
@@ -18,6 +19,21 @@ def test_q_depends_on_seed_and_block_and_on_nothing_else():
     assert not torch.equal(first.projections[0], first.projections[1])
     for other in (LowRank(3).new_state(shapes, CPU, 1), LowRank(3, seed=1).new_state(shapes, CPU, 0)):
         assert not torch.equal(first.projections[0], other.projections[0])
+
+
+def test_q_is_gaussian():
+    (q,) = LowRank(100).new_state([torch.Size((100, 300))], CPU, 0).projections
+    # Of 30,000 numbers, the mean, the standard deviation and the kurtosis vary by 0.006, 0.004 and 0.03.
+    assert q.mean().abs() < 0.03 and (q.std() - 1).abs() < 0.02 and (q**4).mean() == pytest.approx(3, abs=0.15)
+
+
+def test_no_gradient_at_all_has_a_basis_too(one_rank):
+    """By Cholesky factors, which zeros do not have: step 3 adds a small identity to P."""
+    compressor = LowRank(3, wire=FLOAT_32, cholesky=True)
+    shapes = [torch.Size((6, 20)), torch.Size((9, 5))]
+    state = compressor.new_state(shapes, CPU, 0)
+    block = compressor.compress([torch.zeros(shape) for shape in shapes], 1, state, dist.group.WORLD)
+    assert block.orthonormal and not any(q.any() for q in block.factors)
 
 
 def test_a_state_lies_with_the_lesser_side_first():

@@ -46,3 +46,10 @@ def test_attributes_lie_in_host_memory_on_all_ranks():
         task = Listed(lambda t: None)
     allocate(task, loose_tensors(task), torch.device("meta"))
     assert task.layer.weight.is_meta and task.mask.device.type == "cpu"
+
+
+def test_what_is_frozen_stays_frozen_on_all_ranks():
+    with torch.device("meta"):
+        task = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    allocate(task, [], torch.device("cpu"))
+    assert [p.requires_grad for p in task.parameters()] == [False, False, True, True]

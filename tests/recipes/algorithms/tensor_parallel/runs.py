@@ -130,6 +130,7 @@ def compare(plain: Recorder, run: Recorder, label: str) -> None:
     batches = len(run.losses)
     assert batches in (2, 4)
     torch.testing.assert_close(run.losses, plain.losses[-batches:], rtol=1e-4, atol=0)
+    assert run.samples == plain.samples  # each counts once, however many devices compute it
     assert [a[:2] for a in run.evals] == [b[:2] for b in plain.evals][-len(run.evals) :]
     assert dist.get_rank() or set(run.average) == set(plain.average)  # gathered to the first rank
     for one, other in ((run.weights, plain.weights), (run.average, plain.average)):

@@ -12,10 +12,10 @@ from recipes.training.microbatches import split
 
 
 class Loader:
-    """Epochs of numbered batches of 2 samples; it goes on from a position."""
+    """Epochs of numbered batches of 2 samples, the last of them of `last`; it goes on from a position."""
 
-    def __init__(self, batches=3, sized=True, given=None):
-        self.batches, self.given = batches, batches if given is None else given
+    def __init__(self, batches=3, sized=True, given=None, last=2):
+        self.batches, self.given, self.last = batches, batches if given is None else given, last
         self.begin, self.sized = 0, sized
 
     def __len__(self):
@@ -26,7 +26,7 @@ class Loader:
     def __iter__(self):
         begin, self.begin = self.begin, 0
         for number in range(begin, self.given):
-            yield {"x": torch.full((2,), number)}
+            yield {"x": torch.full((self.last if number + 1 == self.given else 2,), number)}
 
     def load_state_dict(self, state):
         self.begin = state["batch"]
@@ -61,7 +61,7 @@ def train(run, loader, samples=None):
     length = len(batches)
     for batch in batches:
         seen.append(int(batch["x"][0]))
-        run.step_done(2)
+        run.step_done(len(batch["x"]))
         if run.epoch_is_complete:
             end_epoch()
         if run.clock.ended:
@@ -88,6 +88,17 @@ def test_samples_that_epochs_leave_out_do_not_end_a_run_early():
     assert most >= len(batches) == 18 and seen.count("end") == 6
 
 
+def test_incomplete_batches_do_not_end_a_run_early():
+    loader = Loader(last=1)
+    run = new_run("30sp", loader)
+    seen, most = train(run, loader, samples=5)
+    assert most == len([entry for entry in seen if isinstance(entry, int)]) == 18 and run.clock.ended
+    # A batch of another size left 5 of 6 samples of the present epoch, in as many batches as a whole epoch has.
+    run = new_run("7sp", loader, batch=1, sample=1, sample_in_epoch=1)
+    seen, most = train(run, loader, samples=6)
+    assert most >= len([entry for entry in seen if isinstance(entry, int)]) == 4 and run.clock.ended
+
+
 def test_a_run_whose_epochs_have_become_shorter_trains_all_that_are_left():
     # Two epochs of 5 batches are done; with another number of ranks, or larger batches, an epoch has 3.
     for duration in ("4ep", "32sp"):
@@ -110,10 +121,16 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(given):
     loader.load_state_dict({"batch": 2})
     seen, length = train(new_run("8ba", loader, batch=5, epoch=1, batch_in_epoch=2), loader)
     assert [entry for entry in seen if entry != "wait"] == [2, "end", 0, 1] and length == 3
+    loader.load_state_dict({"batch": 2})
+    assert train(new_run("3ep", loader, batch=5, epoch=1, batch_in_epoch=2), loader)[1] == 4
 
 
 def test_a_run_that_was_saved_right_at_the_end_of_an_epoch_begins_by_ending_it():
     loader = Loader()  # as its `load_state_dict` leaves it there: the next epoch is read
+    seen, _ = train(new_run("5ba", loader, batch=3, batch_in_epoch=3), loader)
+    assert [entry for entry in seen if entry != "wait"] == ["end", 0, 1]
+    loader = Loader(sized=False, given=3)  # which says that the epoch is complete by giving nothing
+    loader.load_state_dict({"batch": 3})
     seen, _ = train(new_run("5ba", loader, batch=3, batch_in_epoch=3), loader)
     assert [entry for entry in seen if entry != "wait"] == ["end", 0, 1]
 
