@@ -139,6 +139,16 @@ def to_disk(path: Path) -> None:
         os.close(number)
 
 
+def name_once(partial: Path, path: Path) -> None:
+    """Give a file its name, unless another process was first."""
+    try:
+        os.link(partial, path)  # unlike a rename, it fails where there is one
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(partial, path)
+
+
 def point_to(link: Path, path: Path) -> None:
     """Make a link to a file or folder beside it, in place of the one that it was."""
     partial = link.with_name(f".{link.name}.{os.getpid()}")
