@@ -42,6 +42,7 @@ CONFIG = "config.yaml"
 DONE = "done.json"
 UNREADABLE = "unreadable"
 BEGUN = "begun"
+MERGING = ".lock-merge-{}"  # in the folder of the job, of a set's label: who writes its index
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
 
