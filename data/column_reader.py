@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -19,6 +20,7 @@ from streaming.base.hashing import get_hash
 
 from data.errors import WorkersError
 from data.memory import MEMORY
+from data.side_by_side import side_by_side
 
 
 class DamagedError(WorkersError, ValueError):
@@ -95,14 +97,22 @@ class ColumnReader(MDSReader):
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
         self.arrays = self._layout.arrays
-        self._check_size(looks)
+        self.check_size(looks)
 
-    def _check_size(self, looks: bool) -> None:
-        """The index says how large a sample is, and whoever reads it takes memory for it: the file must be as large."""
+    def check_size(self, looks: bool = True) -> None:
+        """The index says how large a sample is, and whoever reads it takes memory for it: the file must be as large.
+
+        Args:
+            looks: see `ColumnReader`.
+
+        Raises:
+            ValueError: it is smaller.
+        """
         needed = 4 + self.samples * (4 + 4 * self._layout.variable + self._layout.fixed)
         known = min(self.raw_data.bytes, MEMORY)
-        if looks and os.path.isfile(self.path):  # others are fetched, or decompressed
-            known = min(known, os.path.getsize(self.path))
+        if looks:
+            with suppress(OSError):  # others are fetched, or decompressed
+                known = min(known, os.path.getsize(self.path))
         if needed > known:
             raise ValueError(
                 f"{self.path}: {self.samples} samples of {self._layout.fixed:,} bytes and more, as the index says, are "
@@ -221,7 +231,9 @@ def column_readers(
     Raises:
         ValueError: as `ColumnReader`; also if an array column has another shape or dtype in some of the shards.
     """
-    readers = [ColumnReader(shard, columns, texts, number % ranks == rank) for number, shard in enumerate(shards)]
+    readers = [ColumnReader(shard, columns, texts, looks=False) for shard in shards]
+    for _ in side_by_side(ColumnReader.check_size, readers[rank::ranks]):
+        pass
     for reader in readers:
         if reader.arrays is readers[0].arrays:  # of the same layout
             continue

@@ -28,6 +28,7 @@ from data.downloads import CREDENTIAL
 from data.encoded_sets import EncodedSet
 from data.errors import one_line
 from data.fetching import FetchingDataset, NotFetched, WholeStream
+from data.garbage_collection import rare_searches
 from data.loading import REMEMBERED_POSITIONS, WEIGHT, Batch, Placement, end_idle_workers, leave_signals, position
 from data.ranges import check_reading
 from data.shared_batches import BatchBlocks, Specs, bytes_of
@@ -58,6 +59,7 @@ class EncodedDataset(FetchingDataset):
         ValueError: see `column_readers` and StreamingDataset.
     """
 
+    @rare_searches()  # a set may have a million files, each with some objects
     def __init__(
         self,
         *,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import sleep, time_ns
 from typing import Any
@@ -26,12 +25,15 @@ from numpy.typing import NDArray
 from streaming import Stream, StreamingDataset
 from streaming.base.constant import TICK
 from streaming.base.dataset import _Iterator, _ShardState
-from streaming.base.format import Reader
+from streaming.base.format import FileInfo, Reader
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.util import wait_for_file_to_exist
 from streaming.base.world import World
 
 from data.downloads import fetch
 from data.errors import WorkersError, one_line
-from data.mds_index import INDEX, read_index
+from data.mds_index import INDEX, Shard, read_index
+from data.shard_places import compact_places
 
 # Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
 # run takes a machine for lost.
@@ -57,23 +59,54 @@ class WholeStream(Stream):
     held = 0
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[Reader]:
-        """See `Stream.get_shards`. Raises a ValueError as `read_index`, or where the set has no samples."""
-        folder = Path(self.local, self.split)
-        try:
-            with nullcontext() if world.is_local_leader else self._patient():
-                return super().get_shards(world, allow_unsafe_types)
-        finally:  # also where it failed: this says why
-            if (folder / INDEX).is_file() and not any(shard["samples"] for shard in read_index(folder)):
-                raise ValueError(f"{folder}: a set without samples; leave it out, or encode it again")
+        """See `Stream.get_shards`. The index is read once, and each entry takes up a fifth of the memory: streaming
+        copies what it says of the columns for every file.
 
-    @contextmanager
-    def _patient(self) -> Iterator[None]:
-        """A context in which a process waits for the attempts of another one, which are several and have pauses."""
-        timeout, self.download_timeout = self.download_timeout, max(self.download_timeout, INDEX_WAIT)
-        try:
-            yield
-        finally:
-            self.download_timeout = timeout
+        Raises:
+            FileNotFoundError: there is no index.
+            ValueError: as `read_index`, the set has no samples, or a column is not safe to read.
+        """
+        folder = Path(self.local, self.split)
+        if self.remote is not None and not (folder / INDEX).is_file():
+            self._fetch_index(folder / INDEX, world)
+        entries = read_index(folder)
+        if not any(entry["samples"] for entry in entries):
+            raise ValueError(f"{folder}: a set without samples; leave it out, or encode it again")
+        shards: list[Reader] = []
+        for number, entry in enumerate(entries):
+            shards.append(self._reader(entry))
+            if number == 0 or shards[number].column_encodings is not shards[number - 1].column_encodings:
+                shards[number].validate(allow_unsafe_types)
+            entries[number] = None  # of a million files, the entries and the readers are a gigabyte each
+        return shards
+
+    def _fetch_index(self, path: Path, world: World) -> None:
+        """One process of a machine fetches the index. The others wait for all of its attempts, which have pauses."""
+        if world.is_local_leader:
+            self._download_file(INDEX)
+        else:
+            late = f"{path}: the first process of this machine has not fetched it, see its log: "
+            wait_for_file_to_exist(str(path), TICK, max(self.download_timeout, INDEX_WAIT), late)
+
+    def _reader(self, entry: Shard) -> MDSReader:
+        """streaming's reader of a file, which its own `from_json` makes of a copy of all that the entry holds."""
+        raw, zipped = (
+            None if file is None else FileInfo(file["basename"], file["bytes"], file["hashes"])
+            for file in (entry["raw_data"], entry.get("zip_data"))
+        )
+        return MDSReader(
+            dirname=self.local,
+            split=self.split,
+            column_encodings=entry["column_encodings"],
+            column_names=entry["column_names"],
+            column_sizes=entry["column_sizes"],
+            compression=entry.get("compression"),
+            hashes=entry["hashes"],
+            raw_data=raw,
+            samples=entry["samples"],
+            size_limit=None,  # of the writer
+            zip_data=zipped,
+        )
 
     def set_up_local(self, shards: list[Reader], cache_usage_per_shard: NDArray[np.int64]) -> None:
         """See `Stream.set_up_local`. A set that is nowhere else counts as whole; what it lacks, readers find.
@@ -105,7 +138,8 @@ class FetchingDataset(StreamingDataset):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+        with compact_places():
+            super().__init__(**arguments)
         self._failure: str | None = None
         self._prepared: set[int] = set()  # shards that this process has prepared
         if self._unique_rank_world.is_local_leader:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -49,20 +49,26 @@ def write_json(path: Path, values: Any, indent: int | None = None) -> None:
     write_text(path, json.dumps(values, indent=indent) + "\n")
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
     """The JSON object in a file, which need not be trusted.
+
+    Args:
+        path: of the file.
+        hook: takes each object in the file as soon as it is read, the inner ones first, and gives what stands for it.
 
     Raises:
         OSError: the file cannot be read; FileNotFoundError where there is none.
         ValueError: what is wrong with its content. The message does not name the file.
     """
-    return parse_object(path.read_bytes())
+    return parse_object(path.read_bytes(), hook)
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
+def parse_object(data: bytes, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
     """The JSON object in the content of a file, which need not be trusted. Raises ValueError, as `read_object`."""
     try:
-        values = json.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
+        del data  # of an index, half a gigabyte
+        values = json.loads(text, object_hook=hook)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(values, dict):
@@ -131,6 +137,16 @@ def to_disk(path: Path) -> None:
             os.fsync(number)
     finally:
         os.close(number)
+
+
+def name_once(partial: Path, path: Path) -> None:
+    """Give a file its name, unless another process was first."""
+    try:
+        os.link(partial, path)  # unlike a rename, it fails where there is one
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(partial, path)
 
 
 def point_to(link: Path, path: Path) -> None:

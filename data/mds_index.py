@@ -1,4 +1,8 @@
-"""The index of a folder of MDS shards, read without trust: sizes and names are checked before anything is opened."""
+"""The index of a folder of MDS shards, read without trust: sizes and names are checked before anything is opened.
+
+A large set has hundreds of thousands of files, and each process that reads it has their entries in memory. Nearly all
+of an entry says what the columns are, which is the same for all files: entries have one list of it together.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,13 @@ Shard = dict[str, Any]  # one entry of the index
 HASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"} | {
     name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")
 }
+_LISTS = ("column_names", "column_encodings", "column_sizes", "hashes")
 
 
 def read_index(folder: str | Path) -> list[Shard]:
     """Reads FOLDER/index.json and checks each entry.
+
+    Entries with the same columns have the same lists of them: change none in place.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -26,7 +33,7 @@ def read_index(folder: str | Path) -> list[Shard]:
     """
     path = Path(folder, INDEX)
     try:
-        values = read_object(path)
+        values = read_object(path, _Sharing().share)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"no file {path}: name a folder of MDS shards") from None
     except ValueError as error:
@@ -34,18 +41,51 @@ def read_index(folder: str | Path) -> list[Shard]:
     entries = values.get("shards")
     if values.get("version") != 2 or not isinstance(entries, list):
         raise ValueError(f"{path}: not the index of MDS shards, it has no `version` 2 or no list `shards`")
+    before = None
     for number, entry in enumerate(entries):
         try:
-            _check(entry)
+            _check(entry, before)
         except ValueError as error:
             raise ValueError(f"{path}: shard {number}: {error}") from None
+        before = entry
     return entries
 
 
-def _check(entry: Any) -> None:
+class _Sharing:
+    """Gives entries the lists of the entry before, where theirs are equal, while the index is read."""
+
+    def __init__(self) -> None:
+        self._before: Shard = {}
+
+    def share(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The JSON object itself, which may be any in the file."""
+        if "column_names" in values:
+            for name in _LISTS:
+                if name in values and values[name] == self._before.get(name):
+                    values[name] = self._before[name]
+            self._before = values
+        return values
+
+
+def _check(entry: Any, before: Shard | None) -> None:
+    """Raises a ValueError unless an entry is right. Of the one before that is known."""
     if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
         shown = {name: entry.get(name) for name in ("format", "version")} if isinstance(entry, dict) else entry
         raise ValueError(f"is {shown!r:.80}; give MDS shards of version 2")
+    if before is None or not all(entry.get(name) is before[name] for name in _LISTS):
+        _check_columns(entry)
+    if not (entry.get("compression") is None or isinstance(entry["compression"], str)):
+        raise ValueError(f"compression is {entry['compression']!r:.80}; expected a name or null")
+    if not _is_count(entry.get("samples")):
+        raise ValueError(f"samples is {entry.get('samples')!r:.80}; expected a number")
+    _check_file("raw_data", entry.get("raw_data"))
+    if entry.get("zip_data") is not None:
+        _check_file("zip_data", entry["zip_data"])
+    if 4 * (entry["samples"] + 1) > entry["raw_data"]["bytes"]:
+        raise ValueError(f"{entry['samples']} samples do not fit into {entry['raw_data']['bytes']} bytes")
+
+
+def _check_columns(entry: Shard) -> None:
     columns = [entry.get(name) for name in ("column_names", "column_encodings", "column_sizes")]
     if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
         raise ValueError("column_names, column_encodings and column_sizes must be lists of one length")
@@ -56,15 +96,6 @@ def _check(entry: Any) -> None:
         raise ValueError(f"column_sizes is {sizes!r:.80}; expected numbers or null")
     if not isinstance(entry.get("hashes"), list) or not all(isinstance(name, str) for name in entry["hashes"]):
         raise ValueError("hashes must be a list of names")
-    if not (entry.get("compression") is None or isinstance(entry["compression"], str)):
-        raise ValueError(f"compression is {entry['compression']!r:.80}; expected a name or null")
-    if not _is_count(entry.get("samples")):
-        raise ValueError(f"samples is {entry.get('samples')!r:.80}; expected a number")
-    _check_file("raw_data", entry.get("raw_data"))
-    if entry.get("zip_data") is not None:
-        _check_file("zip_data", entry["zip_data"])
-    if 4 * (entry["samples"] + 1) > entry["raw_data"]["bytes"]:
-        raise ValueError(f"{entry['samples']} samples do not fit into {entry['raw_data']['bytes']} bytes")
 
 
 def _check_file(name: str, file: Any) -> None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 
+from data.ranks import Rank
 from precompute.output import BEGUN, UNREADABLE, OutputSet
 
 LOST = 3600.0  # seconds after which a shard that was begun is another rank's to take: its process may have been killed
@@ -110,3 +112,40 @@ class Claims:
         with suppress(FileNotFoundError):
             return time.time() - (self._folder / shard).lstat().st_mtime > LOST
         return False
+
+
+def shards_to_do(sets: Mapping[str, OutputSet], rank: Rank) -> Iterator[tuple[str, str]]:
+    """The shards of a job that does one after the other: those of the rank's share, then those that no rank has begun.
+
+    A shard is released when the next one is asked for. A rank that is alone does all that are not done.
+
+    Args:
+        sets: by label.
+        rank: of this process.
+
+    Yields:
+        The label of a set and the id of a shard.
+    """
+    claims = {label: Claims(output, rank.rank) for label, output in sets.items()}
+    left = rank.share([(label, shard) for label, output in sets.items() for shard in output.shards])
+    for label, claim in claims.items():
+        claim.forget({shard for other, shard in left if other == label})
+    tried: dict[str, set[str]] = {label: set() for label in sets}
+    while True:
+        for label, shard in left:
+            if sets[label].is_done(shard) or (rank.world > 1 and not claims[label].take(shard)):
+                continue
+            tried[label].add(shard)
+            try:
+                yield label, shard
+            finally:
+                claims[label].release(shard)
+        # Alone, a rank has tried all.
+        free = (
+            [] if rank.world == 1 else [(label, shard) for label in sets for shard in claims[label].free(tried[label])]
+        )
+        # A part of them, since other ranks end as well; and these may have taken the first ones meanwhile.
+        taken = (one for one in free if claims[one[0]].take(one[1]))
+        left = list(islice(taken, max(1, len(free) // (2 * rank.world))))
+        if not left:
+            return

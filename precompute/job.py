@@ -25,7 +25,7 @@ from precompute.claims import Claims, begun_shards
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
-from precompute.output import CONFIG, UNREADABLE, OutputSet
+from precompute.output import CONFIG, MERGING, UNREADABLE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
@@ -36,7 +36,6 @@ from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 from recipes.encoders.base import ImageEncoder, TextEncoder
 
-MERGING = ".lock-merge-{}"  # in the folder of the job, of a set's label: who writes its index
 DECODING = "precompute/decode.py"  # in the stack of a process that died while it read or decoded a sample
 
 

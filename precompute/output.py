@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from data.disk_errors import about
-from data.files import atomic_write, parse_object, read_object, to_disk, write_json
+from data.files import atomic_write, name_once, parse_object, read_object, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
-from data.mds_index import INDEX, read_index
+from data.mds_index import INDEX
 from data.side_by_side import side_by_side
 from precompute.config import EncodeConfig, changed_option
+from precompute.folder_gone import FolderGone
+from precompute.merged_index import END, merged_shards
 from precompute.totals import counts_text, rejected, totals
 from precompute.upload import MARKER, Copy
 
@@ -40,6 +42,7 @@ CONFIG = "config.yaml"
 DONE = "done.json"
 UNREADABLE = "unreadable"
 BEGUN = "begun"
+MERGING = ".lock-merge-{}"  # in the folder of the job, of a set's label: who writes its index
 STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
 
 
@@ -132,7 +135,7 @@ class OutputSet:
         """
         embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
         needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
-        # What takes long comes last: look-ups in all folders, and the index, which may have a gigabyte.
+        # What takes long comes last: look-ups in all folders, and the index.
         if self.absent() or not all((self.out / name).is_file() for name in needed):
             return False
         if self.copy is not None and not self.copy.has(self.out):
@@ -141,10 +144,9 @@ class OutputSet:
             manifest = Manifest.read(self.out)
             if manifest.request != _as_json(request) or manifest.shards != len(self.shards) or self.remaining():
                 return False
-            index = read_index(self.out)
+            merged = merged_shards(self.out / INDEX)
         except (FileNotFoundError, ValueError):
             return False
-        merged = dict.fromkeys(Path(entry["raw_data"]["basename"]).parent.name for entry in index)
         # A shard whose samples were all rejected is not in the index.
         return list(merged) == [shard for shard in self.shards if shard in merged or self._done(shard)["samples"]]
 
@@ -164,7 +166,7 @@ class OutputSet:
                 try:
                     partial.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
                     to_disk(partial)
-                    _link(partial, path)
+                    name_once(partial, path)
                 finally:
                     partial.unlink(missing_ok=True)
         self._compare(_read_json(path, remove=path), wanted)
@@ -199,11 +201,17 @@ class OutputSet:
             )
 
     def publish(self, shard: str, rank: int) -> None:
-        """Renames the folder of a written shard to its final name. Does nothing where another rank was first."""
+        """Renames the folder of a written shard to its final name. Does nothing where another rank was first.
+
+        Raises:
+            FolderGone: there is no such folder.
+        """
         partial, final = self.partial(shard, rank), self.folder(shard)
         if self.is_encoded(shard):
-            shutil.rmtree(partial, ignore_errors=True)  # where another rank has removed it, see `_remove_stale`
+            shutil.rmtree(partial, ignore_errors=True)  # where another rank has removed it, see `remove_stale`
             return
+        if not partial.is_dir():
+            raise FolderGone(partial)
         # On disk before the rename: after a power failure a finished shard must not be empty.
         to_disk(partial)
         if final.is_dir() and not self.is_encoded(shard):
@@ -254,7 +262,7 @@ class OutputSet:
             beside = [name for name in (OPTIONS, CONFIG, NULL_TEXT) if (self.out / name).is_file()]
             self.copy.add(self.out, "", [*beside, REJECTED, INDEX, NAME])
         self.forget_unreadable(set(self.shards).difference(leave_out))  # of ranks that could not read what others could
-        self._remove_stale()
+        self.remove_stale()
         return manifest
 
     def join(self, options: dict[str, Any], leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -281,7 +289,7 @@ class OutputSet:
                     index.write(comma + entries)
                     comma = ", "
                 rejected_lines.write(lines)
-            index.write("]}\n")
+            index.write(END.decode())
             if not any(marker["samples"] for marker in markers):
                 counts = rejected(markers)
                 reasons = [counts_text(counts.items())] if counts else []
@@ -321,7 +329,7 @@ class OutputSet:
                 data["basename"] = f"shards/{shard}/{data['basename']}"
         return marker, ", ".join(map(json.dumps, entries)), self._read(shard, REJECTED)
 
-    def _remove_stale(self) -> None:
+    def remove_stale(self) -> None:
         """Removes what killed processes left of shards that another process finished."""
         shutil.rmtree(self.out / BEGUN, ignore_errors=True)
         for path in (self.out / "shards").glob("*.tmp-*"):
@@ -370,16 +378,6 @@ def output_of(config: EncodeConfig, label: str, shards: list[str]) -> OutputSet:
     folder = f"{config.out}/{label}"
     copy = None if config.upload is None else Copy(Path(folder), f"{config.upload.rstrip('/')}/{label}")
     return OutputSet(folder, shards, copy)
-
-
-def _link(partial: Path, path: Path) -> None:
-    """Gives a file its name, unless another rank was first."""
-    try:
-        os.link(partial, path)  # unlike a rename, it fails where there is one
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
-        os.replace(partial, path)
 
 
 def _read_json(path: Path, remove: Path) -> dict[str, Any]:

@@ -15,13 +15,16 @@ import numpy as np
 
 from data.bpe import Vocabulary
 from data.files import write_text
+from data.locks import HeldByAnother, held
 from data.log import every_rank, log
 from data.ranks import Rank
 from data.sources.base import Rejected, Source
 from data.text_manifest import TextManifest
 from data.vocabulary_files import VOCABULARY, copy_vocabulary
+from precompute.claims import shards_to_do
 from precompute.config import source_options
-from precompute.output import CONFIG, OutputSet
+from precompute.folder_gone import FolderGone
+from precompute.output import CONFIG, MERGING, OutputSet
 from precompute.pack_config import PackConfig
 from precompute.shard_folder import ShardFolder, Storage
 from precompute.totals import counts_text, rejected
@@ -80,7 +83,8 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputSet], rank: Rank) -> None:
-    """Packs this rank's shards that are not done yet, then merges every set of which all shards are done.
+    """Packs this rank's shards that are not done yet, and then those that no other has begun. Merges every set of which
+    all shards are done.
 
     Raises:
         FileNotFoundError: an input shard does not exist any more.
@@ -94,22 +98,23 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
             "fewer, as tokens are stored in 16 bits"
         )
     options = {label: config.request() | source_options(config.sources[label]) for label in sets}
-    todo = []
     for label, output in sets.items():
         output.claim(options[label])
         write_text(output.out / CONFIG, to_yaml(config))
         if not (output.out / VOCABULARY).is_file():
             copy_vocabulary(Path(config.vocabulary), output.out)
-        todo += [(label, shard) for shard in output.shards]
-    for label, shard in rank.share(todo):
-        if not sets[label].is_done(shard):
-            _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label])
+    for label, shard in shards_to_do(sets, rank):
+        _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label])
     for label, output in sets.items():
         left = len(output.absent() or output.remaining())
         if left:
             every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
-        else:
-            _merge(config, output, vocabulary, options[label])
+            continue
+        try:
+            with held(Path(config.out, MERGING.format(label)), "{holder}"):  # of ranks that end together, one is enough
+                _merge(config, output, vocabulary, options[label])
+        except HeldByAnother as error:
+            every_rank.info(f"{output.out}: all shards are done; {error} merges them")
 
 
 def _pack_shard(
@@ -141,6 +146,8 @@ def _pack_shard(
             folder.write({"key": f"{shard}/{folder.rows}", "tokens": row})
         left = max(0, len(packed.left) - 1) if folder.rows else len(packed.left)
         folder.close(texts=packed.texts, left_out=left)
+    except FolderGone:  # another rank took this one for lost, and has finished the shard, or `publish` says so
+        folder.abandon()
     except BaseException:
         folder.abandon()
         raise
@@ -168,6 +175,7 @@ def _merge(config: PackConfig, output: OutputSet, vocabulary: Vocabulary, option
         request=options,
     )
     manifest.write(output.out)
+    output.remove_stale()
     every_rank.info(
         f"wrote {output.out}: {manifest.texts:,} texts as {manifest.samples:,} rows of {manifest.positions} + 1 tokens "
         f"({manifest.left_out:,} tokens left out), {manifest.bytes / 1e6:,.1f} MB; rejected: "

@@ -20,6 +20,7 @@ from data.sources.base import InputShard, Rejected
 from precompute.batch import DecodedBatch
 from precompute.columns import crop_column
 from precompute.encodings import Encodings, encode, encode_exactly
+from precompute.folder_gone import FolderGone
 from precompute.progress import EncodeProgress
 from precompute.writer import EncodedSample, ShardWriter
 from recipes.encoders.base import ImageEncoder, TextEncoder
@@ -61,7 +62,7 @@ class EncodePipeline:
 
     Attributes:
         failed: after `run`, the shards that could not be read, each with its reason.
-        finished: shards that were published.
+        finished: shards that were published, by this rank or by another that took it for lost.
         waited: seconds in which the encoders had nothing to do.
         full_captions: encoded captions that take all positions of the text encoder, most of them because they were cut.
     """
@@ -170,7 +171,11 @@ class EncodePipeline:
             while (result := self._results.get()) is not None:
                 self._write(result)
                 for shard in [shard for shard, writer in self.writers.items() if writer.complete]:
-                    done = self.writers[shard].finish()  # where that fails, `run` removes what it has written
+                    try:
+                        done = self.writers[shard].finish()  # where that fails, `run` removes what it has written
+                    except FolderGone:
+                        self._leave(shard)
+                        continue
                     del self.writers[shard]
                     publications.append(publisher.submit(self._publish, shard, done))
                 self._await(publications, WAITING)
@@ -190,7 +195,7 @@ class EncodePipeline:
         for image, sample in zip(batch.images, self._samples(result), strict=True):
             self._add(image.position.shard, image.position.number, sample)
         for end in batch.ends:
-            if end.shard not in self.failed:
+            if self._is_written(end.shard):
                 writer = self._writer(end.shard)
                 try:
                     writer.end(end.samples, end.parts)
@@ -203,7 +208,7 @@ class EncodePipeline:
 
     def fail(self, shard: InputShard, problem: str) -> None:
         """Gives a shard up. The next start of the job tries it again."""
-        if shard not in self.failed:
+        if self._is_written(shard):
             self.failed[shard] = problem
             every_rank.warning(f"encode: {shard.shard} could not be read: {problem}")  # the job may end days later
             self.give_up(shard, problem)
@@ -216,8 +221,21 @@ class EncodePipeline:
         return self.writers[shard]
 
     def _add(self, shard: InputShard, number: int, sample: EncodedSample | Rejected) -> None:
-        if shard not in self.failed:
-            self._writer(shard).add(number, sample)
+        if self._is_written(shard):
+            try:
+                self._writer(shard).add(number, sample)
+            except FolderGone:
+                self._leave(shard)
+
+    def _is_written(self, shard: InputShard) -> bool:
+        """Whether what comes of a shard is still to be written."""
+        return shard not in self.failed and shard not in self.finished
+
+    def _leave(self, shard: InputShard) -> None:
+        """Leaves a shard to the rank that has finished it, and that took this one for lost. Raises as `publish`."""
+        self.writers.pop(shard).abandon()
+        self.publish(shard)
+        self.finished.add(shard)
 
     def _samples(self, result: EncodedBatch) -> Iterator[EncodedSample | Rejected]:
         """What becomes of each image of a batch, in order."""

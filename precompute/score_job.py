@@ -18,6 +18,7 @@ from data.side_by_side import side_by_side
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
+from precompute.claims import begun_shards, shards_to_do
 from precompute.config import EncodeConfig, changed_option, source_options
 from precompute.job import listed, pick_device
 from precompute.output import OutputSet
@@ -31,7 +32,8 @@ DECODERS = 8  # threads that decode images
 
 
 def score(config: EncodeConfig, model: str) -> bool:
-    """Score this rank's shards that are not done yet, and write the summary of every set of which all shards are.
+    """Score this rank's shards that are not done yet, then those that no other has begun. Write the summary of every
+    set of which all shards are done.
 
     Args:
         config: of the encode job.
@@ -52,7 +54,7 @@ def score(config: EncodeConfig, model: str) -> bool:
     folders = {label: Path(config.out, label, FOLDER) for label in sources}
     for label, folder in folders.items():
         claim(folder, facts[label])
-    sets = {label: OutputSet(folders[label], source.shards()) for label, source in sources.items()}  # for its notes
+    sets = {label: ScoreSet(folders[label], source.shards()) for label, source in sources.items()}
     shards = [(label, shard) for label, output in sets.items() for shard in output.shards]
     own = rank.share(shards)
     for label, output in sets.items():  # first of all, see `precompute.job.run`
@@ -60,7 +62,7 @@ def score(config: EncodeConfig, model: str) -> bool:
     todo = [one for one in own if not score_file(folders[one[0]], one[1]).is_file()]
     every_rank.info(f"scores: rank {rank.rank} of {rank.world}: {len(todo)} of {len(shards)} shards to do, {model}")
     with ThreadPoolExecutor(DECODERS) as pool:
-        for label, shard in todo:
+        for label, shard in shards_to_do(sets, rank):
             try:
                 scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool)
             except (OSError, ValueError) as error:  # as sources raise them: one bad tar of many does not end the job
@@ -76,6 +78,19 @@ def score(config: EncodeConfig, model: str) -> bool:
             f"the source: {listed(unreadable)}"
         )
     return not any(left)
+
+
+class ScoreSet(OutputSet):
+    """The scores of a set: a file for each shard, in place of a folder."""
+
+    def is_encoded(self, shard: str) -> bool:
+        """See `OutputSet`."""
+        return score_file(self.out, shard).is_file()
+
+    def absent(self) -> list[str]:
+        """See `OutputSet`."""
+        present = {path.name for path in self.out.glob("shards/*.npz")}  # one listing, as there
+        return [shard for shard in self.shards if score_file(self.out, shard).name not in present]
 
 
 def claim(folder: Path, facts: dict[str, Any]) -> None:
@@ -134,9 +149,9 @@ def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, s
     """
     folder, shards = output.out, output.shards
     # In this order: of two ranks that end at the same time, one then sees what both have left.
-    present = {path.name for path in folder.glob("shards/*.npz")}  # one listing, as in `OutputSet.absent`
-    missing = [shard for shard in shards if score_file(folder, shard).name not in present]
-    problems = output.unreadable()
+    begun = begun_shards(output)
+    missing = output.absent()
+    problems = {shard: problem for shard, problem in output.unreadable().items() if shard not in begun}
     broken = {shard: problems[shard] for shard in missing if shard in problems}
     unreadable |= broken
     if left := len(missing) - len(broken):
@@ -150,6 +165,7 @@ def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, s
     found = np.quantile(values, QUANTILES).tolist()  # at once: each call sorts a copy of them all
     quantiles = {f"{share:g}": round(value, 5) for share, value in zip(QUANTILES, found, strict=True)}
     figures = {"pairs": len(values), "mean": round(float(values.mean(dtype=np.float64)), 6), "quantiles": quantiles}
+    output.remove_stale()
     write_json(folder / SUMMARY, {**facts, **figures}, indent=1)
     _chart(values, folder / "similarities.png")
     every_rank.info(f"{folder}: {len(values):,} pairs, mean similarity {figures['mean']:.4f}")

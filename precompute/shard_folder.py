@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from data.disk_errors import about
 from data.manifest import REJECTED
 from data.sources.base import Rejected, rejected_line
+from precompute.folder_gone import FolderGone
 from precompute.mds_files import MDSFiles
 from precompute.output import DONE
 
@@ -27,6 +30,8 @@ class Storage:
 
 class ShardFolder:
     """Call `close` after the last row, or `abandon` to give the shard up. Errors of the disk name the folder.
+
+    `write` and `close` raise a `FolderGone` where another process has removed it.
 
     Args:
         folder: where to write; emptied first.
@@ -60,7 +65,7 @@ class ShardFolder:
 
     def write(self, row: dict[str, Any]) -> None:
         """Write a row: a value per column."""
-        with about(self.folder):
+        with self._writing():
             self._mds.write(row)
         self.rows += 1
 
@@ -75,7 +80,7 @@ class ShardFolder:
         Args:
             facts: what else it says, as JSON-compatible values.
         """
-        with about(self.folder):
+        with self._writing():
             self._mds.finish()
             (self.folder / REJECTED).write_text("".join(self._rejected_lines), encoding="utf-8")
             done = {
@@ -88,6 +93,14 @@ class ShardFolder:
             }
             (self.folder / DONE).write_text(json.dumps(done, indent=1), encoding="utf-8")
         return done
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with about(self.folder):
+                yield
+        except FileNotFoundError:
+            raise FolderGone(self.folder) from None
 
     def abandon(self) -> None:
         """Remove what was written."""

@@ -91,10 +91,13 @@ def test_indexes(shards, tmp_path, data):
         ('{"version": 2, "shards": []}', ": a set without samples"),
         ('{"version": 2, "shards": [3]}', "/index.json: shard 0: is 3"),
         ('{"version": 2, "shards": [{"format": "mds", "version": 2}]}', "/index.json: shard 0: column_names"),
+        ('{"version": 2, "shards": [ENTRY, {"format": "mds", "version": 2}]}', "/index.json: shard 1: column_names"),
+        ('{"version": 2, "shards": [ENTRY, {"column_names": [], "version": 2}]}', "/index.json: shard 1: is"),
     ],
 )
 def test_training_data_of_a_damaged_index(shards, tmp_path, text, fault):
-    (tmp_path / "index.json").write_text(text)
+    entry = json.dumps(json.loads((shards / "index.json").read_text())["shards"][0])
+    (tmp_path / "index.json").write_text(text.replace("ENTRY", entry))
     with pytest.raises(ValueError, match=f"^{tmp_path}{fault}"):
         open_set(tmp_path)
 

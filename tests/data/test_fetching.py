@@ -1,5 +1,7 @@
-"""Shards that are evicted while a worker waits for them, and shards that cannot be fetched: nobody waits for ever."""
+"""Shards that are evicted while a worker waits for them, and shards that cannot be fetched: nobody waits for ever.
+Opening a set reads its index once."""
 
+import json
 import os
 import threading
 
@@ -9,6 +11,7 @@ from streaming.base.dataset import _ShardState
 from streaming.base.world import World
 
 from data.fetching import FetchingDataset, NotFetched, WholeStream
+from data.shard_places import ShardPlaces
 from data.shared_names import own_names
 
 SAMPLES = 12
@@ -167,3 +170,33 @@ def test_a_shard_with_another_hash_is_not_kept(open_set, remote, tmp_path):
     (remote / name).write_bytes(whole)
     dataset.prepare_shard(0)
     assert dataset[0]["number"] == 0 and dataset.cache_usage > 0
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_an_index_is_parsed_once_into_the_readers_of_streaming(tmp_path, monkeypatch, compression):
+    """A set may have a million files, and each rank opens all of its sets."""
+    options = {"size_limit": 1500, "hashes": ["sha1"], "compression": compression}
+    with MDSWriter(out=str(tmp_path / "set"), columns=COLUMNS, **options) as writer:
+        for number in range(SAMPLES):
+            writer.write({"number": number, "filler": bytes(300)})
+    known = StreamingDataset(local=str(tmp_path / "set"), batch_size=1).shards
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))
+    with own_names():
+        dataset = FetchingDataset(streams=[WholeStream(local=str(tmp_path / "set"))], batch_size=4)
+    assert len(parsed) == 1 and isinstance(dataset.spanner, ShardPlaces)
+    assert [vars(shard) | {"size_limit": 1500} for shard in dataset.shards] == [vars(shard) for shard in known]
+    for name in "column_names", "column_encodings", "column_sizes", "hashes":
+        assert len({id(getattr(shard, name)) for shard in dataset.shards}) == 1 < len(dataset.shards)
+
+
+def test_of_an_unsafe_column_no_set_is_opened(tmp_path):
+    for number, columns in enumerate([{"number": "int"}, {"number": "pkl"}]):
+        with MDSWriter(out=str(tmp_path / str(number)), columns=columns) as writer:
+            writer.write({"number": 1})
+    entries = []
+    for number in range(2):
+        entries += json.loads((tmp_path / f"{number}/index.json").read_text())["shards"]
+    (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+    with own_names(), pytest.raises(ValueError, match="contains an unsafe type: pkl"):
+        FetchingDataset(streams=[WholeStream(local=str(tmp_path))], batch_size=4)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ from data.ranks import Rank
 from precompute.claims import LOST, Claims
 from precompute.encode import main
 from precompute.job import _finish
-from precompute.output import DONE, OutputSet
+from precompute.output import DONE, STALE, OutputSet
+from precompute.shard_folder import ShardFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -191,6 +193,46 @@ def test_what_one_rank_could_not_read_and_another_has_begun_is_not_given_up(tmp_
     Claims(output, 1).release("b")
     with pytest.raises(ValueError, match="1 input shards could not be read.*b: the server is gone"):
         _finish(Config, {"train": output}, Rank(0, 2), {}, {}, {})
+
+
+@pytest.mark.parametrize("moment", ["write", "close"])
+def test_a_rank_that_was_taken_for_lost_while_it_wrote_leaves_the_shard(
+    encoded, recipe, tmp_path, monkeypatch, capsys, moment
+):
+    """It writes no MDS file for an hour. Another rank finishes its shard, merges the set and removes its folder."""
+    path, output = recipe(size_limit="1kb"), OutputSet(tmp_path / "out" / "train", [])
+    act, overtaken = getattr(ShardFolder, moment), []
+
+    def hours_later(folder, *arguments, **options):
+        if not overtaken:
+            overtaken.append(folder.folder)
+            for shard in sorted(os.listdir(encoded / "shards")):
+                shutil.copytree(encoded / "shards" / shard, output.folder(shard))
+            with monkeypatch.context() as patch:
+                patch.setattr("time.time", lambda now=time.time: now() + STALE + 1)
+                OutputSet(output.out, os.listdir(encoded / "shards")).remove_stale()
+            assert not folder.folder.exists()
+        return act(folder, *arguments, **options)
+
+    monkeypatch.setattr(ShardFolder, moment, hours_later)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    main([path])
+    assert len(overtaken) == 1 and "wrote" in capsys.readouterr().out
+    assert digests(output.out) == digests(encoded)
+
+
+def test_a_folder_that_somebody_removed_is_one_line(recipe, tmp_path, monkeypatch, capsys):
+    write = ShardFolder.write
+
+    def removed(folder, row):
+        shutil.rmtree(folder.folder)
+        write(folder, row)
+
+    monkeypatch.setattr(ShardFolder, "write", removed)
+    with pytest.raises(SystemExit):
+        main([recipe(size_limit="1kb")])
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "removed while" in line)
+    assert "tmp-0: removed while it was written; leave the folder alone and start the job again" in line
 
 
 def test_jobs_that_are_killed_and_go_on_with_other_numbers_of_processes_end_in_the_same_bytes(recipe, tmp_path):

@@ -27,6 +27,7 @@ from precompute.columns import LatentColumns
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.decode import DecodedBatches, assign, batches
 from precompute.job import _finish
+from precompute.merged_index import merged_shards
 from precompute.output import STALE, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
@@ -181,8 +182,24 @@ def test_as_many_other_shards_are_not_the_set(tmp_path):
         assert not output.is_complete(FIELDS["request"])
         output.merge(FIELDS, {})
         assert output.is_complete(FIELDS["request"])
-    (tmp_path / "index.json").write_text("{}")
-    assert not output.is_complete(FIELDS["request"])
+    whole = (tmp_path / "index.json").read_text()
+    for damaged in "{}", "", whole[:-1], whole[: len(whole) // 2]:
+        (tmp_path / "index.json").write_text(damaged)
+        assert not output.is_complete(FIELDS["request"])
+
+
+def test_of_the_index_no_list_is_made_to_see_that_it_is_whole(tmp_path, monkeypatch):
+    """Each rank looks at it, and it may have half a gigabyte."""
+    shards = ["a", 'b\u00e9 \\ "c"']
+    output = OutputSet(tmp_path, shards)
+    for shard in shards:
+        write(output, shard, [sample(shard)], {})
+    output.merge(FIELDS, {})
+    assert list(merged_shards(tmp_path / "index.json")) == shards
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(str(text)) or loads(text, **options))
+    assert output.is_complete(FIELDS["request"])
+    assert parsed and not any("shards/a/shard.00000.mds" in text for text in parsed)
 
 
 def test_what_says_that_it_is_done_is_on_the_disk(tmp_path, monkeypatch):

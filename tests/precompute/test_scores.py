@@ -18,7 +18,9 @@ from data.sources.filters import Filter
 from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
 from precompute import duplicates, score_job, scores
+from precompute.claims import Claims
 from precompute.duplicates import similar_rows
+from precompute.output import OutputSet
 
 COLOURS = {"train": ["red", "green", "blue", "yellow", "white"], "val": ["navy", "red", "white"]}
 
@@ -196,6 +198,7 @@ def test_two_ranks_write_what_one_does(job, monkeypatch, tmp_path):
     shared = ["--shared", "val", "train", "--threshold", "0.999"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     files = {"summary.json", "similarities.png"}
+    assert Claims(OutputSet(tmp_path / "val" / "scores", []), 1).take(*shards_of(root, "val"))
     for rank, split in enumerate(COLOURS):
         monkeypatch.setenv("RANK", str(rank))
         scores.main([*arguments, *shared, f"out={tmp_path}"])
@@ -210,6 +213,17 @@ def test_two_ranks_write_what_one_does(job, monkeypatch, tmp_path):
             assert (tmp_path / split / "scores" / name).read_bytes() == (
                 root / "out" / split / "scores" / name
             ).read_bytes(), name
+
+
+def test_a_rank_without_work_scores_the_shards_of_a_lost_one(job, monkeypatch, tmp_path):
+    root, arguments = job
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "7")  # it has no shard of its own
+    scores.main([*arguments, f"out={tmp_path}"])
+    for split in COLOURS:
+        known = root / "out" / split / "scores" / "summary.json"
+        assert (tmp_path / split / "scores" / "summary.json").read_bytes() == known.read_bytes()
+        assert not (tmp_path / split / "scores" / "begun").exists()
 
 
 def test_a_shard_that_cannot_be_read_does_not_end_the_others(job, monkeypatch, tmp_path, capsys):
@@ -227,6 +241,7 @@ def test_a_shard_that_cannot_be_read_does_not_end_the_others(job, monkeypatch, t
         patch.setattr(FolderSource, "read", refuse)
         patch.setenv("WORLD_SIZE", "2")
         patch.setenv("RANK", "0")
+        assert Claims(OutputSet(tmp_path / "val" / "scores", []), 1).take(other)
         scores.main([*arguments, f"out={tmp_path}"])
         assert f"{broken} could not be read: the server is gone" in capsys.readouterr().out
         patch.setenv("RANK", "1")

@@ -2,20 +2,26 @@
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.killing import digests
 from callbacks.unigram import unigram_loss
 from data.bpe import Vocabulary
 from data.encoded_sets import remote_set
 from data.loading import Placement
+from data.locks import held
 from data.text_manifest import NAME, TextManifest
 from data.texts import texts
 from precompute import pack
+from precompute.output import MERGING
 from precompute.packing import Packed
+from precompute.shard_folder import ShardFolder
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
 from recipes.planning.dry_run import survey
@@ -87,6 +93,57 @@ def test_rows_of_other_texts_are_not_taken_for_them(text_sets, capsys, flags):
     with pytest.raises(SystemExit):
         pack.main([str(text_sets / "docs" / "config.yaml"), "sources.docs.column=other", *flags])
     assert "holds values made with source {" in capsys.readouterr().err
+
+
+def pack_again(text_sets, out):
+    """Packs the texts of a set again; the parts of its own folder that must be the same."""
+    config = [str(text_sets / "docs" / "config.yaml"), f"out={out}"]
+    pack.main(config)
+    return digests(out / "docs"), digests(text_sets / "docs")
+
+
+def test_a_rank_without_work_packs_the_shards_of_a_lost_one(text_sets, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1000")
+    monkeypatch.setenv("RANK", "999")  # it has no shard of its own
+    found, known = pack_again(text_sets, tmp_path)
+    assert found == known and not (tmp_path / "docs" / "begun").exists()
+
+
+def test_a_rank_that_was_taken_for_lost_leaves_the_shard_that_it_packs(text_sets, tmp_path, monkeypatch):
+    close, gone = ShardFolder.close, []
+
+    def hours_later(folder, **facts):
+        if folder.shard in os.listdir(text_sets / "docs" / "shards"):
+            gone.append(folder.folder)
+            shutil.copytree(text_sets / "docs" / "shards" / folder.shard, folder.folder.with_name(folder.shard))
+            shutil.rmtree(folder.folder)
+        return close(folder, **facts)
+
+    monkeypatch.setattr(ShardFolder, "close", hours_later)
+    found, known = pack_again(text_sets, tmp_path)
+    assert gone and found == known
+
+
+def test_of_ranks_that_end_together_one_merges_the_texts(text_sets, tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    (ready, begun), (wait, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        with held(tmp_path / MERGING.format("docs"), ""):
+            os.write(begun, b".")
+            os.read(wait, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    try:
+        pack.main([str(text_sets / "docs" / "config.yaml"), f"out={tmp_path}"])
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+    assert f"docs: all shards are done; process {child} on" in capsys.readouterr().out
+    assert not (tmp_path / "docs" / NAME).exists() and (tmp_path / "captions" / NAME).exists()
+    found, known = pack_again(text_sets, tmp_path)
+    assert found == known
 
 
 def test_texts_that_fill_no_row_are_said_to(text_sets, tmp_path, capsys):
