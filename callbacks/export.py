@@ -117,9 +117,10 @@ class Export(PeriodicCallback):
         held *= 1 if args["every"] is None else 2  # the next one is whole before one goes
         lines = ()
         if plan.shards > 1:
-            part = plan.task if plan.task.exported is None else plan.task.get_submodule(plan.task.exported)
-            at_once = size * (2 if plan.averaged else 1) if part is plan.task else host_bytes(part.state_dict().values())
-            lines = (f"{size_text(at_once)} of host memory on the first machine, for weights that are being written",)
+            part, at_once = plan.task.exported, size * (2 if plan.averaged else 1)
+            if part is not None:
+                at_once = host_bytes(plan.task.get_submodule(part).state_dict().values())
+            lines = (f"{size_text(at_once)} of host memory on the first machine while the weights are written",)
         return Cost(files=Files(args["every"], what, f"{plan.output}/export", held), lines=lines)
 
     def _write_divided(

@@ -78,7 +78,8 @@ def check_exports(folder: Path) -> None:
         shard(divided, mesh, by_block=True)
         before = {name: p.to_local().clone() for name, p in divided.named_parameters()}
         batch = {"text": torch.zeros(1, 5, dtype=torch.int64), "image": torch.zeros(1, 16, dtype=torch.int64)}
-        for kind, exported, piece in (("by piece", "network", 300), ("at once", "network", 2**20), ("gathered", None, 0)):
+        kinds = {"by piece": ("network", 300), "at once": ("network", 2**20), "gathered": (None, 0)}
+        for kind, (exported, piece) in kinds.items():
             divided.evaluate(batch)  # after which its parameters are whole on each rank
             divided.exported = exported
             with mock.patch.object(divided_weights, "PIECE", piece), most_held() as held:
@@ -90,7 +91,7 @@ def check_exports(folder: Path) -> None:
         if is_first_rank():
             known = contents(folder / f"whole {name}" / "export")
             assert len(known) == (6 if averages else 4), known.keys()
-            for kind in ("by piece", "at once", "gathered"):
+            for kind in kinds:
                 assert contents(folder / f"{kind} {name}" / "export") == known, (kind, averages)
             raw = load_file(folder / f"by piece {name}" / "export" / "transformer" / "model.safetensors")
             assert all(torch.equal(raw[name], tensor) for name, tensor in new_task().network.state_dict().items())
@@ -121,9 +122,9 @@ def check_full_disk(folder: Path, task: Autoregressive) -> None:
     export.end(FakeRun(task).at(3))
     before = from_first_rank(contents(folder / "export"))
     room = max(len(data) for data in before.values()) // 2  # the header and some tensors
-    with small_files(room), mock.patch.object(divided_weights, "PIECE", 300):
-        with pytest.raises(OSError if is_first_rank() else ValueError) as error:
-            export.end(FakeRun(task).at(4))
+    refused = pytest.raises(OSError if is_first_rank() else ValueError)
+    with small_files(room), mock.patch.object(divided_weights, "PIECE", 300), refused as error:
+        export.end(FakeRun(task).at(4))
     assert "\n" not in str(error.value) and str(error.value).endswith(f"File too large: '{folder / 'export'}'")
     assert from_first_rank(contents(folder / "export")) == before and [*folder.iterdir()] == [folder / "export"]
 

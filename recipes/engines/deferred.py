@@ -1,0 +1,94 @@
+"""Tensors of a checkpoint that are read when they are written to another one, so that no process holds all of them.
+
+`torch.save` first pickles the structure of what it is given, and then writes the values of the tensors one after
+another. So a conversion can work with stand-ins on the meta device, which have shapes and no values, and each tensor
+is read just before it is written. Whatever needs the values of a stand-in raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Deferred:
+    """Makes stand-ins, and writes the tensors for which they stand."""
+
+    def __init__(self) -> None:
+        # By the storage of a stand-in: itself, memory that nobody has touched and that the system has not given yet,
+        # and the function that reads what belongs there.
+        self._known: dict[int, tuple[Tensor, Tensor, Callable[[], Tensor]]] = {}
+
+    def stand_in(self, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> Tensor:
+        """A contiguous tensor on the meta device.
+
+        Args:
+            shape, dtype: of the tensor for which it stands.
+            read: returns that tensor, on the CPU.
+        """
+        tensor, memory = (torch.empty(shape, dtype=dtype, device=device) for device in ("meta", "cpu"))
+        self._known[tensor.untyped_storage()._cdata] = tensor, memory, read
+        return tensor
+
+    def save(self, values: Any, file: Path) -> None:
+        """Write the file that `torch.save` would write if `values` held tensors in the place of stand-ins.
+
+        Memory is that of one tensor at a time, and of what its function takes to read it.
+
+        Args:
+            values: dicts, lists and tuples with stand-ins, which may be views, and with any other values. Each stand-in
+                can be written once.
+            file: to write.
+
+        Raises:
+            OSError, ValueError: a tensor cannot be read, or the file cannot be written.
+        """
+        reads: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # by storages that have not been written yet
+
+        views: dict[int, Tensor] = {}  # by the id of a stand-in: one that has two places is pickled once
+
+        def given(tensor: Tensor) -> Tensor:
+            _, memory, read = self._known[tensor.untyped_storage()._cdata]
+            reads[memory.untyped_storage()._cdata] = memory, read
+            view = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            return views.setdefault(id(tensor), view)
+
+        class Writer(torch._C.PyTorchFileWriter):
+            """PyTorch's writer of zip files, for storages that get their values when it is their turn."""
+
+            def write_record(self, name: str, data: Any, size: int) -> None:
+                memory, read = reads.pop(data._cdata, (None, None)) if torch.is_storage(data) else (None, None)
+                if memory is not None:
+                    memory.copy_(read())
+                super().write_record(name, data, size)
+                if memory is not None:
+                    data.resize_(0)
+
+        values = replaced(values, given)
+        theirs = torch._C.PyTorchFileWriter
+        torch._C.PyTorchFileWriter = Writer
+        try:
+            torch.save(values, file)
+        finally:
+            torch._C.PyTorchFileWriter = theirs
+        assert not reads, f"{len(reads)} tensors have not been written; this version of PyTorch writes in another way"
+
+
+def replaced(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
+    """A value of dicts, lists and tuples with other tensors in the place of those on the meta device.
+
+    What holds none of them stays the same object, so that `torch.save` goes on writing it once where it has two places.
+    """
+    if isinstance(value, Tensor) and value.is_meta:
+        return new(value)
+    if type(value) is dict:
+        found = {key: replaced(part, new) for key, part in value.items()}
+        return value if all(found[key] is part for key, part in value.items()) else found
+    if type(value) in (list, tuple):
+        parts = [replaced(part, new) for part in value]
+        return value if all(map(lambda a, b: a is b, parts, value)) else type(value)(parts)
+    return value
