@@ -188,7 +188,7 @@ def test_of_encoders_an_export_has_no_other_weights(tmp_path, task):
     export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
     assert names(tmp_path / "export" / "text_encoder") == clip
     assert names(tmp_path / "export" / "image_encoder") == [*vae, "vae"]
-    plan = SimpleNamespace(parameters=1, averaged=False, manifest=manifest, output="runs/x")
+    plan = SimpleNamespace(parameters=1, averaged=False, manifest=manifest, output="runs/x", shards=1)
     assert Export.cost({"every": None}, plan).files.held == 4 + 2 * (len(clip) + len(vae))
 
 
