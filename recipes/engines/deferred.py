@@ -19,8 +19,8 @@ class Deferred:
     """Makes stand-ins, and writes the tensors for which they stand."""
 
     def __init__(self) -> None:
-        # By the storage of a stand-in: itself, memory that nobody has touched and that the system has not given yet,
-        # and the function that reads what belongs there.
+        # By the storage of a stand-in: itself; memory that takes its place when it is pickled, which nobody touches, so
+        # that the system never gives it; and the function that reads its values.
         self._known: dict[int, tuple[Tensor, Tensor, Callable[[], Tensor]]] = {}
 
     def stand_in(self, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> Tensor:
@@ -28,7 +28,7 @@ class Deferred:
 
         Args:
             shape, dtype: of the tensor for which it stands.
-            read: returns that tensor, on the CPU.
+            read: returns that tensor, contiguous and on the CPU, with a storage of its own.
         """
         tensor, memory = (torch.empty(shape, dtype=dtype, device=device) for device in ("meta", "cpu"))
         self._known[tensor.untyped_storage()._cdata] = tensor, memory, read
@@ -37,36 +37,34 @@ class Deferred:
     def save(self, values: Any, file: Path) -> None:
         """Write the file that `torch.save` would write if `values` held tensors in the place of stand-ins.
 
-        Memory is that of one tensor at a time, and of what its function takes to read it.
+        One tensor is in memory at a time, and what its function takes to read it.
 
         Args:
-            values: dicts, lists and tuples with stand-ins, which may be views, and with any other values. Each stand-in
-                can be written once.
+            values: dicts, lists and tuples with stand-ins, which may be views, and with any other values.
             file: to write.
 
         Raises:
             OSError, ValueError: a tensor cannot be read, or the file cannot be written.
         """
-        reads: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # by storages that have not been written yet
+        reads: dict[int, Callable[[], Tensor]] = {}  # by storages that have not been written yet
 
         views: dict[int, Tensor] = {}  # by the id of a stand-in: one that has two places is pickled once
 
         def given(tensor: Tensor) -> Tensor:
             _, memory, read = self._known[tensor.untyped_storage()._cdata]
-            reads[memory.untyped_storage()._cdata] = memory, read
+            reads[memory.untyped_storage()._cdata] = read
             view = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             return views.setdefault(id(tensor), view)
 
         class Writer(torch._C.PyTorchFileWriter):
-            """PyTorch's writer of zip files, for storages that get their values when it is their turn."""
+            """PyTorch's writer of zip files, which reads the values of a storage when it is its turn."""
 
             def write_record(self, name: str, data: Any, size: int) -> None:
-                memory, read = reads.pop(data._cdata, (None, None)) if torch.is_storage(data) else (None, None)
-                if memory is not None:
-                    memory.copy_(read())
+                read = reads.pop(data._cdata, None) if torch.is_storage(data) else None
+                if read is not None:
+                    data = read().untyped_storage()
+                    assert data.nbytes() == size, f"{data.nbytes()} bytes instead of {size}"
                 super().write_record(name, data, size)
-                if memory is not None:
-                    data.resize_(0)
 
         values = replaced(values, given)
         theirs = torch._C.PyTorchFileWriter

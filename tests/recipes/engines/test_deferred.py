@@ -51,7 +51,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, token_recipe, monkeypatch):
     monkeypatch.setattr(Sharded, "_tensor", tensor)
     convert(path, "lightning")
     sizes = [size for _, size in alive]
-    assert max(most) <= 2 * max(sizes) < sum(sizes) / 3
+    assert max(most) < max(sizes) + 1000 < sum(sizes) / 6  # states of generators are small, and kept
 
 
 def test_parts_of_a_stand_in_are_written_with_its_memory(tmp_path):
