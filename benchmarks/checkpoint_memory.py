@@ -42,6 +42,7 @@ from data.loading import Loading
 from recipes.algorithms.averaging.scheduled_ema import ScheduledEMA
 from recipes.algorithms.sharding.shard import shard
 from recipes.algorithms.sharding.shards import own
+from recipes.config.command_line import path_of
 from recipes.engines import conversion
 from recipes.engines.checkpoint_files import first_rank_writes, whole
 from recipes.engines.lever_states import LEVERS, gathered, separated
@@ -150,7 +151,7 @@ def convert_here(folder: Path, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=7, help="of the transformer, whose width is 1920")
-    parser.add_argument("--folder", type=Path, help="for files of 26 bytes per parameter (default: that of TMPDIR)")
+    parser.add_argument("--folder", type=path_of, help="for files of 26 bytes per parameter (default: that of TMPDIR)")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # of a process that this one starts
     options = parser.parse_args()
     if options.part == "rank":
