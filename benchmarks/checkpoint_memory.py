@@ -143,6 +143,7 @@ def convert_here(folder: Path, name: str) -> None:
     """Convert the sharded checkpoint in this process, to a file with the name of the row."""
     if name == AT_ONCE:
         conversion._is_moved = lambda path: False
+        conversion.give_back_freed_memory = lambda: None
     found = measured(lambda: conversion.convert(folder / SHARDED, "lightning"))
     (folder / f"{SHARDED}.ckpt").rename(folder / f"{name}.ckpt")
     (folder / f"{name}.json").write_text(json.dumps(found))

@@ -7,12 +7,15 @@ is read just before it is written. Whatever needs the values of a stand-in raise
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class Deferred:
@@ -74,6 +77,17 @@ class Deferred:
         finally:
             torch._C.PyTorchFileWriter = theirs
         assert not reads, f"{len(reads)} tensors have not been written; this version of PyTorch writes in another way"
+
+
+def give_back_freed_memory() -> None:
+    """From now on, freed memory of a megabyte or more goes back to the system at once.
+
+    glibc would keep chunks of up to 32 MB, and tensors of many sizes then leave gaps that grow to the size of a model.
+    Other C libraries have no such function, and nothing is changed.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def replaced(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
