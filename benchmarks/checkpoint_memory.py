@@ -99,7 +99,7 @@ def on_rank(layers: int, folder: Path) -> None:
     average._begin(Clock(1, 8, 0, "9ba", None))
     run = SimpleNamespace(clock=SimpleNamespace(batch=5, sample=40))
     found = {}
-    for name, part in ((GATHERED, None), (PIECES, "network")):
+    for name, part in ((PIECES, "network"), (GATHERED, None)):  # the second would leave memory to the first
         task.exported = part
         export = Export(task, "run", str(folder / name), Loading(loader=None), lambda: new_task(layers), average)
         found[name] = measured(lambda export=export: export._write(run, complete=False))
