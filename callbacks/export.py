@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from callbacks.averaged import averaged
+from callbacks.divided_weights import host_bytes, write_divided
 from data.aliases import Duration
 from data.cost import FLOAT, Cost, Files, Plan, size_text
 from data.files import atomic_folder, read_if_object, write_json
@@ -53,7 +54,8 @@ class Export(PeriodicCallback):
         *,
         every: Duration | None = None,
     ) -> None:
-        """A sharded task is gathered into the first rank's host memory, in a task that `blank` makes.
+        """A sharded task is written tensor by tensor, or gathered into the first rank's host memory, in a task that
+        `blank` makes; see `Task.exported`.
 
         Args:
             every: interval; null: only at the end of the run, when weights are always written.
@@ -94,10 +96,11 @@ class Export(PeriodicCallback):
         if ema is not None and ema.running:
             record["average"] = {"decay": ema.decay, "every": ema.every, "begun": ema.begun}
             average = partial(averaged, ema)
-        task = self.task
-        if is_sharded(self.task):
-            task, average = self._gathered(average)
-        by_first_rank(lambda: export(task, self.loading, self.folder, record, complete, average))
+        if is_sharded(self.task) and self.task.exported is not None:
+            self._write_divided(record, complete, average)
+        else:
+            task, average = self._gathered(average) if is_sharded(self.task) else (self.task, average)
+            by_first_rank(lambda: export(task, self.loading, self.folder, record, complete, average))
         if complete:
             log.info(f"weights: {self.folder}")
 
@@ -112,7 +115,27 @@ class Export(PeriodicCallback):
         what += f", and {size_text(encoders)} of encoders" if encoders else ""
         held = size * (2 if both else 1) + encoders
         held *= 1 if args["every"] is None else 2  # the next one is whole before one goes
-        return Cost(files=Files(args["every"], what, f"{plan.output}/export", held))
+        lines = ()
+        if plan.shards > 1:
+            part, at_once = plan.task.exported, size * (2 if plan.averaged else 1)
+            if part is not None:
+                at_once = host_bytes(plan.task.get_submodule(part).state_dict().values())
+            lines = (f"{size_text(at_once)} of host memory on the first machine while the weights are written",)
+        return Cost(files=Files(args["every"], what, f"{plan.output}/export", held), lines=lines)
+
+    def _write_divided(
+        self, record: dict[str, Any], complete: bool, average: Callable[[], AbstractContextManager] | None
+    ) -> None:
+        """Write a sharded task, of which no rank ever holds the whole. Every rank must call it."""
+        beside = average is not None and self.task.exports_average_beside
+        first = average if average is not None and not beside else nullcontext
+        with ExitStack() as stack:  # of the first rank, whose folder is removed after an error of any rank
+            frame = export_folder(self.task, self.loading, self.folder, record, complete)
+            new = by_first_rank(lambda: stack.enter_context(frame))
+            for is_average, context in [(False, first), *([(True, average)] if beside else [])]:
+                with context():
+                    write_divided(self.task, new, self.folder, is_average)
+            by_first_rank(stack.close)
 
     def _gathered(
         self, average: Callable[[], AbstractContextManager] | None
@@ -157,7 +180,7 @@ def export(
         complete: whether the run has ended; only then is there a done.json, by which `make quickstart` skips a stage.
         average: makes a context in which the task has its averaged weights; None: there are none.
     """
-    with atomic_folder(folder) as new:
+    with export_folder(task, loading, folder, record, complete) as new:
         if average is not None and task.exports_average_beside:
             task.export(new)
             with average():
@@ -165,6 +188,18 @@ def export(
         else:
             with nullcontext() if average is None else average():
                 task.export(new)
+
+
+@contextmanager
+def export_folder(
+    task: Task, loading: Loading, folder: Path, record: dict[str, Any], complete: bool
+) -> Iterator[Path]:
+    """A context with a new folder for the weights of an export, which gets everything else and its name at the end.
+
+    Arguments as of `export`.
+    """
+    with atomic_folder(folder) as new:
+        yield new
         record = {**record, **task.export_record()}
         if loading.vocabulary is not None:
             copy_vocabulary(loading.vocabulary, new)

@@ -11,20 +11,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data.files import atomic_write, point_to
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
+from recipes.engines.deferred import Deferred, give_back_freed_memory
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.lightning.generators import with_arrays, with_tensors
 from recipes.engines.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
 from recipes.engines.sharded_files import Sharded
+from recipes.models.legacy_weights import separate_names
 from recipes.training.checkpoint_names import KINDS, REST, newest_of_all, resolved
 
 PREFIX = "task."  # of every parameter's name under Composer, whose model holds the task
+# Places in sharded checkpoints of both engines whose tensors are large.
+MOVED = {("weights",), ("optimizer",), (LEVERS,), ("state", "model"), ("state", "optimizers")}
 DURATIONS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
 OF_COMPOSER = (  # callbacks that are not of the recipe; all but the last have no state
     "CheckpointSaver", "WholeCheckpoints", "Destination", "EndIfAsked", "EndWorkers", "Generators",
@@ -56,11 +58,13 @@ def convert(path: Path, engine: str) -> Path:
         raise ValueError(f"{path}: holds several checkpoints; name one of them, such as {inner}")
     of_lightning = (path / REST).is_file() if path.is_dir() else engine == "composer"
     kind = KINDS[engine]
+    give_back_freed_memory()
+    deferred = Deferred()
     with damaged(f"{path}: {NOT_WHOLE}"):
         if not of_lightning:
-            state = from_composer(read_composer(path))
+            state = from_composer(read_composer(path, deferred))
         elif path.is_dir():
-            rest, parts = read_file(path / REST), read_parts(path)
+            rest, parts = read_file(path / REST), read_parts(path, deferred)
             state = rest | parts | {LEVERS: joined(rest[LEVERS], parts.get(LEVERS, {}))}
         else:
             state = read_file(path, lazily=True)
@@ -69,27 +73,42 @@ def convert(path: Path, engine: str) -> Path:
         written = state if engine == "lightning" else to_composer(state)
     new = path.parent / kind.name_of(epoch, batch, sharded=False)
     with atomic_write(new) as partial:
-        torch.save(written, partial)
+        deferred.save(written, partial)
     point_to(path.parent / kind.link, new)
     return new
 
 
-def read_parts(folder: Path) -> dict[str, Any]:
+def read_parts(folder: Path, deferred: Deferred | None = None) -> dict[str, Any]:
     """What ranks have written to a folder with torch.distributed.checkpoint, put together.
+
+    Args:
+        folder: of the checkpoint.
+        deferred: makes stand-ins for tensors of which a conversion changes no more than the names, which are nearly
+            all; None: they are read.
 
     Raises:
         ValueError: there is nothing that they have written, or more than plain values.
     """
-    return Sharded.open(folder).nested(ALLOWED)
+    sharded = Sharded.open(folder)
+    return sharded.nested(ALLOWED, deferred, lambda name: _is_moved(sharded.metadata.planner_data[name]))
 
 
-def read_composer(path: Path) -> dict[str, Any]:
+def _is_moved(path: tuple[Any, ...]) -> bool:
+    """Whether a conversion moves a tensor from one place to another one. Those of earlier versions are cut."""
+    return (path[:1] in MOVED or path[:2] in MOVED) and not any(separate_names(key) for key in path)
+
+
+def read_composer(path: Path, deferred: Deferred | None = None) -> dict[str, Any]:
     """A checkpoint of Composer, as Composer nests it. The tensors of a full one stay on the disk until they are used.
+
+    Args:
+        path: of the checkpoint.
+        deferred: for a sharded one, see `read_parts`.
 
     Raises:
         ValueError: not one, or one that holds other types than this repository's runs write.
     """
-    state = read_parts(path) if path.is_dir() else load_plain(path, lazily=True)
+    state = read_parts(path, deferred) if path.is_dir() else load_plain(path, lazily=True)
     inner = state.get("state") if isinstance(state, dict) else None
     if not isinstance(inner, dict) or "timestamp" not in inner:
         raise ValueError(f"{path}: not a checkpoint of Composer; it has no timestamp")

@@ -12,13 +12,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.disk_errors import about
+from recipes.engines.deferred import Deferred
 from recipes.engines.plain_pickles import damaged, plain_metadata
 from recipes.models import torch_files
 
@@ -48,12 +50,20 @@ class Sharded:
             raise ValueError(f"{folder}: not a sharded checkpoint; it has no file {METADATA}")
         return cls(folder, plain_metadata(file))
 
-    def values(self, wanted: Callable[[str], bool] = lambda name: True, allowed: Iterable[Any] = ()) -> dict[str, Any]:
+    def values(
+        self,
+        wanted: Callable[[str], bool] = lambda name: True,
+        allowed: Iterable[Any] = (),
+        deferred: Deferred | None = None,
+        defers: Callable[[str], bool] = lambda name: True,
+    ) -> dict[str, Any]:
         """Tensors, put together, and other values, by their flat names such as `weights.layer.bias`.
 
         Args:
             wanted: whether the value of a name is read.
             allowed: types that values which are no tensors may hold, besides plain ones.
+            deferred: makes stand-ins for tensors, which it reads when it writes them; None: tensors are read now.
+            defers: whether the tensor of a name gets a stand-in, if `deferred` is given.
 
         Raises:
             ValueError: a part is missing or damaged, or a value holds another type.
@@ -64,15 +74,27 @@ class Sharded:
             for index, info in self.metadata.storage_data.items():
                 places[index.fqn].append((index.offset, info))
             for name, kind in self.metadata.state_dict_metadata.items():
-                if wanted(name):
-                    whole = hasattr(kind, "chunks")
-                    found[name] = self._tensor(name, kind, places[name]) if whole else self._load(places[name][0][1])
+                if not wanted(name):
+                    continue
+                if not hasattr(kind, "chunks"):
+                    found[name] = self._load(places[name][0][1])
+                elif deferred is not None and defers(name):
+                    self._check_size(name, kind)
+                    read = partial(self._read, name, kind, places[name])
+                    found[name] = deferred.stand_in(kind.size, kind.properties.dtype, read)
+                else:
+                    found[name] = self._tensor(name, kind, places[name])
         return found
 
-    def nested(self, allowed: Iterable[Any] = ()) -> dict[str, Any]:
-        """All values as they were nested when they were saved. Raises as `values`."""
+    def nested(
+        self,
+        allowed: Iterable[Any] = (),
+        deferred: Deferred | None = None,
+        defers: Callable[[str], bool] = lambda name: True,
+    ) -> dict[str, Any]:
+        """All values as they were nested when they were saved. Arguments and errors as of `values`."""
         root: dict[Any, Any] = {}
-        values = self.values(allowed=allowed)
+        values = self.values(allowed=allowed, deferred=deferred, defers=defers)
         with damaged(f"{self.folder / METADATA}: damaged"):
             for name, value in values.items():
                 path = self.metadata.planner_data[name]
@@ -84,9 +106,13 @@ class Sharded:
                 _step(at, path[-1], value)
         return root
 
+    def _read(self, name: str, kind: Any, places: list[tuple[Any, Any]]) -> Tensor:
+        """As `_tensor`, at a later time."""
+        with about(self.folder), damaged(f"{self.folder}: damaged"):  # not about the file that is being written
+            return self._tensor(name, kind, places)
+
     def _tensor(self, name: str, kind: Any, places: list[tuple[Any, Any]]) -> Tensor:
-        if math.prod(kind.size) * kind.properties.dtype.itemsize > self._bytes:
-            raise ValueError(f"{self.folder}: {name} is not complete; it is larger than all files together")
+        self._check_size(name, kind)
         tensor = torch.empty(kind.size, dtype=kind.properties.dtype)
         filled = 0
         for offsets, info in places:
@@ -99,6 +125,10 @@ class Sharded:
         if filled != tensor.numel():
             raise ValueError(f"{self.folder}: {name} is not complete; the checkpoint lacks a rank's part")
         return tensor
+
+    def _check_size(self, name: str, kind: Any) -> None:
+        if math.prod(kind.size) * kind.properties.dtype.itemsize > self._bytes:
+            raise ValueError(f"{self.folder}: {name} is not complete; it is larger than all files together")
 
     @cached_property
     def _bytes(self) -> int:

@@ -28,9 +28,14 @@ def save_network(folder: Path, network: nn.Module, sizes: dict[str, Any], weight
         sizes: arguments that build it again, as JSON-compatible values.
         weights: name of the file of its weights.
     """
+    save_sizes(folder, sizes)
+    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, folder / weights)
+
+
+def save_sizes(folder: Path, sizes: dict[str, Any]) -> None:
+    """Write config.json, all of a network's folder but its weights. Arguments as of `save_network`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, sizes, indent=2)
-    save_file({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, folder / weights)
 
 
 def load_network(
@@ -86,6 +91,7 @@ class TransformerTask(Task):
     """
 
     exports_average_beside = True
+    exported = "network"
     upgrade: ClassVar[Upgrade | None] = None
     network: nn.Module
     sizes: dict[str, Any]
@@ -109,6 +115,12 @@ class TransformerTask(Task):
     def export_average(self, folder: Path) -> None:
         """Write transformer_ema/ beside transformer/. See `Task.export_average`."""
         save_network(folder / FOLDER_AVERAGE, self.network, self.sizes)
+
+    def export_config(self, folder: Path, averaged: bool) -> Path:
+        """See `Task.export_config`."""
+        inner = folder / (FOLDER_AVERAGE if averaged else FOLDER)
+        save_sizes(inner, self.sizes)
+        return inner / WEIGHTS
 
     def load_export(self, folder: Path) -> None:
         """See `Task.load_export`."""

@@ -48,6 +48,10 @@ class Task(nn.Module):
         codes: size of the codebook if `evaluate` also returns `codes`, the codes of each sample; otherwise None.
         exports_average_beside: whether an export holds the averaged weights in a folder beside the raw ones
             (`export_average` writes them). If False, averaged weights take the place of the raw ones.
+        exported: name of the part of the task whose state dict is all that `export` writes besides what `export_config`
+            writes. A model that is divided over devices is then exported tensor by tensor, without a call of `export`.
+            None, the default: the first rank gathers the whole model, and `export` is called. A subclass that
+            overrides `export` must set it to None or override `export_config` as well.
         takes_draws: whether training draws random numbers by `data.random_numbers`, so that they may belong to samples.
     """
 
@@ -61,6 +65,7 @@ class Task(nn.Module):
     counted: Mapping[str, int] = {}
     codes: int | None = None
     exports_average_beside: bool = False
+    exported: str | None = None
     takes_draws: bool = False
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -156,6 +161,16 @@ class Task(nn.Module):
         """Write the averaged weights beside the raw ones; called while the model holds the averaged weights.
 
         Only called if `exports_average_beside` is True.
+        """
+        raise NotImplementedError
+
+    def export_config(self, folder: Path, averaged: bool) -> Path:
+        """Write what `export` writes, or `export_average` if `averaged` is True, without the weights.
+
+        Only called if `exported` is set. The values of parameters must not be read.
+
+        Returns:
+            The path of the safetensors file that is to hold the state dict of the part `exported`.
         """
         raise NotImplementedError
 

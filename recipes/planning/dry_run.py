@@ -15,7 +15,13 @@ from recipes.config.build import build_on_meta
 from recipes.config.recipe import Recipe
 from recipes.planning.costs import Costs, cost_of, costs_of, plan_of
 from recipes.planning.devices import Devices
-from recipes.planning.footprint import algorithm_lines, memory_text, start_lines, traffic_lines
+from recipes.planning.footprint import (
+    algorithm_lines,
+    full_checkpoint_lines,
+    memory_text,
+    start_lines,
+    traffic_lines,
+)
 from recipes.planning.input_checks import absent_inputs
 from recipes.planning.length import Length, batch_text, length_of, length_text, times_text
 from recipes.planning.sharding import check_sharding
@@ -118,6 +124,7 @@ def describe_run(recipe: Recipe, missing: list[str]) -> str:
         f"run: {length_text(recipe, length)}",
         *evals_lines(recipe, costs, length),
         checkpoints_text(recipe, costs.checkpoint_bytes(found.parameters), costs.averaged_bytes, length),
+        *full_checkpoint_lines(recipe, costs.checkpoint_bytes(found.parameters) + costs.averaged_bytes, devices),
         *callback_lines(costs, length),
         *(f"missing: {path}" for path in absent_inputs(recipe, missing)),
     ]

@@ -50,6 +50,20 @@ def start_lines(task: nn.Module, devices: Devices) -> Iterable[str]:
         yield f"start: {size} of host memory on the first machine, for the whole model until it has been divided"
 
 
+def full_checkpoint_lines(recipe: Recipe, size: int, devices: Devices) -> Iterable[str]:
+    """The host memory of a full checkpoint of a divided model, which the first process gathers before it writes it.
+
+    Args:
+        recipe: of the run.
+        size: bytes of a checkpoint, with averaged weights.
+        devices: of the run.
+    """
+    fsdp, checkpoints = recipe.training.fsdp, recipe.checkpoints
+    full = fsdp is None or fsdp.checkpoints == "full"
+    if checkpoints.save and full and devices.shards * devices.tensor > 1:
+        yield f"checkpoints: {size_text(size)} of host memory on the first machine for each, in which it is gathered"
+
+
 def algorithm_lines(costs: Costs) -> Iterable[str]:
     """The memory that each algorithm takes, and its other notes."""
     for label, cost in costs.algorithms.items():

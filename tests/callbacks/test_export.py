@@ -14,6 +14,7 @@ from data.loading import Loading
 from data.manifest import Manifest
 from recipes.config.build import encoder_components, encoders_of
 from recipes.models.task import Task
+from tests.callbacks.export_ranks import check_exports
 from tests.recipes.training.fake_run import FakeRun
 
 
@@ -187,7 +188,7 @@ def test_of_encoders_an_export_has_no_other_weights(tmp_path, task):
     export(task, Loading(loader=None, manifest=manifest, resolution=32), tmp_path / "export", {}, complete=True)
     assert names(tmp_path / "export" / "text_encoder") == clip
     assert names(tmp_path / "export" / "image_encoder") == [*vae, "vae"]
-    plan = SimpleNamespace(parameters=1, averaged=False, manifest=manifest, output="runs/x")
+    plan = SimpleNamespace(parameters=1, averaged=False, manifest=manifest, output="runs/x", shards=1)
     assert Export.cost({"every": None}, plan).files.held == 4 + 2 * (len(clip) + len(vae))
 
 
@@ -270,3 +271,7 @@ def test_an_export_of_token_data_has_its_vocabulary_and_dvae(tmp_path, task, tok
     images, texts = encoders_of(Manifest.read(folder), folder)
     assert images.codes == 32 and images.id == str(folder / "image_encoder") and texts is None
     assert json.loads((folder / "export.json").read_text()) == {"resolution": 32}
+
+
+def test_a_divided_model_is_written_tensor_by_tensor_on_one_rank(tmp_path, one_rank):
+    check_exports(tmp_path)

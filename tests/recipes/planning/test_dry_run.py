@@ -384,3 +384,20 @@ def test_how_often_something_is_due(every, times):
 @pytest.mark.parametrize("batch", [48, 75, 600])
 def test_samples_that_are_whole_batches(batch):
     assert [Length(None, None, batch).steps_in(f"{steps * batch}sp") for steps in range(1, 300)] == [*range(1, 300)]
+
+
+def test_the_host_memory_of_exports_and_full_checkpoints(monkeypatch):
+    """Of a model that is divided; `benchmarks/checkpoint_memory.py` measures it."""
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    written = "callbacks.export: %s of host memory on the first machine while the weights are written"
+    for kind in ("sharded", "full"):
+        lines = dry("dalle_12b.yaml", f"training.fsdp.checkpoints={kind}")
+        full = "checkpoints: 196.7 GB of host memory on the first machine for each, in which it is gathered"
+        assert (full in lines) == (kind == "full")
+        # Pieces of 256 MiB, and the last tensor of one, such as the unembedding of 24,576 codes and tokens.
+        at_once = (256 * 2**20 + 4 * 24576 * 3968) / 1e6
+        assert written % f"{at_once:.1f} MB" in lines
+    assert written % "3.5 GB" in dry("sd2_base.yaml", "training.fsdp={}")
+    assert written % "6.9 GB" in dry("sd2_base.yaml", "training.fsdp={}", EMA % "")
+    assert not [line for line in dry("sd2_base.yaml", "training.fsdp=null") if "host memory" in line]

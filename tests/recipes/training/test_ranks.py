@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.training import ranks
-from tests.callbacks import grid_ranks
+from tests.callbacks import export_ranks, grid_ranks
 from tests.recipes.training import waiting_ranks
 
 
@@ -42,6 +42,6 @@ def test_a_rank_that_loses_the_connection_says_so_in_a_line(monkeypatch, capsys,
     assert capsys.readouterr().err == f"{said} ({line})\n"
 
 
-@pytest.mark.parametrize("check", [*waiting_ranks.CHECKS, *grid_ranks.CHECKS])
+@pytest.mark.parametrize("check", [*waiting_ranks.CHECKS, *grid_ranks.CHECKS, *export_ranks.CHECKS])
 def test_ranks_that_wait_or_share(two_ranks, check):
     two_ranks(check)
