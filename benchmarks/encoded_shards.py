@@ -89,6 +89,21 @@ def write_small(folder: Path, shards: int, files: int) -> None:
         (own / "done.json").write_text(json.dumps(done, indent=1))
 
 
+def write_index(folder: Path, files: int) -> None:
+    """The index of a set of this many files, which are not there, as `write_small` writes those of shards."""
+    with tempfile.TemporaryDirectory() as temporary:
+        write_small(Path(temporary), 1, 1)
+        (entry,) = json.loads(next(Path(temporary).glob("shards/*/index.json")).read_text())["shards"]
+    folder.mkdir()
+    with open(folder / "index.json", "w") as index:
+        index.write('{"version": 2, "shards": [')
+        for number in range(files):
+            name = f"shards/{number // 8:05d}-{number // 8:08x}/shard.{number % 8:05d}.mds"
+            raw = entry["raw_data"] | {"basename": name, "hashes": {"xxh3_64": f"{number:016x}"}}
+            index.write((", " if number else "") + json.dumps(entry | {"raw_data": raw}))
+        index.write("]}\n")
+
+
 def write_large(folder: Path, files: int) -> None:
     """A set of random values in files of 64 MB, with its manifest."""
     import numpy as np
@@ -182,6 +197,18 @@ def readers(folder: Path, workers: int) -> Any:
     return [len(found), str(found[-1].arrays), found[-1].path]
 
 
+def open_set(folder: Path, workers: int) -> Any:
+    """Opens a set from its index, as each rank does when training starts."""
+    from data.fetching import WholeStream
+    from data.latents import LatentDataset
+
+    streams = [WholeStream(local=str(folder))]
+    found = LatentDataset(resolution=256, text="text", streams=streams, batch_size=64, shuffle=True)
+    places = [tuple(map(int, found.spanner[sample])) for sample in range(0, found.num_samples, 9999)]
+    digest = hashlib.sha256(json.dumps([places, [shard.path for shard in found.shards]]).encode()).hexdigest()
+    return [found.num_samples, digest]
+
+
 _streaming_readers: list[Any] = []  # made before the time is taken
 
 
@@ -193,7 +220,7 @@ def prepare_readers(folder: Path) -> None:
     _streaming_readers[:] = [reader_from_json(str(folder), "", entry) for entry in entries]
 
 
-PARTS = {"merge": merge, "look": look, "readers": readers, "tars": tars, "verify": verify}
+PARTS = {"merge": merge, "look": look, "open": open_set, "readers": readers, "tars": tars, "verify": verify}
 RESULTS = ("index.json", "rejected.jsonl")
 
 
@@ -211,6 +238,8 @@ def in_child(part: str, folder: str, pause: float, workers: int) -> None:
     """Runs a part in this process and prints the result, its seconds and the memory that it took."""
     if part == "readers":
         prepare_readers(Path(folder))
+    elif part == "open":
+        import data.latents  # noqa: F401
     elif part == "verify":
         import precompute.survey  # what it takes to import it is not measured
     else:
@@ -254,6 +283,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=20_000, help="of the set that is merged")
     parser.add_argument("--files", type=int, default=1, help="MDS files of each of these")
+    parser.add_argument("--index", type=int, default=100_000, help="MDS files in the index that is opened")
     parser.add_argument("--large", type=int, default=12, help="MDS files of 64 MB of the set that is verified")
     parser.add_argument("--pause", type=float, default=0.5, help="milliseconds of a look-up in the imitated network")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -276,6 +306,7 @@ def main(argv: list[str] | None = None) -> None:
         inputs.mkdir()
         for number in range(options.shards):
             (inputs / f"{number:06d}.tar").touch()
+        write_index(Path(temporary, "index"), options.index)
         write_large(large, options.large)
         pause = options.pause / 1e3
         network = f", {options.pause:g} ms per look-up"
@@ -285,6 +316,7 @@ def main(argv: list[str] | None = None) -> None:
             ("look", "which shards are done", small, 0.0, [0]),
             ("look", f"which shards are done{network}", small, pause, [0]),
             ("readers", "readers of all files", small, 0.0, [0]),
+            ("open", f"opening an index of {options.index:,} files", Path(temporary, "index"), 0.0, [0]),
             ("tars", "listing of the tars", inputs, 0.0, [0]),
             ("tars", f"listing of the tars{network}", inputs, pause, [0]),
             ("verify", "verify", large, 0.0, options.workers),
