@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from data.locks import held
 from data.ranks import Rank
 from data.side_by_side import AHEAD, GROUP
 from precompute.job import MERGING, _finish
 from precompute.output import OutputSet
 from precompute.totals import totals
+from tests.locks import held_by_a_child
 
 OPTIONS = {"crop": "center", "sizes": [1, 2]}
 
@@ -101,21 +101,9 @@ def test_of_ranks_that_end_at_the_same_time_one_merges(tmp_path, monkeypatch, ca
         sources = {"train": None}
         out = str(tmp_path)
 
-    (ready, begun), (wait, end) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        with held(tmp_path / MERGING.format("train"), ""):
-            os.write(begun, b".")
-            os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
     arguments = Config, {"train": output}, Rank(0, 2), {"request": {}}, {"train": {}}, {}
-    try:
+    with held_by_a_child(tmp_path / MERGING.format("train")) as child:
         _finish(*arguments)
-    finally:
-        os.close(end)
-        os.waitpid(child, 0)
     assert len(merged) == leave_out
     assert (f"all shards are done; process {child} on" in capsys.readouterr().out) is not leave_out
     _finish(*arguments)

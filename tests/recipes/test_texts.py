@@ -15,7 +15,6 @@ from callbacks.unigram import unigram_loss
 from data.bpe import Vocabulary
 from data.encoded_sets import remote_set
 from data.loading import Placement
-from data.locks import held
 from data.text_manifest import NAME, TextManifest
 from data.texts import texts
 from precompute import pack
@@ -25,6 +24,7 @@ from precompute.shard_folder import ShardFolder
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
 from recipes.planning.dry_run import survey
+from tests.locks import held_by_a_child
 from tests.recipes.engines.recording import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,20 +126,8 @@ def test_a_rank_that_was_taken_for_lost_leaves_the_shard_that_it_packs(text_sets
 
 def test_of_ranks_that_end_together_one_merges_the_texts(text_sets, tmp_path, capsys):
     (tmp_path / "docs").mkdir()
-    (ready, begun), (wait, end) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        with held(tmp_path / MERGING.format("docs"), ""):
-            os.write(begun, b".")
-            os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
-    try:
+    with held_by_a_child(tmp_path / MERGING.format("docs")) as child:
         pack.main([str(text_sets / "docs" / "config.yaml"), f"out={tmp_path}"])
-    finally:
-        os.close(end)
-        os.waitpid(child, 0)
     assert f"docs: all shards are done; process {child} on" in capsys.readouterr().out
     assert not (tmp_path / "docs" / NAME).exists() and (tmp_path / "captions" / NAME).exists()
     found, known = pack_again(text_sets, tmp_path)

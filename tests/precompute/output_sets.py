@@ -1,0 +1,49 @@
+"""Samples, shards and manifests of small encoded sets, for the tests of what an encode job writes."""
+
+from pathlib import Path
+
+import numpy as np
+
+from precompute.columns import LatentColumns
+from precompute.output import OutputSet
+from precompute.writer import EncodedSample, ShardWriter, Storage
+
+COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
+# What a manifest says that is not counted from the shards.
+FIELDS = {
+    "image_encoder": {"weights_hash": "", "channels": 2, "downsample": 2, "scaling_factor": 1.0, "shift_factor": 0.0},
+    "text_encoder": {"weights_hash": "", "length": 1, "width": 1, "tokenizer": ""},
+    "resolutions": [8], "crop": "center", "upscale": False, "seed": 1, "filter": {}, "columns": {}, "software": {},
+    "dtype": "float16", "normalisation": "", "caption_policy": "", "request": {"text_encoder": None},
+}  # fmt: skip
+
+
+def sample(key: str, value: float = 1.0) -> EncodedSample:
+    latent = np.full((2, 4, 4), value, dtype=np.float16)
+    row = {
+        "key": key, "caption": "c", "width": 9, "height": 8, "crop_8": np.arange(4, dtype=np.int32),
+        "mean_8": latent, "std_8": latent, "text": np.zeros((3, 5), np.float16),
+    }  # fmt: skip
+    sums = np.stack([latent.sum((1, 2)), (latent**2).sum((1, 2)), (latent**2).sum((1, 2))]).astype(float)
+    return EncodedSample(row, {8: sums})
+
+
+def write(output: OutputSet, shard: str, samples: list, options: dict, rank: int = 0) -> None:
+    writer = ShardWriter(output.partial(shard, rank), shard, COLUMNS, Storage(), options)
+    for number in reversed(range(len(samples))):
+        writer.add(number, samples[number])
+    writer.end(len(samples))
+    assert writer.complete
+    writer.finish()
+    output.publish(shard, rank)
+    if (files := output.to_upload(shard)) is not None:
+        output.copy.add(Path(files["folder"]), files["place"], files["names"])
+
+
+def fail(error: Exception):
+    """A function that raises an error."""
+
+    def act(*arguments):
+        raise error
+
+    return act
