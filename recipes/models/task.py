@@ -50,8 +50,8 @@ class Task(nn.Module):
             (`export_average` writes them). If False, averaged weights take the place of the raw ones.
         exported: name of the part of the task whose state dict is all that `export` writes besides what `export_config`
             writes. A model that is divided over devices is then exported tensor by tensor, without a call of `export`.
-            None, the default: the first rank gathers the whole model, and `export` is called. A subclass that
-            overrides `export` must set it to None or override `export_config` as well.
+            None, the default: the first rank gathers the whole model, and `export` is called. So it is for a subclass
+            that overrides `export` or `export_average`, unless it defines `exported` or `export_config`, too.
         takes_draws: whether training draws random numbers by `data.random_numbers`, so that they may belong to samples.
     """
 
@@ -67,6 +67,12 @@ class Task(nn.Module):
     exports_average_beside: bool = False
     exported: str | None = None
     takes_draws: bool = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        own = vars(cls)
+        if ("export" in own or "export_average" in own) and not ("exported" in own or "export_config" in own):
+            cls.exported = None  # the inherited `export_config` describes other files than its `export` writes
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The training losses of a batch.

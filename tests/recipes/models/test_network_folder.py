@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.models.language.transformer import TextTransformer
-from recipes.models.network_folder import load_network, save_network
+from recipes.models.network_folder import TransformerTask, load_network, save_network
 
 SIZES = {"layers": 1, "width": 8, "heads": 2, "positions": 6, "vocabulary": 10, "dropout": 0.0}
 
@@ -30,3 +30,31 @@ def test_opening_draws_no_weights_and_gives_a_network_of_its_own(tmp_path):
     tokens = torch.arange(6)[None]
     opened(tokens).sum().backward()
     torch.testing.assert_close(opened(tokens), network(tokens), atol=1e-2, rtol=1e-2)
+
+
+def test_a_task_with_an_export_of_its_own_is_not_written_tensor_by_tensor():
+    """Of a model on several devices, the files of the class that it inherits from would be written otherwise."""
+
+    class Learns(TransformerTask):
+        def eval_total(self):
+            return None
+
+    class Converts(Learns):
+        def export(self, folder):
+            (folder / "converted").touch()
+
+    class Averages(Learns):
+        def export_average(self, folder):
+            (folder / "average").touch()
+
+    class Both(Converts):
+        def export(self, folder):
+            super().export(folder)
+
+        def export_config(self, folder, averaged):
+            return folder / "weights.safetensors"
+
+        exported = "network"
+
+    assert TransformerTask.exported == Learns.exported == Both.exported == "network"
+    assert Converts.exported is None and Averages.exported is None
