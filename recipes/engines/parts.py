@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ def context_of(recipe: Recipe, task: Task, data: Loading | None) -> dict[str, An
         "task": task,
         "run_name": recipe.run_name,
         "output": recipe.output,
-        "tracked": partial(tracked_run, recipe),
+        "tracked": cache(partial(tracked_run, recipe)),  # each call would give a run that begins another identifier
         "loading": data,
         "copies": recipe.training.tensor_parallel,
         "encoders": None if data is None else lambda: encoders_of(data.manifest),

@@ -9,6 +9,7 @@ import pytest
 
 from data.disk_errors import disk_error
 from recipes.engines import loggers, tracking
+from recipes.engines.parts import context_of
 from recipes.engines.record import TRACKED
 from recipes.engines.resuming import prepare_folder
 from recipes.engines.tracking import AT_ONCE, TAG, flat, log_parameters, mlflow_run, tracked_run
@@ -100,6 +101,12 @@ def test_the_identifier_goes_on_with_the_checkpoints(quick_recipe, tmp_path):
     (tmp_path / TRACKED).unlink()  # another machine, which has fetched the checkpoint and its record
     assert tracked_run(recipe) == last == (tmp_path / TRACKED).read_text().strip()
     assert tracked_run(quick_recipe(tmp_path, "checkpoints.autoresume=false")) not in identifiers
+
+
+def test_all_loggers_of_a_run_know_it_by_the_same_identifier(quick_recipe, tmp_path):
+    """The next start goes on with one identifier, and would begin another run where a logger had another one."""
+    tracked = context_of(quick_recipe(tmp_path), None, None)["tracked"]
+    assert tracked() == tracked() == (tmp_path / TRACKED).read_text().strip()
 
 
 def test_wandb_goes_on_where_it_can(tmp_path, monkeypatch):
