@@ -52,6 +52,7 @@ class CheckpointCopies:
         self._thread = ThreadPoolExecutor(1, "checkpoint-copies")  # waits for the process
         self._copy: Future[str | None] | None = None  # the last one: what went wrong
         self._name = ""
+        self._is_last = self._said = False  # no copy follows; a line has said that the last one failed
 
     def begin(self, path: Path, link: str, keep: int) -> None:
         """Begin the copy of a checkpoint with its record, after the one before has ended.
@@ -70,7 +71,7 @@ class CheckpointCopies:
             "keep": keep,
             "record": {name: (record / name).read_text("utf-8") for name in RECORD if (record / name).is_file()},
         }
-        self._name = path.name
+        self._name, self._is_last, self._said = path.name, False, False
         with suppress(ValueError):  # which `do` raises again
             self._process.start()
         self._copy = self._thread.submit(self._do, task)
@@ -100,11 +101,16 @@ class CheckpointCopies:
         Raises:
             ValueError: it has failed.
         """
+        self._is_last = True
         error = self.wait()
         self._process.end()
         _begun.discard(self)
         if error is not None:
-            raise ValueError(f"{error}; then start the same command again, which copies {self._name}")
+            why = "as said above" if self._said else error
+            raise ValueError(
+                f"checkpoints.bucket: {self._name} could not be copied ({why}); start the same command again, which "
+                "copies it"
+            )
 
     def end(self, why: BaseException) -> None:
         """Wait for the last copy, whatever becomes of it, and end the process.
@@ -122,8 +128,10 @@ class CheckpointCopies:
         try:
             self._process.do(task)
         except ValueError as error:
-            log.warning(
-                f"checkpoints.bucket: {error}; the checkpoint stays on the disk, and the next one is copied again"
-            )
+            if not self._is_last:
+                self._said = True
+                log.warning(
+                    f"checkpoints.bucket: {error}; the checkpoint stays on the disk, and the next one is copied again"
+                )
             return str(error)
         return None
