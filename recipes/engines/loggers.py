@@ -6,8 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from recipes.engines.mlflow_writer import MLflowWriter
 from recipes.engines.tensorboard_files import TensorBoardWriter
 from recipes.engines.tracking import mlflow_run
 from recipes.engines.wandb_writer import WandBWriter
+from recipes.training import stop
 from recipes.training.ranks import by_first_rank, is_first_rank
 
 OF_SQLITE = {"disk is full": errno.ENOSPC, "disk I/O error": errno.EIO}  # its words for errors of the disk
@@ -36,8 +37,11 @@ class RunLoggers:
         Args:
             openers: what the builders of this file return.
         """
-        opened = [opener() for opener in openers]
-        self._writers = [writer for writer in opened if writer is not None]
+        self._writers: list[Writer] = []
+        with self.closed_by_errors():
+            for opener in openers:
+                if (writer := opener()) is not None:
+                    self._writers.append(writer)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Write figures at a batch."""
@@ -55,14 +59,23 @@ class RunLoggers:
             writer.images(name, images, step)
 
     def close(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """Write what is left, and close.
+        """Write what is left, and close, once: Composer closes again at the end of the process.
 
         Args:
             status: of the run, as MLflow names it; KILLED: it stopped and is to be started again.
         """
         with ExitStack() as stack:  # which closes all, also where one fails
-            for writer in reversed(self._writers):
-                stack.callback(writer.close, status)
+            while self._writers:
+                stack.callback(self._writers.pop().close, status)
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """A context that an error leaves only when the loggers are closed, with the status that it stands for."""
+        try:
+            yield
+        except BaseException as error:
+            self.close("KILLED" if isinstance(error, stop.StartAgain) else "FAILED")
+            raise
 
 
 def tensorboard(run_name: str, output: str, *, flush_every: int = 20) -> Opener:

@@ -7,7 +7,6 @@ from typing import Any
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
-from recipes.engines.composer.run import clock_of
 from recipes.engines.loggers import RunLoggers
 from recipes.training import stop
 
@@ -25,6 +24,7 @@ class Destination(LoggerDestination):
             loggers: of the run.
         """
         self._loggers = loggers
+        self._finished = False
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._loggers.log(metrics, step or 0)
@@ -38,6 +38,10 @@ class Destination(LoggerDestination):
         """Images are (N, H, W, 3) uint8 arrays."""
         self._loggers.log_images(name, images, step or 0)
 
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """The run is finished: Composer calls loggers after all callbacks, and not if one of them fails."""
+        self._finished = True
+
     def close(self, state: State, logger: Logger) -> None:
         """Composer closes at the end of the process, too, whatever has ended it."""
-        self._loggers.close("FINISHED" if clock_of(state).ended else "KILLED" if stop.stopped() else "FAILED")
+        self._loggers.close("FINISHED" if self._finished else "KILLED" if stop.stopped() else "FAILED")

@@ -62,7 +62,7 @@ def train(recipe: Recipe) -> None:
     if clock.ended:
         log.info(f"already trained to {recipe.training.duration}: {recipe.output}")
         if is_complete(callbacks_of(trainer.state), clock):
-            finish_copies(trainer)
+            finish(trainer)
         else:
             for event in (Event.FIT_START, Event.FIT_END):
                 trainer.engine.run_event(event)
@@ -103,15 +103,16 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
     return trainer
 
 
-def finish_copies(trainer: Trainer) -> None:
-    """Wait for the copy of the last checkpoint, as `fit` does at its end.
+def finish(trainer: Trainer) -> None:
+    """Wait for the copy of the last checkpoint, and tell the loggers that the run is finished, as `fit` at its end.
 
     Raises:
         ValueError: it could not be copied.
     """
-    for callback in trainer.state.callbacks:
-        if isinstance(callback, WholeCheckpoints):
-            callback.files.finish()
+    for kind in (WholeCheckpoints, Destination):
+        for callback in trainer.state.callbacks:
+            if isinstance(callback, kind):
+                callback.fit_end(trainer.state, trainer.logger)
 
 
 def count_in_present_batches(trainer: Trainer, recipe: Recipe, parts: Parts) -> None:

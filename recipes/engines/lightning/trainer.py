@@ -29,7 +29,6 @@ from recipes.engines.parts import Parts, Place, build_parts
 from recipes.engines.precision import allow_tf32
 from recipes.engines.record import keep_record
 from recipes.planning.run_summary import opening
-from recipes.training import stop
 from recipes.training.callback import is_complete
 from recipes.training.ranks import is_first_rank, rank, world_size
 
@@ -62,24 +61,19 @@ class LightningTraining:
 
     def fit(self) -> None:
         """Train to the end of the run."""
-        try:
+        with self.loggers.closed_by_errors():
             self.trainer.fit(self.module)
-        except stop.StartAgain:
-            self.loggers.close("KILLED")
-            raise
-        except BaseException:
-            self.loggers.close("FAILED")
-            raise
 
     def close(self) -> None:
-        """Close the loggers, end the data workers, and wait for the other ranks and the last checkpoint's copy.
+        """End the data workers, wait for the last checkpoint's copy, close the loggers, and wait for the other ranks.
 
         Raises:
             ValueError: the checkpoint could not be copied.
         """
+        with self.loggers.closed_by_errors():
+            self.parts.end_workers()
+            self.checkpoints.files.finish()
         self.loggers.close("FINISHED")
-        self.parts.end_workers()
-        self.checkpoints.files.finish()
         if world_size() > 1:
             torch.distributed.barrier()
 
@@ -125,6 +119,12 @@ def build_trainer(recipe: Recipe, change: Callable[[Parts], None] = lambda parts
 def new_training(recipe: Recipe, place: Place, parts: Parts) -> LightningTraining:
     """Lightning's Trainer of a run's parts."""
     loggers = RunLoggers(parts.loggers)
+    with loggers.closed_by_errors():
+        return _with_loggers(recipe, place, parts, loggers)
+
+
+def _with_loggers(recipe: Recipe, place: Place, parts: Parts, loggers: RunLoggers) -> LightningTraining:
+    """See `new_training`."""
     run = LightningRun(
         parts.task,
         device=torch.device("cuda", local_rank()) if place.use_gpu else torch.device("cpu"),
