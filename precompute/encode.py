@@ -18,7 +18,7 @@ from data.locks import held
 from data.log import log
 from data.threads import set_default_threads
 from precompute.config import EncodeConfig, source_options
-from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.command_line import print_once, read_command_line, user_errors
 
 
 def main(arguments: list[str]) -> None:
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
         if command.dry_run:
             from precompute.dry_run import encode_report
 
-            print(encode_report(config, command.missing, rank))
+            print_once(encode_report(config, command.missing, rank))
             return
         sources = build(config.sources)
         sets = {label: output_of(config, label, source.shards()) for label, source in sources.items()}

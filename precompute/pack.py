@@ -17,7 +17,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.locks import held
 from data.log import log
 from precompute.pack_config import PackConfig
-from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.command_line import print_once, read_command_line, user_errors
 
 
 def main(arguments: list[str]) -> None:
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
         if command.dry_run:
             from precompute.dry_run import pack_report
 
-            print(pack_report(config, command.missing, rank))
+            print_once(pack_report(config, command.missing, rank))
             return
         from precompute.packing import pack
 

@@ -8,7 +8,6 @@ and exits. --help lists the keys, and docs/recipes.md the components.
 """
 
 import importlib
-import os
 import sys
 from pathlib import Path
 
@@ -19,7 +18,7 @@ sys.path[:] = [str(ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != 
 from data.garbage_collection import rare_searches
 from data.log import log
 from data.threads import set_default_threads
-from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.recipe import Recipe
 from recipes.planning.finding import raise_errors
 from recipes.planning.machine_checks import cheap_checks
@@ -41,8 +40,7 @@ def main() -> None:
 
             raise_errors(cheap_recipe_checks(recipe))
             check_on_meta(recipe)
-            if os.environ.get("RANK", "0") == "0":
-                print(describe_run(recipe, command.missing))
+            print_once(describe_run(recipe, command.missing))
             return
         for warning in raise_errors((*cheap_checks(), *cheap_recipe_checks(recipe))):
             log.warning(str(warning))

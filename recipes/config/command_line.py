@@ -68,10 +68,15 @@ def read_command_line(arguments: list[str], cls: type, usage: str | None) -> Com
     except ConfigError as error:
         fail(error.lines)
     if "--print-config" in flags:
-        if os.environ.get("RANK", "0") == "0":
-            print(to_yaml(config), end="")
+        print_once(to_yaml(config).rstrip("\n"))
         sys.exit(0)
     return Command(config, "--dry-run" in flags, missing)
+
+
+def print_once(text: str) -> None:
+    """Print a text on the first rank: launchers start every rank with the same command line."""
+    if (os.environ.get("RANK") or "0") == "0":
+        print(text)
 
 
 def fail(lines: list[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cost import count_text
-from recipes.config.command_line import read_command_line, user_errors
+from recipes.config.command_line import print_once, read_command_line, user_errors
 from recipes.config.values import quoted
 from recipes.evaluation.config import Evaluation
 from recipes.generation.exports import family_of, find_export
@@ -30,7 +30,7 @@ def main(arguments: list[str], usage: str | None) -> None:
             raise FileNotFoundError(f"{arguments[0]}: no such export")
         check_options(command.config, find_export(Path(arguments[0])))
         if command.dry_run:
-            print(describe(command.config))
+            print_once(describe(command.config))
             return
         from recipes.evaluation.report import markdown
         from recipes.evaluation.run import evaluate

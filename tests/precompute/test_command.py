@@ -15,6 +15,8 @@ from data.ranks import Rank
 from precompute.columns import LatentColumns
 from precompute.config import COMPRESSIONS, HASHES, UPLOADED, EncodeConfig, VocabularyConfig
 from precompute.dry_run import encode_report, image_shape, text_shape
+from precompute.encode import main as encode
+from precompute.pack import main as pack
 from precompute.pack_config import PackConfig
 from recipes.config.recipe import Recipe, load_config
 from recipes.evaluation.config import Evaluation
@@ -105,6 +107,16 @@ def test_dry_run_counts_shards_and_bytes(encoded, recipe, tmp_path):
     assert not (tmp_path / "out").exists()
     done = run(recipe(), "sources.train.urls=missing/{00..02}.tar", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0 and "cannot be read yet" in done.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_of_a_launcher_prints_a_dry_run(recipe, tmp_path, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    encode([recipe(), "--dry-run"])
+    assert ("for each of 2 ranks" in capsys.readouterr().out) == (rank == 0)
+    pack([str(ROOT / "yamls" / "docs_pack.yaml"), f"out={tmp_path}", "--dry-run"])
+    assert ("for each of 2 ranks" in capsys.readouterr().out) == (rank == 0)
 
 
 def test_there_is_an_uploader_and_a_downloader_for_each_scheme():
