@@ -1,10 +1,54 @@
-"""How much memory this process may take: that of the machine, or less where it runs in a container."""
+"""How much memory this process may take, that of the machine or less where it runs in a container, and its lack."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+class NotEnoughMemory(MemoryError):
+    """A file cannot be read because memory is lacking; the file may be whole. Its text is one line for the user."""
+
+
+@contextmanager
+def memory_to_read(name: object, size: int) -> Iterator[None]:
+    """A context for reading a file, which tells a lack of memory from damaged bytes.
+
+    Damaged bytes may claim more than any memory holds, and the libraries then raise the same. So memory is lacking only
+    where the system has none for the size of the file either.
+
+    Args:
+        name: of the file, in the error.
+        size: bytes of the file.
+
+    Raises:
+        NotEnoughMemory: memory is lacking. Other errors, also of damaged bytes, stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _says_so(error) and _is_refused(size):
+            raise NotEnoughMemory(f"{name}: {size:,} bytes do not fit into the memory that is left") from error
+        raise
+
+
+def _says_so(error: Exception) -> bool:
+    """Whether an error is one of memory, in the words of Python, of the system or of PyTorch."""
+    of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    of_torch = isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return of_system or of_torch or isinstance(error, MemoryError)
+
+
+def _is_refused(size: int) -> bool:
+    try:
+        mmap.mmap(-1, max(size, 1)).close()  # which takes no memory before it is written to
+    except (OSError, MemoryError):
+        return True
+    return False
 
 
 def limit(processes: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:

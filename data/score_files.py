@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from data.files import atomic_write, read_object
+from data.memory import NotEnoughMemory, memory_to_read
 
 FOLDER, FACTS, SUMMARY = "scores", "facts.json", "summary.json"
 
@@ -64,11 +65,13 @@ def read_scores(folder: Path, shard: str, embeddings: bool = True) -> ShardScore
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; finish precompute/scores.py first")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        with memory_to_read(file, file.stat().st_size), np.load(file, allow_pickle=False) as arrays:
             found = arrays["embeddings"] if embeddings else np.empty((0, 0), np.float16)
             scores = ShardScores(json.loads(str(arrays["keys"])), found, arrays["similarities"])
         if len({len(scores.keys), len(scores.similarities), *([len(found)] if embeddings else [])}) > 1:
             raise ValueError("columns of different lengths")
+    except NotEnoughMemory:
+        raise
     except Exception as error:  # zipfile and NumPy raise many kinds
         raise ValueError(f"{file}: damaged ({error}); delete it and start precompute/scores.py again") from None
     return scores

@@ -111,7 +111,7 @@ def check_out(path: Path) -> None:
 def user_errors() -> Iterator[None]:
     """Exit with one line, without a traceback, on errors that a user can correct: ValueError, FileNotFoundError,
     ConnectionError (a server that does not answer), and those of disks that are full, read-only or the like
-    (`data.disk_errors`). Ctrl-C is one line, too, with status 130."""
+    (`data.disk_errors`), and on a lack of memory. Ctrl-C is one line, too, with status 130."""
     try:
         yield
     except KeyboardInterrupt:
@@ -126,6 +126,10 @@ def user_errors() -> Iterator[None]:
         if not own or _from_a_library(error):
             raise
         fail([str(error)])
+    except MemoryError as error:
+        text = (str(error).strip().splitlines() or [""])[-1].rpartition("MemoryError: ")[-1].removesuffix("MemoryError")
+        where = f" ({text})" if text else ""
+        fail([f"not enough memory{where}; give fewer workers or more memory, and start the same command again"])
     except Exception as error:
         found = disk_error(error)
         if found is None:

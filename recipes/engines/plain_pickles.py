@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
 from data.errors import first_line, one_line
+from data.memory import NotEnoughMemory, memory_to_read
 from recipes.engines.legacy_checkpoints import check_names
 from recipes.models import torch_files
 
@@ -68,7 +69,8 @@ def damaged(what: str) -> Iterator[None]:
         what: path, colon, and what is wrong. A ValueError that begins with the path stays as it is.
 
     Raises:
-        OSError: of the system, such as of missing rights or of a file server; the checkpoint may be whole.
+        OSError, NotEnoughMemory: of the system, such as of missing rights or of a file server; the checkpoint may be
+            whole.
     """
     try:
         yield
@@ -84,7 +86,7 @@ def _of_system(error: BaseException) -> bool:
     """Whether an error says nothing of the bytes of a file. Damaged ones make readers seek to where no file can have
     bytes, and libraries raise OSErrors without a number for them."""
     of_system = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
-    return of_system or isinstance(error, FileNotFoundError)
+    return of_system or isinstance(error, FileNotFoundError | NotEnoughMemory)
 
 
 NOT_WHOLE = "not a whole checkpoint of a run"
@@ -100,7 +102,7 @@ def load_plain(file: str | Path | BinaryIO, where: str | Path = "", *, lazily: b
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: it cannot be read now.
+        OSError, NotEnoughMemory: it cannot be read now.
         ValueError: it is damaged, or holds other types than this repository's runs write.
     """
     try:
@@ -153,11 +155,11 @@ def plain_metadata(path: Path) -> metadata_format.Metadata:
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: it cannot be read now.
+        OSError, NotEnoughMemory: it cannot be read now.
         ValueError: it is damaged, holds more than plain values, or names files outside of its folder.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb") as file, memory_to_read(path, path.stat().st_size):
             found = MetadataUnpickler(file).load()
         if not isinstance(found, metadata_format.Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
@@ -208,7 +210,8 @@ def plain_pickles() -> Iterator[None]:
             yield
     except CheckpointException as error:  # what the loader makes of any error, with the tracebacks of all ranks
         for cause in refused or [cause for cause, *_ in error.failures.values()]:
-            if isinstance(cause, ValueError | FileNotFoundError) and not isinstance(cause, UnicodeError):
+            known = isinstance(cause, ValueError | FileNotFoundError | NotEnoughMemory)
+            if known and not isinstance(cause, UnicodeError):
                 raise type(cause)(str(cause)) from error
             if _of_system(cause):
                 raise  # `data.disk_errors` finds it in there

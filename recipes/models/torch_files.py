@@ -8,6 +8,7 @@ fields lie outside of its values. Inside of `checked` PyTorch refuses all of the
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, _weights_only_unpickler
+
+from data.memory import memory_to_read
 
 # The functions that build the tensors of state dicts: dense ones in memory, also of dtypes such as float8 and uint16.
 DENSE = {f"_rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")}
@@ -33,9 +36,15 @@ def load(file: str | Path | BinaryIO, allowed: Iterable[Any] = (), *, lazily: bo
 
     Raises:
         FileNotFoundError: there is no such file.
+        NotEnoughMemory: the file may be whole.
         Exception: on damaged bytes, PyTorch's reader raises nearly anything.
     """
-    with checked(), torch.serialization.safe_globals(list(allowed)):
+    if isinstance(file, str | Path):
+        name, size = file, os.path.getsize(file)
+    else:
+        start, name, size = file.tell(), getattr(file, "name", "a value"), file.seek(0, os.SEEK_END)
+        file.seek(start)
+    with memory_to_read(name, size), checked(), torch.serialization.safe_globals(list(allowed)):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=lazily or None)
 
 

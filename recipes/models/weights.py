@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data.errors import first_line
+from data.memory import NotEnoughMemory
 from recipes.models import torch_files
 from recipes.models.config_files import build_from, read_object
 
@@ -210,7 +211,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         values = torch_files.load(file)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file}: holds more than tensors; save its state_dict() instead") from error
-    except FileNotFoundError:
+    except (FileNotFoundError, NotEnoughMemory):
         raise
     except Exception as error:  # on damaged bytes, PyTorch's reader raises nearly anything
         raise ValueError(f"{file}: not a file of tensors ({first_line(error)}); copy it again") from error

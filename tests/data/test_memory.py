@@ -1,8 +1,24 @@
-"""The memory of a container, not of its machine."""
+"""The memory of a container, not of its machine, and files that do not fit into it."""
 
+import io
+import os
+import resource
+import sys
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
+from benchmarks.killing import fork
+from data.arrays import read_matrix
 from data.memory import MEMORY, limit
+from data.sources.base import Sample
+from data.sources.filters import Filter
+from recipes.config.command_line import user_errors
+from recipes.engines.plain_pickles import damaged, load_plain
+from recipes.models.weights import read_tensors
 
 DOCKER = "/docker/ab12"  # on the machine; in the container its folder is the root
 
@@ -31,3 +47,62 @@ def test_the_smallest_limit_counts(tmp_path, groups, files, found):
 
 def test_here():
     assert 1 << 28 < MEMORY < 1 << 50
+
+
+ROOM = 40 << 20  # bytes
+SIDE = 5000  # a quarter of the rows of a matrix of bytes that does not fit into the room
+
+
+def bits(folder):
+    return np.random.default_rng(0).integers(0, 255, (4 * SIDE, SIDE), np.uint8)
+
+
+def checkpoint(folder):
+    torch.save({"a": torch.from_numpy(bits(folder))}, folder / "checkpoint.pt")
+    return lambda: load_plain(folder / "checkpoint.pt")
+
+
+def part(folder):
+    torch.save({"a": torch.from_numpy(bits(folder))}, folder / "checkpoint.pt")
+    data = (folder / "checkpoint.pt").read_bytes()
+
+    def read():
+        with damaged(f"{folder}: damaged"):
+            load_plain(io.BytesIO(data))
+
+    return read
+
+
+def weights(folder):
+    torch.save({"a": torch.from_numpy(bits(folder))}, folder / "weights.pt")
+    return lambda: read_tensors(folder / "weights.pt")
+
+
+def matrix(folder):
+    np.save(folder / "matrix.npy", bits(folder))
+    return lambda: read_matrix(folder / "matrix.npy", (4 * SIDE, SIDE))
+
+
+def picture(folder):
+    # Grey, which takes a quarter of the memory of what it is decoded into: this process keeps what it has had.
+    Image.new("L", (9000, 9000)).save(folder / "picture.png")
+    sample = Sample("a", (folder / "picture.png").read_bytes(), "a caption")
+    return lambda: Filter().decode(sample)
+
+
+@pytest.mark.parametrize("reads", [checkpoint, part, weights, matrix, picture])
+def test_what_does_not_fit_into_memory_is_not_damaged(reads, tmp_path):
+    """A run would tell its user to remove the checkpoint, and an encode job would reject the image for ever."""
+    read = reads(tmp_path)
+
+    def run():
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
+        sys.stderr = sys.__stderr__  # not what pytest has put there
+        with user_errors():
+            read()
+
+    child = fork(run, tmp_path / "log.txt", {})
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = (tmp_path / "log.txt").read_text()
+    assert status == 2 and said.startswith("error: not enough memory") and said.count("\n") == 1, said
