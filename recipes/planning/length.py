@@ -49,7 +49,11 @@ class Length:
         interval = self.steps_in(every)
         if interval is None or self.steps is None:
             return None
-        return max(1, min(self.steps, math.ceil(round(self.steps / interval, 6))))
+        if interval <= 1:
+            return self.steps
+        multiples = math.floor(self.steps / interval + 1e-9)
+        last = math.ceil(round(multiples * interval, 6))  # the step in which a multiple lies is the one that acts
+        return multiples + (last < self.steps)
 
 
 def length_of(recipe: Recipe, epoch: Epoch) -> Length:

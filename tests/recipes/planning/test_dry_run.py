@@ -15,6 +15,7 @@ from recipes.config.schema import Checker
 from recipes.planning.costs import cost_of
 from recipes.planning.dry_run import describe_run, survey
 from recipes.planning.length import Length
+from recipes.training.clock import Clock, Interval
 
 ROOT = Path(__file__).resolve().parents[3]
 YAMLS = sorted(path.name for path in (ROOT / "yamls").glob("*.yaml") if "\nmodel:" in path.read_text())
@@ -401,3 +402,12 @@ def test_the_host_memory_of_exports_and_full_checkpoints(monkeypatch):
     assert written % "3.5 GB" in dry("sd2_base.yaml", "training.fsdp={}")
     assert written % "6.9 GB" in dry("sd2_base.yaml", "training.fsdp={}", EMA % "")
     assert not [line for line in dry("sd2_base.yaml", "training.fsdp=null") if "host memory" in line]
+
+
+@pytest.mark.parametrize("every", ["3sp", "8sp", "9sp", "13sp", "75sp", "1ba", "2.5ba", "7ba", "0.1dur", "0.3dur"])
+def test_as_many_times_as_the_run_acts(every):
+    """Also where multiples of the interval lie within batches: the batch in which one lies acts, and the last one."""
+    for steps in range(1, 40):
+        due = Interval(every)
+        clocks = (Clock(k, 8 * k, 0, f"{steps}ba", before=(k - 1, 8 * (k - 1), 0)) for k in range(1, steps + 1))
+        assert Length(steps, None, 8).times(every) == sum(map(due, clocks)), steps
