@@ -1,82 +1,18 @@
 """The status that trackers get of a run, however it has ended."""
 
-import atexit
-import functools
-import importlib
-import os
-import signal
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.killing import fork
-from recipes.engines.checkpoint_files import CheckpointFiles
-from recipes.engines.lightning.checkpoints import Checkpoints
+from recipes.config.recipe import to_yaml
 from recipes.engines.loggers import RunLoggers
 from recipes.engines.wandb_writer import WandBWriter
 from recipes.training import stop
-from recipes.training.callback import Callback
-
-
-class Ends(Callback):
-    """Ends a run in one way."""
-
-    def __init__(self, how):
-        self.how = how
-
-    def step_end(self, run):
-        if run.clock.batch == 1 and self.how == "signal":
-            os.kill(os.getpid(), signal.SIGTERM)
-        if run.clock.batch == 1 and self.how == "error":
-            raise RuntimeError("on purpose")
-
-    def end(self, run):
-        if self.how == "error at the end":
-            raise RuntimeError("on purpose")
-
-
-def fail(*arguments):
-    raise ValueError("on purpose")
-
-
-class Tracker(WandBWriter):
-    """Writes the status into a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def figures(self, *arguments):
-        """Nothing."""
-
-    settings = images = figures
-
-    def close(self, status):
-        with self.path.open("a") as file:
-            file.write(f"{status}\n")
-
-
-def train(recipe, how, tracker):
-    """Train until the run ends, and do what Python does at the end of a process, where Composer closes loggers."""
-    atexit._clear()  # of the process that this one was forked from
-    trainers = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
-    ends = Ends(how)
-
-    def change(parts):
-        parts.loggers.append(lambda: tracker)
-        parts.callbacks["ends"] = ends
-
-    trainers.build_trainer = functools.partial(trainers.build_trainer, change=change)
-    if how == "last copy fails":
-        CheckpointFiles.finish = fail
-    if how == "does not begin":
-        Checkpoints.__init__ = fail
-    try:
-        with stop.stop_signals():
-            trainers.train(recipe)
-    finally:
-        atexit._run_exitfuncs()
-
+from tests.ranks import launch
+from tests.recipes.engines.run_ends import Tracker, fail
 
 ENDS = {
     "end": ("FINISHED", 0),
@@ -89,22 +25,27 @@ ENDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, quick_recipe):
+    folder = tmp_path_factory.mktemp("ended")
+    recipe = quick_recipe(folder, "training.duration=3ba", "checkpoints={every: 1ba, autoresume: true}")
+    (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    script = Path(__file__).with_name("run_ends.py")
+    done = launch(1, script, folder, folder / "recipe.yaml", "composer", "lightning", cwd=folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((folder / "report.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("engine", "how"),
     # Before Composer's trainer is there, no loggers are open.
     [("composer", how) for how in ENDS if how != "does not begin"] + [("lightning", how) for how in ENDS],
 )
-def test_the_status_of_a_run(engine, how, quick_recipe, tmp_path):
+def test_the_status_of_a_run(engine, how, ended):
     """A run whose last checkpoint could not be copied is not finished: the next start copies it."""
-    recipe = quick_recipe(
-        tmp_path, f"training.engine={engine}", "training.duration=3ba", "checkpoints={every: 1ba, autoresume: true}"
-    )
     status, code = ENDS[how]
-    for number, start in enumerate(("end", how) if how == "again" else (how,)):
-        tracker = Tracker(tmp_path / f"status-{number}.txt")
-        child = fork(lambda start=start, tracker=tracker: train(recipe, start, tracker), tmp_path / "log.txt", {})
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code, (tmp_path / "log.txt").read_text()
-    assert tracker.path.read_text() == f"{status}\n"
+    exit_code, statuses, text = ended[f"{engine} {how}"]
+    assert (exit_code, statuses) == (code, [status]), text
 
 
 def test_loggers_that_are_open_are_closed_where_another_one_cannot_be_opened(tmp_path):
