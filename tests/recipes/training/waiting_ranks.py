@@ -122,12 +122,14 @@ def a_slow_bucket(folder):
             "copy": copy,
             "load": lambda: fetched("s3://sets/run/ep0-ba9", folder),
         }
+        refusals = dict.fromkeys(waits, "^s3://sets/run/latest.json: cannot be read .expired.")
+        refusals["copy"] = "^checkpoints.bucket: ep0-ba9 could not be copied "  # why may have been said when it failed
         for refuses in (False, True):
             patch.setattr(SlowBucket, "refuses", refuses)
             for name, wait in waits.items():
                 patch.setattr(SlowBucket, "said", folder / f"{name}-{refuses}")
                 if refuses:
-                    with pytest.raises(ValueError, match="^s3://sets/run/latest.json: cannot be read .expired."):
+                    with pytest.raises(ValueError, match=refusals[name]):
                         wait()
                 else:
                     wait()
