@@ -11,6 +11,7 @@ from recipes.engines.deferred import Deferred
 from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.models.network_folder import TransformerTask
+from tests.disks import small_files
 from tests.recipes.engines.stacked import stacked
 from tests.recipes.errors import last_error
 from tests.recipes.exporting.runs import a_run
@@ -64,9 +65,12 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, token_recipe, monkeypatch):
     assert len(sizes) == len(task.network.state_dict()) and max(most) == max(sizes) < sum(sizes) / 4
 
 
-def test_a_damaged_part_leaves_the_export_before(tmp_path, token_recipe, capsys):
+def test_a_damaged_part_or_a_full_disk_leaves_the_export_before(tmp_path, token_recipe, capsys):
     path, _ = a_run(token_recipe(tmp_path / "run", *SMALL), "composer", sharded=True)
     before = written(path, tmp_path / "out", "ema")
+    with small_files(len(before) // 2):
+        error = last_error(main, [path, tmp_path / "out"], capsys)
+    assert f"{tmp_path / 'out'}: File too large; " in error
     (file,) = path.glob("*.distcp")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 8])
     error = last_error(main, [path, tmp_path / "out"], capsys)
