@@ -27,7 +27,7 @@ from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.clock import Clock
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import by_first_rank, is_first_rank
+from recipes.training.ranks import by_first_rank, is_first_rank, on_all_ranks
 from recipes.training.run import Run
 
 # Files of weights by their suffixes, and which of them an encoder reads; others read any.
@@ -145,11 +145,16 @@ class Export(PeriodicCallback):
         if average is not None:
             with average():
                 averages = whole_weights(self.task)
-        if not is_first_rank():
-            return self.task, None
-        task = self.blank()
-        task.load_state_dict(raw, assign=True)
-        if average is None:
+
+        def built() -> Task:
+            if not is_first_rank():
+                return self.task
+            task = self.blank()
+            task.load_state_dict(raw, assign=True)
+            return task
+
+        task = on_all_ranks(built)
+        if average is None or not is_first_rank():
             return task, None
 
         @contextmanager
