@@ -4,9 +4,9 @@
     python benchmarks/checkpoint_memory.py --layers 1
 
 Memory is the peak of a process during a task, above what it had before: its weights and their averages are not
-counted. On a CPU a gathered tensor also lies in it; on a GPU that is memory of the device. The results of both exports
-and of both conversions are compared. Conversions run in processes of their own. The optimizer's moments in the sharded
-checkpoint have the values of the weights.
+counted. On a CPU a gathered tensor also lies in it; on a GPU that is memory of the device. The two results of each kind
+are compared. Conversions and exports of the sharded checkpoint run in processes of their own. The optimizer's moments
+in the sharded checkpoint have the values of the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,9 +46,12 @@ from recipes.algorithms.sharding.shards import own
 from recipes.config.command_line import path_of
 from recipes.engines import conversion
 from recipes.engines.checkpoint_files import first_rank_writes, whole
+from recipes.engines.deferred import Deferred
 from recipes.engines.lever_states import LEVERS, gathered, separated
 from recipes.engines.lightning.checkpoint_format import FORMAT
 from recipes.engines.save_planner import SavePlanner
+from recipes.exporting import native
+from recipes.exporting.checkpoints import read_checkpoint
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.training.checkpoint_names import REST
 from recipes.training.clock import Clock
@@ -56,9 +60,11 @@ WIDTH, RANKS, SHARDED = 1920, 2, "ep1-ba5"
 GATHERED, PIECES = "export, whole model gathered", "export, tensor by tensor"
 FULL = "full checkpoint of weights and average"
 AT_ONCE, ONE = "conversion, all tensors at once", "conversion, tensor by tensor"
+LATER_AT_ONCE, LATER = "export of the checkpoint, all tensors at once", "export of the checkpoint, tensor by tensor"
 NOTES = (
-    "Both exports have the same bytes, and both conversions the same tensors. Planned: what `--dry-run` says of the "
-    "first machine. On a CPU the gathered tensor also takes host memory on each rank; on a GPU it is on the device."
+    "The exports of a run have the same bytes, as have those of the checkpoint, and both conversions the same tensors. "
+    "Planned: what `--dry-run` says of the first machine; for the export tensor by tensor the largest tensor comes on "
+    "top, which gloo copies while it gathers it. On a GPU, a tensor is gathered on the device."
 )
 
 
@@ -139,14 +145,29 @@ def write_sharded(task: Autoregressive, average: ScheduledEMA, path: Path) -> No
         first_rank_writes(path, lambda: torch.save(state, partial / REST))
 
 
-def convert_here(folder: Path, name: str) -> None:
+def convert_here(folder: Path, name: str) -> dict[str, float]:
     """Convert the sharded checkpoint in this process, to a file with the name of the row."""
     if name == AT_ONCE:
         conversion._is_moved = lambda path: False
-        conversion.give_back_freed_memory = lambda: None
+        conversion.give_back_from_now_on = lambda: None
     found = measured(lambda: conversion.convert(folder / SHARDED, "lightning"))
     (folder / f"{SHARDED}.ckpt").rename(folder / f"{name}.ckpt")
-    (folder / f"{name}.json").write_text(json.dumps(found))
+    return found
+
+
+def export_here(layers: int, folder: Path, name: str) -> dict[str, float]:
+    """Export the sharded checkpoint in this process, to a folder with the name of the row, as recipes/export.py."""
+    task = new_task(layers)
+    if name == LATER_AT_ONCE:
+        task.exported = None
+
+    def work() -> None:
+        deferred = Deferred()
+        native.load(task, read_checkpoint(folder / SHARDED, "ema", deferred), "ema", deferred)
+        native.write_weights(task, folder / name, deferred)
+
+    (folder / name).mkdir()
+    return measured(work)
 
 
 def main() -> None:
@@ -158,7 +179,10 @@ def main() -> None:
     if options.part == "rank":
         return on_rank(options.layers, options.folder)
     if options.part is not None:
-        return convert_here(options.folder, options.part)
+        acts = partial(convert_here, options.folder), partial(export_here, options.layers, options.folder)
+        act = acts[options.part in (LATER_AT_ONCE, LATER)]
+        (options.folder / f"{options.part}.json").write_text(json.dumps(act(options.part)))
+        return
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         write_results("checkpoint_memory", f"{options.layers}layers", rows_of(options.layers, Path(name)), NOTES)
 
@@ -170,15 +194,17 @@ def rows_of(layers: int, folder: Path) -> list[dict[str, Any]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     subprocess.run([*launcher, *script, "rank"], check=True, env=environment)
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS))
-    for name in (AT_ONCE, ONE):
+    for name in (AT_ONCE, ONE, LATER_AT_ONCE, LATER):
         subprocess.run([sys.executable, *script, name], check=True, env=environment)
         first[name] = json.loads((folder / f"{name}.json").read_text())
     _same_files(folder / AT_ONCE, folder / ONE, suffix=".ckpt")
     for part in ("transformer", "transformer_ema"):
         _same_files(*(folder / name / "export" / part / "model" for name in (GATHERED, PIECES)), suffix=".safetensors")
+    _same_files(*(folder / name / "transformer" / "model" for name in (LATER_AT_ONCE, LATER)), suffix=".safetensors")
     task = new_task(layers)
     size = sum(4 * p.numel() for p in task.parameters())
-    planned = {GATHERED: 2 * size, PIECES: host_bytes(task.network.state_dict().values()), FULL: 2 * size}
+    at_once = host_bytes(task.network.state_dict().values()) + max(4 * p.numel() for p in task.parameters())
+    planned = {GATHERED: 2 * size, PIECES: at_once, FULL: 2 * size}
     rows = []
     for name, found in first.items():
         other = second.get(name)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from data.disk_errors import about
+from data.freed_memory import give_back
 from recipes.algorithms.sharding.shards import whole
 from recipes.models.task import Task
 from recipes.models.tensor_file import TensorFile, in_order
@@ -76,6 +77,7 @@ def write_divided(task: Task, new: Path, folder: Path, averaged: bool) -> None:
             if size >= PIECE:
                 by_first(write)
                 held, size = {}, 0
+                give_back()  # where the next piece does not fit into the gaps, it would come on top
         by_first(write)
         by_first(stack.close)
 

@@ -27,7 +27,7 @@ from recipes.models.task import Task
 from recipes.training.callback import PeriodicCallback
 from recipes.training.clock import Clock
 from recipes.training.finite import is_worth_keeping
-from recipes.training.ranks import by_first_rank, is_first_rank
+from recipes.training.ranks import by_first_rank, is_first_rank, on_all_ranks
 from recipes.training.run import Run
 
 # Files of weights by their suffixes, and which of them an encoder reads; others read any.
@@ -145,11 +145,16 @@ class Export(PeriodicCallback):
         if average is not None:
             with average():
                 averages = whole_weights(self.task)
-        if not is_first_rank():
-            return self.task, None
-        task = self.blank()
-        task.load_state_dict(raw, assign=True)
-        if average is None:
+
+        def built() -> Task:
+            if not is_first_rank():
+                return self.task
+            task = self.blank()
+            task.load_state_dict(raw, assign=True)
+            return task
+
+        task = on_all_ranks(built)
+        if average is None or not is_first_rank():
             return task, None
 
         @contextmanager
@@ -235,6 +240,10 @@ def encoder_files(manifest: Manifest) -> Iterator[tuple[Path, Path]]:
             for inside, file in found.items():
                 if file.is_file() and _is_read(inside, component.get("name")):
                     yield file, Path(name, inside)
+            words = component.get("tokenizer") or ""
+            for file in text.WORDS if text.lies_outside(words) else ():  # no others of a folder without weights
+                if (path / words / file).is_file():
+                    yield path / words / file, Path(name, text.SEPARATE, file)
         elif weights.is_file() and weights.suffix in SUFFIXES:
             yield weights, Path(name, weights.name)
 
@@ -253,7 +262,7 @@ def _has_weights(folder: Path) -> bool:
 
 def _parts_of(component: dict[str, Any]) -> set[str]:
     """The folders that an encoder reads in its local folder, such as vae in a whole pipeline; "": all of it but what
-    links to other folders."""
-    model, words = component.get("subfolder"), component.get("tokenizer")
-    parts = {model or "", (model if words is None else words) or ""}
-    return {""} if any(Path(part).is_absolute() or ".." in Path(part).parts for part in parts) else parts
+    links to other folders. A tokenizer may lie outside of it."""
+    model, words = component.get("subfolder") or "", component.get("tokenizer")
+    parts = {model, model if words is None or text.lies_outside(words) else words}
+    return {""} if any(map(text.lies_outside, parts)) else parts

@@ -102,14 +102,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             for file in partial.rglob("*.safetensors"):  # safetensors 0.8 lets only their owner read them
                 file.chmod(partial.stat().st_mode & 0o666)
             to_disk(partial)
-            if path.exists():
+            if os.path.lexists(path):  # also a link to nothing
                 path.rename(aside)
             partial.rename(path)
         finally:
-            if aside.exists() and not path.exists():
+            if os.path.lexists(aside) and not os.path.lexists(path):
                 aside.rename(path)
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(partial)
+            _remove(aside)
 
 
 def _recover(path: Path) -> None:
@@ -123,7 +123,16 @@ def _recover(path: Path) -> None:
         if name.startswith("old.") and not path.exists():  # killed between the two renames: the new one is complete
             left.get(name.removeprefix("old."), old).rename(path)
     for part in left.values():
-        shutil.rmtree(part, ignore_errors=True)
+        _remove(part)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or the link or file that was in its place; without an error where that is not possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def to_disk(path: Path) -> None:

@@ -27,6 +27,11 @@ from recipes.models.sampling import Precision
 from recipes.models.weights import read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"  # of transformers
+WORDS = (
+    "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json",
+)  # fmt: skip
+SEPARATE = "separate_tokenizer"  # folder of an export's copy of a tokenizer that lies outside of the model's folder
 
 
 def open_clip_text(
@@ -141,7 +146,8 @@ def hf_clip_text(
     Args:
         path: hub id (owner/name), or a local folder with config.json, model.safetensors and the tokenizer's files.
         subfolder: folder of the model inside `path`, such as "text_encoder" in a whole pipeline.
-        tokenizer: folder of the tokenizer inside `path`, such as "tokenizer"; null: that of the model.
+        tokenizer: folder of the tokenizer inside `path`, such as "tokenizer", or of a local one, also an absolute path;
+            null: that of the model.
         revision: branch, tag or commit of a hub id.
         layer: the block whose output is normalised by the final layer norm and kept.
         precision: number format of inference; on a CPU fp16 becomes fp32.
@@ -155,6 +161,8 @@ def hf_clip_text(
     local = Path(path).expanduser().is_dir()
     root = str(Path(path).expanduser()) if local else path
     folder, words = Path(root) / (subfolder or ""), subfolder if tokenizer is None else tokenizer
+    if lies_outside(tokenizer or "") and Path(root, SEPARATE).is_dir():  # in an export
+        words = SEPARATE
     if local:
         for file in (folder / CONFIG, folder / WEIGHTS, Path(root) / (words or "") / "vocab.json"):
             if not file.is_file():
@@ -192,6 +200,11 @@ def hf_clip_text(
     except Exception as error:  # on files in another format, transformers raises nearly anything
         raise cannot_load("text_encoder.path", path, error, is_hub_id=not local) from error
     return HFClipText(load, id, precision, layer, tokenize)
+
+
+def lies_outside(part: str) -> bool:
+    """Whether the name of a folder inside of another one may lead out of it."""
+    return Path(part).is_absolute() or ".." in Path(part).parts
 
 
 class HFClipText(TextEncoder):

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from data.files import atomic_write, point_to
+from data.freed_memory import give_back_from_now_on
 from recipes.engines.composer.callback_states import packed, unpacked
 from recipes.engines.counts import Counts
-from recipes.engines.deferred import Deferred, give_back_freed_memory
+from recipes.engines.deferred import Deferred
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
@@ -58,7 +59,7 @@ def convert(path: Path, engine: str) -> Path:
         raise ValueError(f"{path}: holds several checkpoints; name one of them, such as {inner}")
     of_lightning = (path / REST).is_file() if path.is_dir() else engine == "composer"
     kind = KINDS[engine]
-    give_back_freed_memory()
+    give_back_from_now_on()
     deferred = Deferred()
     with damaged(f"{path}: {NOT_WHOLE}"):
         if not of_lightning:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are read when they are written to another one, so that no process holds all of them.
+"""Tensors of a checkpoint that are read when they are written to another file, so that no process holds all of them.
 
 `torch.save` first pickles the structure of what it is given, and then writes the values of the tensors one after
 another. So a conversion can work with stand-ins on the meta device, which have shapes and no values, and each tensor
@@ -7,7 +7,6 @@ is read just before it is written. Whatever needs the values of a stand-in raise
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
-
 
 class Deferred:
     """Makes stand-ins, and writes the tensors for which they stand."""
 
     def __init__(self) -> None:
-        # By the storage of a stand-in: itself; memory that takes its place when it is pickled, which nobody touches, so
-        # that the system never gives it; and the function that reads its values.
-        self._known: dict[int, tuple[Tensor, Tensor, Callable[[], Tensor]]] = {}
+        # By the storage of a stand-in: itself, and the function that reads its values.
+        self._known: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def stand_in(self, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> Tensor:
         """A contiguous tensor on the meta device.
@@ -33,9 +29,19 @@ class Deferred:
             shape, dtype: of the tensor for which it stands.
             read: returns that tensor, contiguous and on the CPU, with a storage of its own.
         """
-        tensor, memory = (torch.empty(shape, dtype=dtype, device=device) for device in ("meta", "cpu"))
-        self._known[tensor.untyped_storage()._cdata] = tensor, memory, read
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self._known[tensor.untyped_storage()._cdata] = tensor, read
         return tensor
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The tensor for which a stand-in stands, which is no view; any other tensor as it is."""
+        return self._known[tensor.untyped_storage()._cdata][1]() if tensor.is_meta else tensor
+
+    def to(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor, or a stand-in that is no view, in another format of numbers."""
+        if not tensor.is_meta or tensor.dtype == dtype:
+            return tensor.to(dtype)
+        return self.stand_in(tensor.shape, dtype, lambda: self.read(tensor).to(dtype))
 
     def save(self, values: Any, file: Path) -> None:
         """Write the file that `torch.save` would write if `values` held tensors in the place of stand-ins.
@@ -49,14 +55,19 @@ class Deferred:
         Raises:
             OSError, ValueError: a tensor cannot be read, or the file cannot be written.
         """
-        reads: dict[int, Callable[[], Tensor]] = {}  # by storages that have not been written yet
-
+        # By the storage of a stand-in: memory that takes its place when it is pickled. Nobody touches it, so that the
+        # system never gives it.
+        memories: dict[int, Tensor] = {}
+        reads: dict[int, Callable[[], Tensor]] = {}  # by the storages of these, as long as they have not been written
         views: dict[int, Tensor] = {}  # by the id of a stand-in: one that has two places is pickled once
 
         def given(tensor: Tensor) -> Tensor:
-            _, memory, read = self._known[tensor.untyped_storage()._cdata]
-            reads[memory.untyped_storage()._cdata] = read
-            view = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            key = tensor.untyped_storage()._cdata
+            if key not in memories:
+                whole, read = self._known[key]
+                memories[key] = torch.empty(whole.shape, dtype=whole.dtype)
+                reads[memories[key].untyped_storage()._cdata] = read
+            view = memories[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
             return views.setdefault(id(tensor), view)
 
         class Writer(torch._C.PyTorchFileWriter):
@@ -77,17 +88,6 @@ class Deferred:
         finally:
             torch._C.PyTorchFileWriter = theirs
         assert not reads, f"{len(reads)} tensors have not been written; this version of PyTorch writes in another way"
-
-
-def give_back_freed_memory() -> None:
-    """From now on, freed memory of a megabyte or more goes back to the system at once.
-
-    glibc would keep chunks of up to 32 MB, and tensors of many sizes then leave gaps that grow to the size of a model.
-    Other C libraries have no such function, and nothing is changed.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def replaced(value: Any, new: Callable[[Tensor], Tensor]) -> Any:

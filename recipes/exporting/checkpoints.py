@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from recipes.engines.conversion import PREFIX
+from recipes.engines.deferred import Deferred
 from recipes.engines.legacy_checkpoints import upgraded
 from recipes.engines.lever_states import LEVERS, joined
 from recipes.engines.lightning.checkpoint_format import FORMAT, read_file
 from recipes.engines.plain_pickles import ALLOWED, NOT_WHOLE, damaged, load_plain
 from recipes.engines.sharded_files import METADATA, Sharded
 from recipes.generation.exports import Weights
+from recipes.models.legacy_weights import separate_names
 from recipes.training.checkpoint_names import REST, last_written, resolved
 
 AVERAGE = "ScheduledEMA"
@@ -49,19 +52,21 @@ def find_checkpoint(path: Path) -> Path | None:
     return last_written(path / "checkpoints")
 
 
-def read_checkpoint(path: Path, only: Weights | None = None) -> Checkpoint:
+def read_checkpoint(path: Path, only: Weights | None = None, deferred: Deferred | None = None) -> Checkpoint:
     """The weights of a checkpoint. A whole one's stay on the disk until they are used.
 
     Args:
         path: as `find_checkpoint` gives it.
         only: of a sharded one, read what this kind of weights needs and no more: with ema, no weights that have an
             average; with raw, no averages. None: all.
+        deferred: makes stand-ins for tensors of a sharded one, of which parts must be put together, except for those of
+            earlier versions with other shapes; None: they are read.
 
     Raises:
         FileNotFoundError, ValueError: not a whole checkpoint of this repository's runs.
     """
     with damaged(f"{path}: {NOT_WHOLE}"):
-        return _sharded(path, only) if path.is_dir() else _full(path)
+        return _sharded(path, only, deferred) if path.is_dir() else _full(path)
 
 
 def _full(path: Path) -> Checkpoint:
@@ -74,11 +79,15 @@ def _full(path: Path) -> Checkpoint:
     raise ValueError(f"{path}: not a checkpoint of a run; give one of runs/<run_name>/checkpoints")
 
 
-def _sharded(path: Path, only: Weights | None) -> Checkpoint:
+def _sharded(path: Path, only: Weights | None, deferred: Deferred | None) -> Checkpoint:
     """Only the weights and their averages are read, not the optimizer's state."""
     sharded = Sharded.open(path)
+
+    def values(wanted: Callable[[str], bool], allowed: Iterable[Any] = ()) -> dict[str, Any]:
+        return sharded.values(wanted, allowed, deferred, lambda name: separate_names(name) is None)
+
     of_average = f"{LEVERS}.{AVERAGE}.average."
-    average = _under(of_average, sharded.values(lambda name: only != "raw" and name.startswith(of_average)))
+    average = _under(of_average, values(lambda name: only != "raw" and name.startswith(of_average)))
     shards = {AVERAGE: {"average": average}} if average else {}  # earlier versions have it in the lever's state
     replaced = average if only == "ema" else {}
 
@@ -86,18 +95,16 @@ def _sharded(path: Path, only: Weights | None) -> Checkpoint:
         return name.startswith(prefix) and name.removeprefix(prefix).removeprefix(PREFIX) not in replaced
 
     if (path / REST).is_file():
-        weights = _under("weights.", sharded.values(lambda name: of_weights(name, "weights.")))
+        weights = _under("weights.", values(lambda name: of_weights(name, "weights.")))
         rest = read_file(path / REST)
         return _of_lightning(path, {**rest, "weights": weights, LEVERS: joined(rest[LEVERS], shards)})
     model, times = "state.model.", "state.timestamp.Timestamp."
-    values = sharded.values(
-        lambda name: of_weights(name, model) or name.startswith(("state.algorithms", times)), ALLOWED
-    )
-    weights = _under(model, values)
-    if not (weights or replaced) or "state.algorithms" not in values:
+    found = values(lambda name: of_weights(name, model) or name.startswith(("state.algorithms", times)), ALLOWED)
+    weights = _under(model, found)
+    if not (weights or replaced) or "state.algorithms" not in found:
         raise ValueError(f"{path}: not a checkpoint of a run; it holds no weights under state.model")
-    levers = joined(dict(values["state.algorithms"]), shards)
-    return _of_composer(path, weights, levers, _under(times, values))
+    levers = joined(dict(found["state.algorithms"]), shards)
+    return _of_composer(path, weights, levers, _under(times, found))
 
 
 def _under(prefix: str, values: dict[str, Any]) -> dict[str, Any]:

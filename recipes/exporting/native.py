@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from callbacks.export import export
+from callbacks.export import export_folder
 from data.encoded_sets import EncodedSet
 from data.files import write_json
 from data.loading import Loading
@@ -15,9 +15,11 @@ from data.vocabulary_files import VOCABULARY
 from recipes.config.build import build, build_on_meta, encoders_of
 from recipes.config.recipe import Recipe, load_config
 from recipes.config.values import ConfigError
+from recipes.engines.deferred import Deferred
 from recipes.exporting.checkpoints import Checkpoint, read_checkpoint
 from recipes.generation.exports import Weights, find_network, read_record
 from recipes.models.task import Task
+from recipes.models.tensor_file import TensorFile
 from recipes.models.weights import load_tensors
 from recipes.planning.run_summary import CONFIG
 
@@ -41,10 +43,11 @@ def from_checkpoint(
         FileNotFoundError: the recipe, the manifest or an encoder is missing.
         ValueError: a checkpoint of another recipe, or an encoder that did not encode the training data.
     """
-    checkpoint = read_checkpoint(path, weights or "ema")
+    deferred = Deferred()
+    checkpoint = read_checkpoint(path, weights or "ema", deferred)
     recipe = read_recipe(path.parents[1] / CONFIG if recipe_file is None else recipe_file)
     task = build_on_meta(recipe.model)
-    averaged = load(task, checkpoint, weights)
+    averaged = load(task, checkpoint, weights, deferred)
     loading, bundle = training_data(recipe, task.requirements(), path.parents[1] / "export", data)
     record = {
         "run_name": recipe.run_name,
@@ -53,7 +56,8 @@ def from_checkpoint(
         "checkpoint": path.name,
         "weights": "averaged" if averaged else "as trained",
     }
-    export(task, loading, folder, record, complete=False)
+    with export_folder(task, loading, folder, record, complete=False) as new:
+        write_weights(task, new, deferred)
     if loading.manifest is not None:
         for name in ("image_encoder", "text_encoder"):
             if bundle is not None and (bundle / name).is_dir() and not (folder / name).exists():
@@ -76,8 +80,26 @@ def read_recipe(file: Path) -> Recipe:
         raise ValueError(f"{file}: {error.lines[0]}") from None
 
 
-def load(task: Task, checkpoint: Checkpoint, weights: Weights | None) -> bool:
+def write_weights(task: Task, folder: Path, deferred: Deferred) -> None:
+    """Write what `task.export` writes, one tensor after another where the task can be written so.
+
+    Args:
+        task: with the weights that `load` has given it.
+        folder: to write in.
+        deferred: as it was given to `load`.
+    """
+    if task.exported is None:
+        return task.export(folder)
+    tensors = task.get_submodule(task.exported).state_dict()
+    with TensorFile(task.export_config(folder, averaged=False), tensors) as file:
+        for name in file.names:
+            file.write(name, deferred.read(tensors[name]))
+
+
+def load(task: Task, checkpoint: Checkpoint, weights: Weights | None, deferred: Deferred) -> bool:
     """Load a checkpoint's weights into a task on the meta device; returns whether they are averaged.
+
+    One that `write_weights` writes tensor by tensor gets stand-ins, if the checkpoint has such.
 
     Raises:
         ValueError: they do not fit, or averaged ones are requested and there are none.
@@ -88,7 +110,9 @@ def load(task: Task, checkpoint: Checkpoint, weights: Weights | None) -> bool:
     tensors = {**checkpoint.weights, **(checkpoint.average if averaged else {})}
     own = task.state_dict()
     # Averages are kept in 32 bits, whatever the parameters have.
-    tensors = {name: t.to(own[name].dtype) if name in own else t for name, t in tensors.items()}
+    tensors = {name: deferred.to(t, own[name].dtype) if name in own else t for name, t in tensors.items()}
+    if task.exported is None:
+        tensors = {name: deferred.read(tensor) for name, tensor in tensors.items()}
     load_tensors(task, tensors, checkpoint.path, assign=True)
     return averaged
 

@@ -51,7 +51,8 @@ class Task(nn.Module):
         exported: name of the part of the task whose state dict is all that `export` writes besides what `export_config`
             writes. A model that is divided over devices is then exported tensor by tensor, without a call of `export`.
             None, the default: the first rank gathers the whole model, and `export` is called. So it is for a subclass
-            that overrides `export` or `export_average`, unless it defines `exported` or `export_config`, too.
+            that overrides `export` or `export_average`, also by a mixin, unless it defines `exported` or
+            `export_config`, too.
         takes_draws: whether training draws random numbers by `data.random_numbers`, so that they may belong to samples.
     """
 
@@ -70,8 +71,9 @@ class Task(nn.Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        own = vars(cls)
-        if ("export" in own or "export_average" in own) and not ("exported" in own or "export_config" in own):
+        writes, describes = {"export", "export_average"}, {"exported", "export_config"}
+        first = next(vars(base).keys() for base in cls.__mro__ if vars(base).keys() & (writes | describes))
+        if not first & describes:
             cls.exported = None  # the inherited `export_config` describes other files than its `export` writes
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,13 +12,22 @@ from torch import Tensor
 
 # What safetensors calls each format of numbers, in the order in which it writes tensors.
 FORMATS = {
+    torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.complex64: "C64",
     torch.float32: "F32",
+    torch.uint32: "U32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.uint16: "U16",
     torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -26,7 +35,14 @@ FORMATS = {
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors, in the order in which a file has their values."""
+    """The names of tensors, in the order in which a file has their values.
+
+    Raises:
+        ValueError: safetensors has no name for a tensor's format of numbers.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FORMATS:
+            raise ValueError(f"{name} is of {tensor.dtype}, which no safetensors file can hold; use another dtype")
     order = list(FORMATS)
     return sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
 
@@ -53,6 +69,7 @@ class TensorFile:
 
         Raises:
             OSError: the file cannot be written.
+            ValueError: see `in_order`.
         """
         self.names = in_order(tensors)
         self._left = {name: (tensors[name].shape, tensors[name].dtype) for name in self.names}
@@ -80,7 +97,9 @@ class TensorFile:
         found = name, tensor.shape, tensor.dtype
         assert found == (following, *self._left.pop(following)), f"{found}, but {following} is next"
         if tensor.numel():
-            self._write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+            # `view` would keep the stride of a single number, which may be any in a contiguous tensor.
+            row = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+            self._write(row.view(torch.uint8).numpy())
 
     def _write(self, data: bytes) -> None:
         """The system may take only a part at a time; of a full disk it says so at the next one."""

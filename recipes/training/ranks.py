@@ -67,6 +67,34 @@ def from_first_rank(value: Any) -> Any:
     return held[0]
 
 
+def on_all_ranks(act: Callable[[], Any]) -> Any:
+    """Call a function on every rank. Where it fails on some, all end with one message, and none waits for another.
+
+    Args:
+        act: called on every rank; without communication.
+
+    Returns:
+        What the function returned on this rank.
+
+    Raises:
+        ValueError: the function failed on another rank. A rank on which it failed raises its own error.
+    """
+    found, error = None, None
+    try:
+        found = act()
+    except Exception as caught:
+        error = caught
+    told = [None if error is None else str(error)] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(told, told[0])
+    if error is not None:
+        raise error
+    for text in told:
+        if text is not None:
+            raise ValueError(text)
+    return found
+
+
 def wait() -> None:
     """Wait for all ranks. Every rank must call it."""
     if world_size() > 1:

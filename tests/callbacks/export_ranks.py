@@ -18,6 +18,7 @@ from recipes.algorithms.averaging.average import Average
 from recipes.algorithms.modules.activation_checkpointing import recompute
 from recipes.algorithms.sharding.shard import shard
 from recipes.models.autoregressive.task import Autoregressive
+from recipes.models.task import Task
 from recipes.training.ranks import from_first_rank, is_first_rank
 from tests.disks import small_files
 from tests.recipes.training.fake_run import FakeRun
@@ -97,6 +98,7 @@ def check_exports(folder: Path) -> None:
             assert all(torch.equal(raw[name], tensor) for name, tensor in new_task().network.state_dict().items())
             new_task().load_export(folder / f"by piece {name}" / "export")
     check_full_disk(folder / "full", divided)
+    check_first_rank_fails(folder / "fails", divided)
 
 
 @contextmanager
@@ -127,6 +129,15 @@ def check_full_disk(folder: Path, task: Autoregressive) -> None:
         export.end(FakeRun(task).at(4))
     assert "\n" not in str(error.value) and str(error.value).endswith(f"File too large: '{folder / 'export'}'")
     assert from_first_rank(contents(folder / "export")) == before and [*folder.iterdir()] == [folder / "export"]
+
+
+def check_first_rank_fails(folder: Path, task: Autoregressive) -> None:
+    """The weights do not fit into the model that the first rank alone makes for them: no rank waits for it."""
+    task.exported = None
+    export = Export(task, "run", str(folder), Loading(loader=None), Task, None)
+    with pytest.raises((RuntimeError, ValueError), match="Unexpected key"):
+        export.end(FakeRun(task).at(3))
+    assert not folder.exists()
 
 
 CHECKS = {EXPORTS: check_exports}

@@ -63,6 +63,23 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "link to nothing"])
+def test_a_link_or_a_file_in_the_place_of_a_folder_is_replaced(tmp_path, kind):
+    """And nothing is left of it, of which a second one by the same process could not take the place."""
+    other, folder = tmp_path / "other", tmp_path / "export"
+    other.mkdir()
+    (other / "kept").touch()
+    if kind == "file":
+        folder.touch()
+    else:
+        folder.symlink_to(other if kind == "link" else tmp_path / "nothing")
+    for number in "12":
+        with atomic_folder(folder) as partial:
+            (partial / "number").write_text(number)
+    assert (folder / "number").read_text() == "2" and not folder.is_symlink() and (other / "kept").exists()
+    assert {part.name for part in tmp_path.iterdir()} == {"export", "other"}
+
+
 def test_what_gets_a_name_is_on_the_disk(tmp_path, monkeypatch):
     """Otherwise it could hold half a file after a power failure, beside one that says that all is done."""
     before = on_disk_before_named(monkeypatch)

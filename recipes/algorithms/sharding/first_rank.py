@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.algorithms.sharding.shards import own, shard_of
 from recipes.training.lever import Lever
-from recipes.training.ranks import is_first_rank
+from recipes.training.ranks import is_first_rank, on_all_ranks
 from recipes.training.run import Run
 
 
@@ -39,9 +39,9 @@ class FirstRankSends(Lever):
         """Keep what the model has before it is divided.
 
         Raises:
-            ValueError: see `loose_tensors`.
+            ValueError: on all ranks; see `loose_tensors`.
         """
-        self.loose = loose_tensors(self.task)
+        self.loose = on_all_ranks(lambda: loose_tensors(self.task))  # the first rank's tensors have values
         if is_first_rank():
             self.whole = {name: tensor.detach() for name, tensor in named_tensors(self.task)}
 
@@ -132,7 +132,8 @@ def receive(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     else:
         sent = whole.to(device).contiguous()
-    dist.broadcast(sent.view(-1).view(torch.uint8), 0)  # of any dtype
+    row = sent.as_strided((sent.numel(),), (1,))  # `view` would keep the stride of a single number, which may be any
+    dist.broadcast(row.view(torch.uint8), 0)  # of any dtype
     # On the first rank, what is not divided has its values, and may be a view that repeats them.
     if whole is None or isinstance(tensor, DTensor):
         own(tensor).copy_(shard_of(tensor, sent))

@@ -288,12 +288,21 @@ def test_open_clip_weights_in_a_file_of_their_own(clip_folder, tmp_path, monkeyp
     torch.testing.assert_close(apart.encode(CAPTIONS), together.encode(CAPTIONS))
 
 
-@pytest.mark.parametrize("kind", ["vae", "vae in a pipeline", "hf", "open_clip", "open_clip model", "open_clip file"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "vae", "vae in a pipeline", "hf", "hf, absolute words", "hf, words beside", "open_clip", "open_clip model",
+        "open_clip file",
+    ],
+)  # fmt: skip
 def test_an_export_has_all_that_an_encoder_reads(vae_folder, hf_folder, clip_folder, tmp_path, kind):
     """What is copied opens on a machine where the places that the manifest names do not exist."""
-    here, moved = tmp_path / "here", tmp_path / "moved"
+    here, moved, words = tmp_path / "here", tmp_path / "moved", tmp_path / "words"
     shutil.copytree(vae_folder if kind == "vae" else clip_folder if "open" in kind else hf_folder, here)
     shutil.copytree(vae_folder, here / "vae", dirs_exist_ok=True)
+    shutil.copytree(hf_folder / "tokenizer", words)
+    (words / "key").touch()  # a manifest of somebody else may name a folder with other files
+    text = {"name": "hf_clip_text", "path": str(here), "subfolder": "text_encoder"}
     config = json.loads((clip_folder / "open_clip_config.json").read_text())["model_cfg"]
     (tmp_path / "tiny-of-exports.json").write_text(json.dumps(config))
     open_clip.add_model_config(tmp_path / "tiny-of-exports.json")
@@ -301,7 +310,9 @@ def test_an_export_has_all_that_an_encoder_reads(vae_folder, hf_folder, clip_fol
     values = {
         "vae": {"name": "kl_vae", "path": str(here)},
         "vae in a pipeline": {"name": "kl_vae", "path": str(here), "subfolder": "vae"},
-        "hf": {"name": "hf_clip_text", "path": str(here), "subfolder": "text_encoder", "tokenizer": "tokenizer"},
+        "hf": text | {"tokenizer": "tokenizer"},
+        "hf, absolute words": text | {"tokenizer": str(words)},
+        "hf, words beside": text | {"tokenizer": "../words"},
         "open_clip": {"name": "open_clip_text", "path": str(here)},
         "open_clip model": {"name": "open_clip_text", "model": f"local-dir:{here}"},
         "open_clip file": {"name": "open_clip_text", "model": "tiny-of-exports", "pretrained": file},
@@ -315,7 +326,10 @@ def test_an_export_has_all_that_an_encoder_reads(vae_folder, hf_folder, clip_fol
         (moved / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, moved / place)
     shutil.rmtree(here)
+    shutil.rmtree(words)
     assert any(encoders_of(manifest, moved))
+    copied = {path.name for path in moved.rglob("*")}
+    assert not copied & ({"key", "vae"} if kind.startswith("hf") else {"key"})
 
 
 def test_a_tokenizer_with_more_words_than_the_model(clip_folder, tmp_path):

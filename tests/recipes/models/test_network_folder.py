@@ -47,6 +47,16 @@ def test_a_task_with_an_export_of_its_own_is_not_written_tensor_by_tensor():
         def export_average(self, folder):
             (folder / "average").touch()
 
+    class Mixin:
+        def export(self, folder):
+            (folder / "mixed").touch()
+
+    class Mixed(Mixin, Learns):
+        pass
+
+    class Replaced(Learns, Mixin):
+        pass
+
     class Both(Converts):
         def export(self, folder):
             super().export(folder)
@@ -56,5 +66,5 @@ def test_a_task_with_an_export_of_its_own_is_not_written_tensor_by_tensor():
 
         exported = "network"
 
-    assert TransformerTask.exported == Learns.exported == Both.exported == "network"
-    assert Converts.exported is None and Averages.exported is None
+    assert {c.exported for c in (TransformerTask, Learns, Both, Replaced)} == {"network"}
+    assert {c.exported for c in (Converts, Averages, Mixed)} == {None}

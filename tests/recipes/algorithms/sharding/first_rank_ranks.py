@@ -206,6 +206,7 @@ class Masked(nn.Module):
         self.tied.mask = self.mask
         self.scale = torch.tensor(0.25, dtype=torch.float64)
         self.nothing = torch.zeros(0)
+        self.single = torch.arange(4.0)[3::2]  # contiguous, with a stride of 2
         self.repeated = torch.arange(3.0)[:, None].expand(3, 4)  # a view, in whose memory values stand once
 
     def blocks(self) -> list[nn.Module]:
@@ -231,7 +232,7 @@ def check_kinds(folder: Path) -> None:
     sends.change_modules(run)
     sends.shard(run)
     assert task.tied.weight is task.layer.weight and task.again is task.layer.bias and task.tied.mask is task.mask
-    for name in ("count", "table", "mask", "scale", "nothing", "repeated"):
+    for name in ("count", "table", "mask", "scale", "nothing", "single", "repeated"):
         value, other = getattr(task, name), getattr(wanted, name)
         assert value.dtype == other.dtype and torch.equal(value, other), name
     assert dict(task.named_buffers()).keys() == {"count", "table"} and list(task.state_dict())[-1] != "table"
@@ -240,6 +241,20 @@ def check_kinds(folder: Path) -> None:
     both = [torch.zeros_like(sums) for _ in range(2)]
     dist.all_gather(both, sums)
     assert torch.equal(*both) and torch.all(both[0] != 0)
+    check_refusal(first)
+
+
+def check_refusal(first: bool) -> None:
+    """Ranks without values find tensors that they would not receive; the first rank ends with them."""
+    with torch.device("cpu" if first else "meta"):
+        task = Masked()
+        task.masks = [torch.zeros(2)]
+    try:
+        FirstRankSends(task).change_modules(FakeRun(task))
+    except ValueError as error:
+        assert str(error).startswith("Masked: masks holds tensors, ") and "\n" not in str(error)
+    else:
+        raise AssertionError("this rank goes on")
 
 
 def checks(folder: Path) -> dict:
