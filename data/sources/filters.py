@@ -120,6 +120,9 @@ class Filter:
 
         Returns:
             The decoded sample, or `Rejected` with a reason from `base.REASONS`. Never raises because of the data.
+
+        Raises:
+            MemoryError: memory is lacking.
         """
         caption = self.caption(sample)
         if isinstance(caption, Rejected):
@@ -132,6 +135,8 @@ class Filter:
             return Rejected(sample.key, "too_many_pixels", str(error))
         except Image.UnidentifiedImageError:
             return Rejected(sample.key, "broken_image", "not an image in a known format")
+        except MemoryError:  # for at most `max_pixels`: the image may be whole
+            raise
         except Exception as error:
             return Rejected(sample.key, "broken_image", f"{type(error).__name__}: {error}")
 
@@ -189,6 +194,8 @@ def _orientation(image: Image.Image) -> int:
     """EXIF orientation, 1 to 8; 1 if there is none or the EXIF block is damaged."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except MemoryError:
+        raise
     except Exception:  # a damaged EXIF block can raise anything, and the pixels are still good
         return 1
     return value if value in _UPRIGHT else 1
