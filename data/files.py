@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -36,6 +37,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def remove_partial(path: Path, seconds: float) -> None:
+    """Remove what processes that were killed in `atomic_write` left of a file, `seconds` after its last change."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.[0-9]*"):
+        if is_old(partial, seconds):
+            partial.unlink(missing_ok=True)
+
+
+def is_old(path: Path, seconds: float) -> bool:
+    """Whether a file or folder is there, and has not been changed for so many seconds."""
+    with suppress(FileNotFoundError):  # its process goes on after all, and has just renamed or removed it
+        return time.time() - path.stat().st_mtime > seconds
+    return False
 
 
 def write_text(path: Path, text: str) -> None:

@@ -61,7 +61,7 @@ class _Sharing:
         """The JSON object itself, which may be any in the file."""
         if "column_names" in values:
             for name in _LISTS:
-                if name in values and values[name] == self._before.get(name):
+                if name in values and name in self._before and values[name] == self._before[name]:
                     values[name] = self._before[name]
             self._before = values
         return values
@@ -110,4 +110,5 @@ def _check_file(name: str, file: Any) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    # Offsets in a file have 32 bits. Libraries would raise other errors for larger numbers, or take memory for them.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32

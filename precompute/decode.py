@@ -116,6 +116,8 @@ class DecodedBatches(IterableDataset):
                 self._mark(shard, number)
         except BUGS:
             raise
+        except MemoryError as error:  # the shard may be whole, as those that would be given up after it
+            raise MemoryError(f"while input shard {shard.shard} was read") from error
         except Exception as error:  # libraries that read files have errors of their own
             yield one_line(error)
             return

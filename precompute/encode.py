@@ -40,7 +40,11 @@ def main(arguments: list[str]) -> None:
         sources = build(config.sources)
         sets = {label: output_of(config, label, source.shards()) for label, source in sources.items()}
         request = config.request()
-        if all(output.is_complete(request | source_options(config.sources[label])) for label, output in sets.items()):
+        # As in `precompute.job.run`: what a rank's share lacks, this rank does, whatever the others have found.
+        share = rank.share([(label, shard) for label, output in sets.items() for shard in output.shards])
+        own = {label: [shard for other, shard in share if other == label] for label in sets}
+        requests = {label: request | source_options(config.sources[label]) for label in sets}
+        if all(output.is_complete(requests[label], own[label]) for label, output in sets.items()):
             log.info(f"already complete: {config.out}; delete it to encode again")
             return
         try:

@@ -176,6 +176,8 @@ def file_figures(folder: Path, entry: Shard, columns: Mapping[str, Column]) -> F
             if file != where:
                 data = file.read_bytes()
             reader = _Reader(_info(entry, file), {name: name for name in columns}, data)
+    except MemoryError:  # the file may be whole
+        raise
     except Exception as error:  # compression libraries have errors of their own
         found.faults.append(f"{where}: cannot be opened ({error})")
         return found

@@ -20,14 +20,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from data.disk_errors import about
-from data.files import atomic_write, name_once, parse_object, read_object, to_disk, write_json
+from data.files import atomic_write, is_old, name_once, parse_object, read_object, remove_partial, to_disk, write_json
 from data.manifest import NAME, NULL_TEXT, REJECTED, Manifest
 from data.mds_index import INDEX
 from data.side_by_side import side_by_side
@@ -43,7 +42,7 @@ DONE = "done.json"
 UNREADABLE = "unreadable"
 BEGUN = "begun"
 MERGING = ".lock-merge-{}"  # in the folder of the job, of a set's label: who writes its index
-STALE = 3600.0  # seconds since its last change after which the unfinished copy of a finished shard is removed
+STALE = 3600.0  # seconds since its last change after which what a process began is removed, where others finished it
 
 
 class OutputSet:
@@ -127,28 +126,30 @@ class OutputSet:
         others = [entry.path for entry in os.scandir(self.out / "shards") if entry.name not in known]
         return sum(os.path.isfile(os.path.join(path, DONE)) for path in others)
 
-    def is_complete(self, request: dict[str, Any]) -> bool:
+    def is_complete(self, request: dict[str, Any], own: Collection[str]) -> bool:
         """Whether all shards are done and merged into a set that was made for this request.
 
         Args:
             request: see `precompute.config.EncodeConfig.request`; it also holds `precompute.config.source_options`.
+            own: shards whose folders are looked into: those of this rank's share.
         """
         embedded = request.get("text_encoder", NULL_TEXT) is not None  # a set of tokens has no text encoder
         needed = [INDEX, NULL_TEXT] if embedded else [INDEX]
-        # What takes long comes last: look-ups in all folders, and the index.
+        # What takes long comes last: look-ups in folders, and the index.
         if self.absent() or not all((self.out / name).is_file() for name in needed):
             return False
         if self.copy is not None and not self.copy.has(self.out):
             return False
         try:
             manifest = Manifest.read(self.out)
-            if manifest.request != _as_json(request) or manifest.shards != len(self.shards) or self.remaining():
+            same = manifest.request == _as_json(request) and manifest.shards == len(self.shards)
+            if not same or not all(side_by_side(self.is_done, own)):
                 return False
             merged = merged_shards(self.out / INDEX)
+            # A shard whose samples were all rejected is not in the index.
+            return list(merged) == [shard for shard in self.shards if shard in merged or self._done(shard)["samples"]]
         except (FileNotFoundError, ValueError):
             return False
-        # A shard whose samples were all rejected is not in the index.
-        return list(merged) == [shard for shard in self.shards if shard in merged or self._done(shard)["samples"]]
 
     def claim(self, options: dict[str, Any]) -> None:
         """Writes the options that the folder's values depend on, or compares them with those that are there.
@@ -212,16 +213,16 @@ class OutputSet:
             return
         if not partial.is_dir():
             raise FolderGone(partial)
-        # On disk before the rename: after a power failure a finished shard must not be empty.
-        to_disk(partial)
-        if final.is_dir() and not self.is_encoded(shard):
-            shutil.rmtree(final)
         try:
+            # On disk before the rename: after a power failure a finished shard must not be empty.
+            to_disk(partial)
+            if final.is_dir() and not self.is_encoded(shard):
+                shutil.rmtree(final)
             os.rename(partial, final)
         except OSError:
             if not self.is_encoded(shard):
                 raise
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)  # as above
 
     def note_unreadable(self, shard: str, problem: str) -> None:
         """Writes down that an input shard could not be read, for the ranks that finish later."""
@@ -330,11 +331,13 @@ class OutputSet:
         return marker, ", ".join(map(json.dumps, entries)), self._read(shard, REJECTED)
 
     def remove_stale(self) -> None:
-        """Removes what killed processes left of shards that another process finished."""
+        """Removes what killed processes left of shards that another process finished, and of the files of the set."""
         shutil.rmtree(self.out / BEGUN, ignore_errors=True)
         for path in (self.out / "shards").glob("*.tmp-*"):
-            if self.is_done(path.name.rpartition(".tmp-")[0]) and time.time() - path.stat().st_mtime > STALE:
+            if self.is_done(path.name.rpartition(".tmp-")[0]) and is_old(path, STALE):
                 shutil.rmtree(path, ignore_errors=True)
+        for name in INDEX, REJECTED:
+            remove_partial(self.out / name, STALE)
 
     def _done(self, shard: str) -> dict[str, Any]:
         return self._json(shard, DONE, "options")

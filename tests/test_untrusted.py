@@ -128,8 +128,8 @@ def test_samples_and_sizes_that_an_index_invents(shards, tmp_path):
 
     shutil.copyfile(shards / "shard.00000.mds", tmp_path / "shard.00000.mds")
     (entry,) = read_index(shards)
-    many = {**entry, "samples": 10**15, "raw_data": {**entry["raw_data"], "bytes": 10**17}}
-    large = {**entry, "raw_data": {**entry["raw_data"], "bytes": 10**17}}
+    many = {**entry, "samples": 10**9, "raw_data": {**entry["raw_data"], "bytes": (1 << 32) - 1}}
+    large = {**entry, "raw_data": {**entry["raw_data"], "bytes": (1 << 32) - 1}}
     large["column_encodings"] = [text.replace("2,2", "200000,200000") for text in entry["column_encodings"]]
     for changed in (many, large):
         (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": [changed]}))
@@ -160,6 +160,26 @@ def test_samples_of_shards(shards, tmp_path, data):
     source = MDSSource(path=str(tmp_path))
     (shard,) = source.shards()
     assert all(isinstance(sample, Sample | Rejected) for sample in source.read(shard))
+
+
+@pytest.mark.parametrize("name", ["column_names", "column_encodings", "column_sizes", "hashes"])
+def test_an_index_without_a_list(name, shards, tmp_path):
+    index = json.loads((shards / "index.json").read_text())
+    (entry,) = index["shards"]
+    for entries in ([entry | {name: None}], [entry, entry | {name: None}]):
+        (tmp_path / "index.json").write_text(json.dumps({**index, "shards": entries}))
+        with pytest.raises(ValueError, match=f"index.json: shard {len(entries) - 1}: .*must be"):
+            read_index(tmp_path)
+
+
+@pytest.mark.parametrize(("samples", "size"), [(3, 1 << 32), (1 << 63, 1 << 70), (1 << 60, 1 << 62 | 4)])
+def test_an_index_with_numbers_that_no_file_can_have(samples, size, shards, tmp_path):
+    """Libraries raise an OverflowError or a MemoryError for them."""
+    index = json.loads((shards / "index.json").read_text())
+    index["shards"][0] |= {"samples": samples, "raw_data": index["shards"][0]["raw_data"] | {"bytes": size}}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="index.json: shard 0: .*; expected"):
+        read_index(tmp_path)
 
 
 def test_a_sample_that_claims_more_than_its_file_has_is_not_read(shards, tmp_path):

@@ -194,6 +194,8 @@ def _orientation(image: Image.Image) -> int:
     """EXIF orientation, 1 to 8; 1 if there is none or the EXIF block is damaged."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except MemoryError:
+        raise
     except Exception:  # a damaged EXIF block can raise anything, and the pixels are still good
         return 1
     return value if value in _UPRIGHT else 1

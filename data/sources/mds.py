@@ -122,6 +122,8 @@ class MDSSource:
                 _check_pil(image)
                 image = mds_decode("pil", image)
             except Exception as error:  # sizes and mode come from the data, so anything may be raised
+                if try_again(error):
+                    raise
                 return Rejected(key, "broken_image", f"{type(error).__name__}: {error}")
         return assemble(key, image, row[self.caption])
 

@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -255,3 +256,9 @@ def test_large_jpeg_is_decoded_at_a_fraction():
 def test_bounds_nothing_can_meet(bounds, message):
     with pytest.raises(ValueError, match=f"filter.*{message}"):
         Filter(**bounds)
+
+
+def test_a_picture_whose_orientation_lacks_memory_is_not_taken_as_it_lies(monkeypatch):
+    monkeypatch.setattr(Image.Image, "getexif", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        decode(encode(two_tone()))

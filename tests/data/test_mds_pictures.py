@@ -1,12 +1,14 @@
 """Pictures in MDS shards that were made to hurt."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 from streaming import MDSWriter
 
 from data.sources.mds import MDSSource
-from tests.data.test_sources import read
+from tests.data.test_sources import mds_source, read
 
 
 def test_mds_pictures_that_claim_more_pixels_than_they_have(tmp_path):
@@ -22,3 +24,11 @@ def test_mds_pictures_that_claim_more_pixels_than_they_have(tmp_path):
     large, empty = read(MDSSource(path=str(tmp_path)))
     assert large.reason == empty.reason == "broken_image"
     assert large.detail == "ValueError: it claims 40000x40000 pixels in 15 bytes"
+
+
+def test_a_picture_that_lacks_memory_is_not_broken(tmp_path, monkeypatch):
+    """A picture that is rejected is never read again."""
+    source = mds_source(tmp_path, "pil")
+    monkeypatch.setattr("streaming.base.format.mds.encodings.mds_decode", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        read(source)

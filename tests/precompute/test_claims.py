@@ -118,6 +118,24 @@ def test_a_rank_without_work_does_the_shards_of_a_lost_one(encoded, recipe, tmp_
     assert "already complete" in capsys.readouterr().out
 
 
+def test_each_rank_looks_into_the_folders_of_its_share_only(encoded, recipe, tmp_path, monkeypatch):
+    """When a set that is whole is encoded again: hundreds of ranks would each look into all of its folders."""
+    path, output = recipe(), OutputSet(tmp_path / "out" / "train", [])
+    main([path])
+    shards, looked, done = sorted(os.listdir(output.out / "shards")), [], OutputSet.is_done
+    (output.folder(shards[1]) / DONE).unlink()
+    monkeypatch.setattr(OutputSet, "is_done", lambda self, shard: looked.append(shard) or done(self, shard))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in 0, 2:
+        monkeypatch.setenv("RANK", str(rank))
+        main([path])
+        assert looked == [shards[rank]] and not output.is_encoded(shards[1])
+        looked.clear()
+    monkeypatch.setenv("RANK", "1")  # which goes on with what its share lacks
+    main([path])
+    assert digests(output.out) == digests(encoded)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_that_another_rank_has_begun_is_left_to_it(encoded, recipe, tmp_path, monkeypatch, workers):
     path, output = recipe(workers=workers), OutputSet(tmp_path / "out" / "train", [])

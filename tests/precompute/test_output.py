@@ -3,19 +3,21 @@
 import errno
 import json
 import os
+import shutil
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 from streaming import StreamingDataset
 
-from data.files import write_json
+from data.files import to_disk, write_json
 from data.manifest import Manifest
 from data.ranks import Rank
 from data.sources.base import Rejected
+from precompute import merged_index
 from precompute.config import EncodeConfig, reading, source_options
 from precompute.job import _finish
-from precompute.merged_index import merged_shards
 from precompute.output import STALE, OutputSet
 from precompute.upload import Copy
 from recipes.config.recipe import load_config
@@ -28,7 +30,7 @@ def test_writer_keeps_the_source_order(tmp_path):
     output.claim({"x": 1})
     write(output, "b", [sample("b0", 3.0)], {"x": 1})
     write(output, "a", [sample("a0"), Rejected("a1", "broken_image", "why"), sample("a2")], {"x": 1})
-    assert output.remaining() == ["empty"] and not output.is_complete({})
+    assert output.remaining() == ["empty"] and not output.is_complete({}, output.shards)
     write(output, "empty", [Rejected("e0", "empty_caption")], {"x": 1})
     manifest = output.merge(FIELDS | {"request": {"r": [8]}}, {"x": 1})
     assert (manifest.samples, manifest.rejected) == (3, {"broken_image": 1, "empty_caption": 1})
@@ -38,10 +40,11 @@ def test_writer_keeps_the_source_order(tmp_path):
     assert [dataset[i]["key"] for i in range(3)] == ["a0", "a2", "b0"]
     lines = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert lines[0] == {"key": "a1", "shard": "a", "reason": "broken_image", "detail": "why"}
-    assert not output.is_complete({"r": [8]})  # the null caption's embedding is not there
+    assert not output.is_complete({"r": [8]}, output.shards)  # the null caption's embedding is not there
     (tmp_path / "null_text.npy").write_bytes(b"")
-    assert output.is_complete({"r": [8]}) and output.is_complete({"r": (8,)}) and not output.is_complete({"r": [9]})
-    assert not OutputSet(tmp_path, ["a", "b"]).is_complete({"r": [8]})
+    assert output.is_complete({"r": [8]}, output.shards) and output.is_complete({"r": (8,)}, output.shards)
+    assert not output.is_complete({"r": [9]}, output.shards)
+    assert not OutputSet(tmp_path, ["a", "b"]).is_complete({"r": [8]}, ["a"])
     assert OutputSet(tmp_path, ["a", "b"]).unknown_shards() == 1
     assert output.samples_per_shard() == pytest.approx(5 / 3)
 
@@ -55,7 +58,7 @@ def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
     output = OutputSet(tmp_path, ["a"], copy)
     write(output, "a", [sample("a0")], {})
     output.merge(FIELDS, {})
-    assert output.is_complete(FIELDS["request"])
+    assert output.is_complete(FIELDS["request"], output.shards)
     write(OutputSet(tmp_path, [], copy), "b", [sample("b0")], {})
     output = OutputSet(tmp_path, ["a", "b"], copy)
     with monkeypatch.context() as patch:
@@ -65,9 +68,9 @@ def test_a_set_that_grew_is_uploaded_again(tmp_path, monkeypatch, uploads):
                 output.merge(FIELDS, {})
         else:
             OutputSet(tmp_path, ["a", "b"]).merge(FIELDS, {})
-    assert Manifest.read(tmp_path).shards == 2 and not output.is_complete(FIELDS["request"])
+    assert Manifest.read(tmp_path).shards == 2 and not output.is_complete(FIELDS["request"], output.shards)
     output.merge(FIELDS, {})
-    assert output.is_complete(FIELDS["request"])
+    assert output.is_complete(FIELDS["request"], output.shards)
 
 
 def test_as_many_other_shards_are_not_the_set(tmp_path):
@@ -76,13 +79,13 @@ def test_as_many_other_shards_are_not_the_set(tmp_path):
         write(OutputSet(tmp_path, []), shard, samples, {})
     for shards in ["a", "b"], ["a", "empty"], ["b", "a"]:
         output = OutputSet(tmp_path, shards)
-        assert not output.is_complete(FIELDS["request"])
+        assert not output.is_complete(FIELDS["request"], output.shards)
         output.merge(FIELDS, {})
-        assert output.is_complete(FIELDS["request"])
+        assert output.is_complete(FIELDS["request"], output.shards)
     whole = (tmp_path / "index.json").read_text()
     for damaged in "{}", "", whole[:-1], whole[: len(whole) // 2]:
         (tmp_path / "index.json").write_text(damaged)
-        assert not output.is_complete(FIELDS["request"])
+        assert not output.is_complete(FIELDS["request"], output.shards)
 
 
 def test_of_the_index_no_list_is_made_to_see_that_it_is_whole(tmp_path, monkeypatch):
@@ -92,10 +95,10 @@ def test_of_the_index_no_list_is_made_to_see_that_it_is_whole(tmp_path, monkeypa
     for shard in shards:
         write(output, shard, [sample(shard)], {})
     output.merge(FIELDS, {})
-    assert list(merged_shards(tmp_path / "index.json")) == shards
+    assert list(merged_index.merged_shards(tmp_path / "index.json")) == shards
     parsed, loads = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(str(text)) or loads(text, **options))
-    assert output.is_complete(FIELDS["request"])
+    assert output.is_complete(FIELDS["request"], output.shards)
     assert parsed and not any("shards/a/shard.00000.mds" in text for text in parsed)
 
 
@@ -138,6 +141,66 @@ def test_what_killed_ranks_have_left_is_removed_from_finished_shards(tmp_path):
     assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == ["a", "a.tmp-2", "b.tmp-3"]
 
 
+@pytest.mark.parametrize("moment", ["precompute.output.to_disk", "os.rename"])
+def test_a_rank_that_was_taken_for_lost_while_it_published(tmp_path, monkeypatch, moment):
+    """Its disk did not answer for an hour. Another rank has finished the shard meanwhile, and removed its folder."""
+    output = OutputSet(tmp_path, ["a"])
+    output.claim({})
+
+    def hours_later(folder, *arguments):
+        monkeypatch.undo()
+        write(output, "a", [sample("a0")], {}, rank=1)
+        shutil.rmtree(folder)
+        return act(folder, *arguments)
+
+    act = os.rename if moment == "os.rename" else to_disk
+    monkeypatch.setattr(moment, hours_later)
+    write(output, "a", [sample("a0")], {}, rank=0)
+    assert os.listdir(tmp_path / "shards") == ["a"] and output.remaining() == []
+
+
+def test_a_folder_that_its_rank_removes_while_another_looks_at_its_age(tmp_path, monkeypatch):
+    output = OutputSet(tmp_path, ["a"])
+    write(output, "a", [sample("a0")], {})
+    output.partial("a", 1).mkdir()
+
+    def removed(self, shard):
+        output.partial(shard, 1).rmdir()  # as `publish` does, since the shard is done
+        return True
+
+    monkeypatch.setattr(OutputSet, "is_done", removed)
+    output.remove_stale()
+    assert os.listdir(tmp_path / "shards") == ["a"]
+
+
+def test_what_a_process_left_that_was_killed_while_it_merged_is_removed(tmp_path):
+    """An index may have half a gigabyte."""
+    output = OutputSet(tmp_path, ["a"])
+    write(output, "a", [sample("a0")], {})
+    for name in ".index.json.node.1", ".rejected.jsonl.node.1", ".index.json.node.2", ".index.json.mine":
+        (tmp_path / name).touch()
+        if not name.endswith("2"):  # which another process may be writing
+            os.utime(tmp_path / name, times=(time.time() - 2 * STALE,) * 2)
+    output.merge(FIELDS, {})
+    assert {path.name for path in tmp_path.glob(".*")} == {".index.json.node.2", ".index.json.mine"}
+
+
+def test_an_index_on_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
+    """As that of a pipe does not. The ends of what is read at once lie anywhere."""
+    output = OutputSet(tmp_path, ["a", "b", "c"])
+    for shard in output.shards:
+        write(output, shard, [sample(shard)], {})
+    output.merge(FIELDS, {})
+    content, pipe = (tmp_path / "index.json").read_bytes(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for size in 1 << 24, 61, 1:
+        monkeypatch.setattr(merged_index, "BLOCK", size, raising=False)
+        writing = threading.Thread(target=pipe.write_bytes, args=[content], daemon=True)
+        writing.start()
+        assert list(merged_index.merged_shards(pipe)) == output.shards
+        writing.join()
+
+
 def test_ranks_look_into_no_folder_while_others_are_missing(tmp_path, monkeypatch):
     """A thousand ranks start and end at the same time, and each would look into a hundred thousand folders."""
     looked = []
@@ -145,7 +208,7 @@ def test_ranks_look_into_no_folder_while_others_are_missing(tmp_path, monkeypatc
     output = OutputSet(tmp_path, ["a", "b", "c"])
     output.claim({"x": 1})
     output.folder("a").mkdir()
-    assert not output.is_complete({})
+    assert not output.is_complete({}, output.shards)
     _finish(None, {"train": output}, Rank(0, 2), {}, {}, {})
     assert looked == []
     output.note_unreadable("b", "broken")

@@ -16,7 +16,7 @@ from data.sources.base import InputShard, Position, Rejected
 from precompute import upload
 from precompute.batch import DecodedBatch, ShardEnd
 from precompute.columns import LatentColumns
-from precompute.decode import DecodedBatches, assign, batches
+from precompute.decode import DecodedBatches, Preparation, assign, batches
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.upload import Uploads
@@ -62,6 +62,20 @@ def test_an_interrupt_waits_until_all_workers_are_forked(monkeypatch):
         assert list(batches(DecodedBatches([], {}, None), workers=0, prefetch=2, pin=False)) == []
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_lack_of_memory_ends_the_job_and_gives_no_shard_up(workers):
+    """By `leave_out_unreadable` the set would lack it, and all that are read after it."""
+
+    class Source:
+        def read(self, shard):
+            raise MemoryError
+
+    shards, preparation = [InputShard("train", "a")], Preparation(None, None, (), "center", 1, False, 0, 1)
+    decoded = DecodedBatches(shards, {"train": Source()}, preparation)
+    with pytest.raises(MemoryError, match="while input shard a was read"):
+        list(batches(decoded, workers=workers, prefetch=2, pin=False))
 
 
 def test_environment(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -114,3 +115,9 @@ def test_a_process_that_dies_costs_one_line(whole, monkeypatch):
     monkeypatch.setattr(reading, "_begin", lambda: os._exit(9))
     with pytest.raises(ValueError, match="a process that reads files died.*give fewer --workers"):
         figures_of_files(*whole[:3], workers=2)
+
+
+def test_a_file_that_lacks_memory_has_no_fault(whole, monkeypatch):
+    monkeypatch.setattr("precompute.file_figures.locate", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        figures_of_files(*whole[:3])
