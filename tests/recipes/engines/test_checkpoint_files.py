@@ -106,12 +106,21 @@ def test_a_checkpoint_is_on_the_disk_before_older_ones_are_removed(tmp_path, mon
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
-    with pytest.raises(RuntimeError, match="a bug"), whole(tmp_path / "ep0-ba1.ckpt"):
+    """What they leave does not get into the next checkpoint of that name."""
+    with pytest.raises(RuntimeError, match="a bug"), whole(tmp_path / "ep0-ba1") as partial:
+        partial.mkdir()
+        (partial / "__1_0.distcp").touch()
         raise RuntimeError("a bug")
+    with whole(tmp_path / "ep0-ba1") as partial:
+        partial.mkdir()
+    assert names(tmp_path) == ["ep0-ba1"] and not names(tmp_path / "ep0-ba1")
 
 
-def test_a_lost_link_is_mended(tmp_path):
+@pytest.mark.parametrize("dangles", [False, True])
+def test_a_lost_link_is_mended(tmp_path, dangles):
     files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1)
+    if dangles:
+        (tmp_path / "latest").symlink_to("ep0-ba11.ckpt")  # which somebody has removed
     for batch in (2, 10, 9):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
     KINDS["lightning"].mend(tmp_path)
@@ -124,15 +133,16 @@ def test_a_lost_link_is_mended(tmp_path):
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_of_two_checkpoints_of_a_batch_that_of_the_later_epoch_is_the_newest(tmp_path, monkeypatch, backwards):
+@pytest.mark.parametrize("epochs", [(1, 2), (9, 10)])
+def test_of_two_checkpoints_of_a_batch_that_of_the_later_epoch_is_the_newest(tmp_path, monkeypatch, epochs, backwards):
     """One was saved at a signal in the last batch of an epoch, and the other one when the run went on with its end."""
-    both = [tmp_path / f"ep{epoch}-ba9.ckpt" for epoch in (1, 2)]
+    both = [tmp_path / f"ep{epoch}-ba9.ckpt" for epoch in epochs]
     for path in both:
         path.touch()
     listed = both[::-1] if backwards else both  # folders list files in any order
     monkeypatch.setattr(type(tmp_path), "glob", lambda folder, pattern: iter(listed))
     CheckpointFiles(tmp_path, KINDS["lightning"], keep=1).newest_is(both[1], 9)
-    assert names(tmp_path) == ["ep2-ba9.ckpt", "latest"]
+    assert names(tmp_path) == [both[1].name, "latest"]
 
 
 def test_a_link_that_is_there_stays(tmp_path):

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,10 +85,13 @@ def save_at(checkpoints, run, *batches):
 @pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
 def test_the_newest_are_kept(tmp_path, keep, left, fsdp):
     checkpoints, run, _ = new_checkpoints(tmp_path, keep=keep, fsdp=fsdp)
-    save_at(checkpoints, run, 1, 2, 3)
+    save_at(checkpoints, run, 1)
     end = "" if fsdp else ".ckpt"
+    first, copy = (tmp_path / "checkpoints" / f"ep0-ba1{name}{end}" for name in ("", "-good"))  # a copy by its user
+    shutil.copytree(first, copy) if fsdp else shutil.copy(first, copy)
+    save_at(checkpoints, run, 2, 3)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
-        "latest", *(f"ep0-ba{batch}{end}" for batch in left)
+        "latest", copy.name, *(f"ep0-ba{batch}{end}" for batch in left)
     }  # fmt: skip
     assert (tmp_path / "checkpoints" / "latest").resolve().name == f"ep0-ba3{end}"
 
@@ -190,8 +194,11 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
         convert(of_composer, "lightning")
     of_composer.rename(of_composer.with_name("ep0-ba1-rank0.pt"))
     for folder in (tmp_path, tmp_path / "checkpoints"):
-        with pytest.raises(ValueError, match=r"several checkpoints; name one of them, such as .*/ep0-ba1-rank0.pt$"):
+        several = r"several checkpoints; name one of them, such as .*/ep0-ba1-rank0.pt$"
+        with pytest.raises(ValueError, match=several):
             convert(folder, "lightning")
+        with pytest.raises(ValueError, match=several):
+            new_checkpoints(tmp_path / "new", load_path=str(folder))
 
 
 def same(one, other):
