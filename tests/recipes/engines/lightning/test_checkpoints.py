@@ -15,6 +15,7 @@ from recipes.config.recipe import FSDP
 from recipes.config.recipe import Checkpoints as Settings
 from recipes.engines.conversion import convert, from_composer, to_composer
 from recipes.engines.counts import Counts
+from recipes.engines.lightning import generators
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
@@ -244,10 +245,26 @@ def test_generators_of_a_run_without_a_batch_are_those_that_it_got(tmp_path):
     assert third.generators is None and not torch.equal(third._state()["generators"][0]["torch"], expected)
 
 
-def test_generators_go_on_where_they_were():
-    seed_all(3)
-    states = generator_states()
-    drawn = random.random(), np.random.rand(), torch.rand(1).item()
-    seed_all(4)
-    restore_generators(states)
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+def drawn():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "expected"), [(0, 2, 3), (1, 2, 4), (0, 1, 3), (1, 3, 4), (2, 3, 5), (3, 4, 5)]
+)
+def test_generators_go_on_where_they_were(monkeypatch, capsys, rank, world, expected):
+    """Of two ranks with the seeds 3 and 4. Ranks that were not there keep their own, here of the seed 5."""
+    states, draws = [], {}
+    for seed in (3, 4, 5):
+        seed_all(seed)
+        states += generator_states()
+        draws[seed] = drawn()
+        seed_all(seed)
+        assert drawn() == draws[seed]
+    monkeypatch.setattr(generators, "rank", lambda: rank)
+    monkeypatch.setattr(generators, "world_size", lambda: world)
+    seed_all(5)
+    restore_generators(states[:2])
+    assert drawn() == draws[expected]
+    said = f"generators: the checkpoint has those of 2 ranks, this run has {world} ranks"
+    assert (said in capsys.readouterr().out) == (world != 2)
