@@ -1,6 +1,7 @@
 """The search for the largest microbatch: what it proposes, that it never runs out, and that training is as without."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from recipes.training.levers import Levers
 from tests.recipes.algorithms.composer_levers import algorithms_of
 from tests.recipes.algorithms.microbatch.microbatch_ranks import CHECKS
 from tests.recipes.algorithms.microbatch.small import MB, FakeMemory, Line, data
+from tests.recipes.training.fake_run import FakeRun
 
 
 class Seen(Callback):
@@ -254,6 +256,21 @@ def test_without_optimizer_state_nothing_is_measured():
     memory = FakeMemory()
     run(memory, optimizer=Late)
     assert memory.sizes[:5] == [1, 1, 1, 1, 2]
+
+
+def test_a_batch_with_fewer_samples_is_not_measured():
+    """The last one of an epoch may have less than a microbatch of them."""
+    memory, run = FakeMemory(), FakeRun(Line())
+    memory.state = SimpleNamespace(device_train_microbatch_size=1)
+    search = MicrobatchSearch(run.task, 20, memory)
+    run.optimizer.state[0] = {"moment": 0}
+    measured = []
+    for samples in (20, 8, 20):
+        run.batch = {"x": torch.zeros(samples, 3)}
+        search.batch_start(run)
+        search.step_end(run)
+        measured.append(list(search.plan.growth))
+    assert measured == [[], [], [1]]
 
 
 def test_room_is_left_for_an_average_that_comes_later():

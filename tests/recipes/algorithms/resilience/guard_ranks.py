@@ -1,5 +1,7 @@
 """Run on two ranks by `lever_ranks`: ranks agree on what one of them sees, and on checkpoints."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,6 +69,7 @@ def a_folder_of_both(folder):
     for content in ("first", "second"):
         with whole(path) as partial:
             partial.mkdir(exist_ok=True)
+            time.sleep(0.2 * dist.get_rank())  # the first one waits for the other
             (partial / str(dist.get_rank())).write_text(content)
         assert [(path / name).read_text() for name in "01"] == [content] * 2
     assert [p.name for p in path.parent.iterdir()] == ["ep0-ba1"]
