@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from data.helper_process import end_with_parent
+from data.log import say
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -137,9 +138,9 @@ def _end_at_once(numbers: int, launched: bool) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line on the first rank, without an object of the main thread, such as a logger whose lock it holds."""
+    """Print a line on the first rank."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(sys.__stdout__.fileno(), f"{line}\n".encode())
+        say(line, sys.__stdout__.fileno())
 
 
 def _leave_to_parent() -> None:

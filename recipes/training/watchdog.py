@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from data.files import write_text
+from data.log import say
 from data.worker_stacks import keep_stacks, stacks_of_workers
 from recipes.training.heartbeat import HeartbeatFile
 
@@ -135,11 +136,11 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
         if reported is not None and last is reported:
             # After the report, since the other ranks report, too.
             if ends and now > hung_at(last, _stepped, seconds) + GRACE:
-                _print(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
+                say(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
                 os._exit(EXIT_CODE)
             continue
         if reported is not None:
-            _print(f"rank {rank}: goes on after {last.time - reported.time:.0f} s")
+            say(f"rank {rank}: goes on after {last.time - reported.time:.0f} s")
             reported = None
         if silent <= seconds:
             continue
@@ -148,7 +149,7 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
         where = calls(stacks[threading.main_thread().ident])
         workers = stacks_of_workers()
         workers_at = sorted({innermost(text) for text in workers.values()})
-        _print(
+        say(
             f"rank {rank}: no progress for {silent:.0f} s since {position(last)}: waits in {where}"
             + (f"; its data workers in {', '.join(workers_at)}" if workers_at else "")
             + f"; all stacks: {file}"
@@ -205,9 +206,4 @@ def _write(rank: int, file: Path, stacks: dict[int, traceback.StackSummary], wor
     try:
         write_text(file, "\n".join(parts))
     except OSError as error:
-        _print(f"rank {rank}: {file} could not be written ({error.strerror})")
-
-
-def _print(line: str) -> None:
-    """Write a line past Python's files and loggers, whose locks the main thread may hold."""
-    os.write(2, f"{line}\n".encode())
+        say(f"rank {rank}: {file} could not be written ({error.strerror})")

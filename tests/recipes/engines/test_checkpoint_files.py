@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from recipes.config.recipe import FSDP
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
-from recipes.training.checkpoint_names import KINDS
+from recipes.engines.resuming import remove_halves
+from recipes.training.checkpoint_names import KINDS, newest_of_each
 from recipes.training.clock import Clock
 from recipes.training.stop import StartAgain
 from tests.disks import fill, on_disk_before_named, read_only, small_disk, small_files
@@ -114,6 +116,23 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
     with whole(tmp_path / "ep0-ba1") as partial:
         partial.mkdir()
     assert names(tmp_path) == ["ep0-ba1"] and not names(tmp_path / "ep0-ba1")
+
+
+def test_a_kill_leaves_no_part_of_an_old_checkpoint(tmp_path, monkeypatch):
+    """Without `rest.pt`, a sharded one of Lightning would count as one of Composer, and stay for ever."""
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=1, fsdp=SHARDED)
+    save_at(checkpoints, run, 1)
+
+    def killed(path):
+        (path / "rest.pt").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        save_at(checkpoints, run, 2)
+    assert newest_of_each(tmp_path / "checkpoints") == [tmp_path / "checkpoints" / "ep0-ba2"]
+    remove_halves(tmp_path)
+    assert names(tmp_path / "checkpoints") == ["ep0-ba2", "latest"]
 
 
 @pytest.mark.parametrize("dangles", [False, True])

@@ -82,6 +82,28 @@ def test_a_second_ctrl_c_ends_a_process_without_a_launcher_at_once(tmp_path, mon
     assert launched or said[-1] == "SIGINT: ended without a checkpoint"
 
 
+@pytest.mark.parametrize(
+    ("numbers", "status"), [([signal.SIGTERM], 85), ([signal.SIGINT, signal.SIGINT], 130)], ids=["first", "second"]
+)
+def test_it_ends_although_nobody_reads_what_it_says(tmp_path, monkeypatch, numbers, status):
+    """Ctrl-C also ends `tee`."""
+    monkeypatch.delenv("RANK", raising=False)
+    read, write = os.pipe()
+    os.close(read)
+    child = os.fork()
+    if not child:
+        os.dup2(write, 1)
+        with stop.stop_signals():
+            if len(numbers) > 1:
+                stop.begin_batches()
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(0.3)  # two that come at once may count as one
+        os._exit(0)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+
+
 def test_a_run_in_the_background_goes_on_ignoring_ctrl_c():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -130,11 +130,15 @@ def test_a_run_that_hangs_in_a_batch_ends_where_it_is_asked_to(tmp_path, monkeyp
 
 
 def test_a_run_ends_although_its_file_system_does_not_answer(tmp_path, monkeypatch):
-    """Which may be why it hangs: here nobody reads the pipe that is in the place of the file with the stacks."""
+    """Which may be why it hangs: here nobody reads the pipe that is in the place of the file with the stacks. Nor what
+    it says, as `tee` has ended."""
     monkeypatch.setattr(watchdog, "GRACE", 0.1)
     (tmp_path / "stacks").mkdir()
 
     def wait():
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 2)
         os.mkfifo(tmp_path / "stacks" / f".rank-0.txt.{os.uname().nodename}.{os.getpid()}")
         time.sleep(20)
 
