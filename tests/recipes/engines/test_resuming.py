@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from data.files import atomic_write
 from recipes.config.recipe import FSDP
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.plain_pickles import load_plain, plain_metadata
@@ -39,12 +40,15 @@ def test_halves_of_pictures_are_removed(tmp_path):
     left = ["ba0000004.png", ".notes", ".ba0000004.12", ".config.yaml", ".1.json", ".png.node.12"]
     halves = [".mlflow.db.node.2", ".mlflow.db.node.2-journal"]
     halves += [".ba0000004.png.node-1.12", ".gradient_scales.json.node.local.3", ".config.yaml.node.4"]
-    halves += [".tracked.txt.node.2"]
+    with atomic_write(tmp_path / "tracked.txt") as partial:
+        halves.append(partial.name)
+        partial.touch()
     for folder in (tmp_path, tmp_path / "samples", tmp_path / "exponents"):
         folder.mkdir(exist_ok=True)
         for name in (*left, *halves):
             (folder / name).touch()
     remove_halves(tmp_path)
+    (tmp_path / "tracked.txt").unlink()
     for folder in (tmp_path, tmp_path / "samples", tmp_path / "exponents"):
         assert {path.name for path in folder.iterdir() if path.is_file()} == set(left)
 

@@ -334,6 +334,21 @@ def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
     return found
 
 
+def check_tied(recipes: dict[str, str], folder: Path) -> None:
+    """A parameter of two modules is one after the model has been divided."""
+
+    def norms(task: Task) -> list[torch.nn.LayerNorm]:
+        return [module for module in task.modules() if isinstance(module, torch.nn.LayerNorm)][:2]
+
+    def make() -> Task:
+        first, second = norms(task := make_task())
+        second.weight = first.weight
+        return task
+
+    first, second = norms(divided(MACHINES_64, make=make)[0])
+    assert first.weight is second.weight and first.bias is not second.bias
+
+
 def check_updates(recipes: dict[str, str], folder: Path) -> None:
     """Five updates with clipping end in the same weights. Biases of keys are not trained: their gradients are rounding
     noise, which Adam magnifies. PowerSGD between two machines clips by the norm that it finds without decompressing."""
@@ -394,6 +409,7 @@ CHECKS = {
     "dit": check_dit,
     "dropout": check_dropout,
     "kept": check_kept,
+    "tied": check_tied,
     "updates": check_updates,
     "compiled": check_compiled,
     **CHECKS_OF_FOUR,
