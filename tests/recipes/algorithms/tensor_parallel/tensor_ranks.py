@@ -223,6 +223,7 @@ def check_pass(
         in_forward = sent.counts.copy()
         found.backward()
     assert not any(module.computes for module in part.modules() if isinstance(module, ReadsLocal))
+    assert all(module.product is None for module in part.modules() if isinstance(module, TakesGathered))
     if average is not None:
         average()
     plan, samples = task.tensor_plan().for_batch(own), len(own["text"])
