@@ -166,11 +166,11 @@ def test_the_file_is_in_memory_only_while_it_is_loaded(tmp_path):
     first, run, _ = new_checkpoints(tmp_path, Keeper())
     first._parts.callbacks = {"taker": Taker()}
     save_at(first, run, 2)
-    lever, taker, new = Keeper(), Taker(), Taker()
+    lever, taker, new = Keeper(), Taker(), Counter(7)
     second, again, _ = new_checkpoints(tmp_path, lever)
     second._parts.callbacks = {"taker": taker, "new": new}
     second.load()
-    assert new.value == 0  # a callback of which the checkpoint has no state
+    assert new.value == 7  # a callback of which the checkpoint has no state
     assert "ep0-ba2.ckpt" in lever.maps and "ep0-ba2.ckpt" not in maps()
     assert torch.equal(taker.value, torch.arange(2000)) and torch.equal(lever.value, torch.arange(1000))
 
