@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 
@@ -33,3 +34,17 @@ log.addHandler(_StandardOutput())
 # The filter of `log`, which silences all ranks but the first, does not apply to loggers below it. Use this one for what
 # a single rank has, such as what it has done, or that it was the one to finish the set.
 every_rank = log.getChild("every_rank")
+
+
+def say(line: str, file: int = 2) -> None:
+    """Write a line past Python's files and loggers, whose locks the main thread may hold.
+
+    Where nobody reads it any more, because Ctrl-C has ended `tee`, it is lost: an error would end the thread that says
+    it, which has more to do.
+
+    Args:
+        line: without its end.
+        file: number of the open file, standard error by default.
+    """
+    with suppress(OSError):
+        os.write(file, f"{line}\n".encode())

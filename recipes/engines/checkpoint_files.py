@@ -169,7 +169,8 @@ class CheckpointFiles:
         if self.keep != -1:
             mine = [old for old in self.kind.all(self.folder) if batch_of(old.name) <= batch]
             for old in mine[: -self.keep]:
-                remove(old)
+                # The next start removes what a kill in the middle leaves under this name.
+                remove(old.rename(old.with_name(PARTIAL + old.name)))
                 remove(record_with(self.folder.parent, old))
 
 

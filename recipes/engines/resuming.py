@@ -25,7 +25,7 @@ from recipes.training.ranks import by_first_rank
 # What `data.files` writes before it renames: the name, often the machine, and the process.
 HALF = re.compile(r"\..+\.\d+")
 # The same in folders where users may have files of their own.
-HALF_DRAWN = re.compile(r"\..+\.(db|json|png|yaml)\..+\.\d+(-journal)?")
+HALF_DRAWN = re.compile(r"\..+\.(db|json|png|txt|yaml)\..+\.\d+(-journal)?")
 
 
 def prepare_folder(recipe: Recipe, engine: str) -> list[str]:

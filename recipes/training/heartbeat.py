@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from data.log import say
+
 VARIABLE = "PRECOMPOSE_HEARTBEATS"
 
 
@@ -51,9 +53,7 @@ class HeartbeatFile:
             partial.write_text(text, encoding="utf-8")
             partial.replace(self._path)
         except OSError as error:
-            # Past Python's files and loggers, whose locks a main thread that hangs may hold.
-            line = f"{VARIABLE}: {self._path.parent}: {error.strerror}: a health check will not see this run\n"
-            os.write(2, line.encode())
+            say(f"{VARIABLE}: {self._path.parent}: {error.strerror}: a health check will not see this run")
             self._path = None
 
     def remove(self) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from data.helper_process import end_with_parent
+from data.log import say
 
 EXIT_CODE = 85  # "start me again": unused by shells, by Python and by launchers
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -26,6 +27,7 @@ NO_SIGNAL = 0  # no signal has this number
 _caught: str | None = None
 _in_batches = False
 _stopped = False
+_parent = os.getppid()  # now, as packages are imported after this one for seconds
 
 
 class StartAgain(SystemExit):
@@ -62,7 +64,7 @@ def begin_batches() -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """A context in which `SIGNALS` ask the process to stop. Python sets handlers in the main thread only.
+    """A context in which `SIGNALS` ask the process to stop, for the main thread.
 
     The end of the launcher that started the process does, too: `composer` ends at SIGUSR1, or at a second SIGTERM,
     without a word to its processes, which would train on and hold their GPUs.
@@ -76,9 +78,6 @@ def stop_signals() -> Iterator[None]:
     """
     global _caught, _in_batches, _stopped
     _caught, _in_batches, _stopped = None, False, False
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     numbers, write_end = os.pipe()
     os.set_blocking(write_end, False)
     launched = "RANK" in os.environ  # not from a shell, whose end must not end what runs in its background
@@ -89,6 +88,8 @@ def stop_signals() -> Iterator[None]:
     before = {number: signal.signal(number, _catch) for number in heard}
     if launched:
         end_with_parent(signal.SIGTERM)
+        if os.getppid() != _parent:  # it has ended before
+            os.kill(os.getpid(), signal.SIGTERM)
     try:
         yield
     except StartAgain:
@@ -137,13 +138,15 @@ def _end_at_once(numbers: int, launched: bool) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line on the first rank, without an object of the main thread, such as a logger whose lock it holds."""
+    """Print a line on the first rank."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(sys.__stdout__.fileno(), f"{line}\n".encode())
+        say(line, sys.__stdout__.fileno())
 
 
 def _leave_to_parent() -> None:
     """In a process that was forked: its signals must not be written into its parent's file."""
+    global _parent
+    _parent = os.getppid()
     if signal.getsignal(SIGNALS[0]) is _catch:
         signal.set_wakeup_fd(-1)
 

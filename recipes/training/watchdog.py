@@ -17,9 +17,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from data.files import write_text
+from data.log import say
 from data.worker_stacks import keep_stacks, stacks_of_workers
 from recipes.training.heartbeat import HeartbeatFile
 
@@ -134,29 +136,36 @@ def _watch(done: threading.Event, seconds: float, output: Path, ends: bool, hear
         if reported is not None and last is reported:
             # After the report, since the other ranks report, too.
             if ends and now > hung_at(last, _stepped, seconds) + GRACE:
-                _print(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
+                say(f"rank {rank}: ended by training.watchdog_ends; start again to go on from the newest checkpoint")
                 os._exit(EXIT_CODE)
             continue
         if reported is not None:
-            _print(f"rank {rank}: goes on after {last.time - reported.time:.0f} s")
+            say(f"rank {rank}: goes on after {last.time - reported.time:.0f} s")
             reported = None
         if silent <= seconds:
             continue
         reported = last
-        faulthandler.cancel_dump_traceback_later()  # this thread runs, and workers may take long to answer
-        frames = sys._current_frames()
-        where = calls(traceback.extract_stack(frames[threading.main_thread().ident]))
+        stacks = {number: stack_of(frame) for number, frame in sys._current_frames().items()}
+        where = calls(stacks[threading.main_thread().ident])
         workers = stacks_of_workers()
         workers_at = sorted({innermost(text) for text in workers.values()})
-        _print(
+        say(
             f"rank {rank}: no progress for {silent:.0f} s since {position(last)}: waits in {where}"
             + (f"; its data workers in {', '.join(workers_at)}" if workers_at else "")
             + f"; all stacks: {file}"
         )
-        try:
-            write_text(file, _report(frames, workers))
-        except OSError as error:  # this thread must live: it also tells a health check that the process does
-            _print(f"rank {rank}: {file} could not be written ({error.strerror})")
+        # A thread of its own, as the run may wait for a file system that does not answer, and this thread must live: it
+        # ends the run, and tells a health check that the process goes on.
+        threading.Thread(target=_write, args=(rank, file, stacks, workers), name="stacks", daemon=True).start()
+
+
+def stack_of(frame: FrameType) -> traceback.StackSummary:
+    """The calls that led to a frame, the innermost last. The files with their lines are read when it is formatted."""
+    found = [
+        traceback.FrameSummary(outer.f_code.co_filename, line, outer.f_code.co_name, lookup_line=False)
+        for outer, line in traceback.walk_stack(frame)
+    ]
+    return traceback.StackSummary.from_list(found[::-1])
 
 
 def position(last: Progress) -> str:
@@ -189,17 +198,12 @@ def _is_ours(file: str) -> bool:
     return Path(file).is_relative_to(ROOT) and not _INSTALLED.match(file)
 
 
-def _report(frames: dict, workers: dict[int, str]) -> str:
+def _write(rank: int, file: Path, stacks: dict[int, traceback.StackSummary], workers: dict[int, str]) -> None:
+    """Write the stacks of threads and of data workers, by the numbers of both."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = [
-        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
-        for number, frame in frames.items()
-        if number != threading.get_ident()
-    ]
+    parts = [f"thread {names.get(number, number)}:\n{''.join(stack.format())}" for number, stack in stacks.items()]
     parts += [f"data worker {process}, innermost call first:\n{text}" for process, text in workers.items()]
-    return "\n".join(parts)
-
-
-def _print(line: str) -> None:
-    """Write a line past Python's files and loggers, whose locks the main thread may hold."""
-    os.write(2, f"{line}\n".encode())
+    try:
+        write_text(file, "\n".join(parts))
+    except OSError as error:
+        say(f"rank {rank}: {file} could not be written ({error.strerror})")

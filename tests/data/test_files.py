@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import stat
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data.files import atomic_folder, atomic_write, read_object, write_json
+from data.files import atomic_folder, atomic_write, point_to, read_object, write_json
 from tests.disks import on_disk_before_named
 
 
@@ -110,14 +111,15 @@ def test_a_disk_that_does_not_keep_a_file_is_an_error(tmp_path, monkeypatch):
     assert [file.name for file in (tmp_path / "export").iterdir()] == ["S_ISDIR"]
 
 
-@pytest.mark.parametrize("renames", [0, 1])
-def test_a_kill_between_two_renames_costs_no_folder(tmp_path, renames):
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_between_two_renames_or_after_them_costs_no_folder(tmp_path, renames):
     folder = tmp_path / "export[1]"
     with atomic_folder(folder) as partial:
         (partial / "old").touch()
     child = os.fork()
     if not child:
         left = [Path.rename] * renames
+        shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         Path.rename = lambda *paths: left.pop()(*paths) if left else os.kill(os.getpid(), signal.SIGKILL)
         with atomic_folder(folder) as partial:
             (partial / "new").touch()
@@ -127,6 +129,13 @@ def test_a_kill_between_two_renames_costs_no_folder(tmp_path, renames):
         raise KeyError
     assert [file.name for file in folder.iterdir()] == ["new" if renames else "old"]
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_link_that_a_killed_process_has_not_named_is_no_obstacle(tmp_path):
+    """In containers, processes get the same numbers again."""
+    (tmp_path / f".latest.{os.getpid()}").symlink_to("ep0-ba1.ckpt")
+    point_to(tmp_path / "latest", tmp_path / "ep0-ba2.ckpt")
+    assert [(path.name, os.readlink(path)) for path in tmp_path.iterdir()] == [("latest", "ep0-ba2.ckpt")]
 
 
 def test_the_old_folder_comes_back_where_the_new_one_cannot_get_its_name(tmp_path, monkeypatch):

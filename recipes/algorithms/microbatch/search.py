@@ -63,8 +63,7 @@ class MicrobatchPlan:
         target = self.ceiling if largest >= self.ceiling else even(largest, self.batch)
         if target <= size:
             return target
-        proportional = int(size * wall / self.growth[size])
-        return max(size, min(target, GROWTH * size, proportional))
+        return min(target, GROWTH * size, int(size * wall / self.growth[size]))
 
     def fits(self, size: int, reading: Reading, to_come: int = 0) -> bool:
         """Whether a size that was recorded leaves the headroom free."""

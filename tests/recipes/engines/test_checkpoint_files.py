@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from recipes.config.recipe import FSDP
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
-from recipes.training.checkpoint_names import KINDS
+from recipes.engines.resuming import remove_halves
+from recipes.training.checkpoint_names import KINDS, newest_of_each
 from recipes.training.clock import Clock
 from recipes.training.stop import StartAgain
 from tests.disks import fill, on_disk_before_named, read_only, small_disk, small_files
@@ -106,12 +108,38 @@ def test_a_checkpoint_is_on_the_disk_before_older_ones_are_removed(tmp_path, mon
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
-    with pytest.raises(RuntimeError, match="a bug"), whole(tmp_path / "ep0-ba1.ckpt"):
+    """What they leave does not get into the next checkpoint of that name."""
+    with pytest.raises(RuntimeError, match="a bug"), whole(tmp_path / "ep0-ba1") as partial:
+        partial.mkdir()
+        (partial / "__1_0.distcp").touch()
         raise RuntimeError("a bug")
+    with whole(tmp_path / "ep0-ba1") as partial:
+        partial.mkdir()
+    assert names(tmp_path) == ["ep0-ba1"] and not names(tmp_path / "ep0-ba1")
 
 
-def test_a_lost_link_is_mended(tmp_path):
+def test_a_kill_leaves_no_part_of_an_old_checkpoint(tmp_path, monkeypatch):
+    """Without `rest.pt`, a sharded one of Lightning would count as one of Composer, and stay for ever."""
+    checkpoints, run, _ = new_checkpoints(tmp_path, keep=1, fsdp=SHARDED)
+    save_at(checkpoints, run, 1)
+
+    def killed(path):
+        (path / "rest.pt").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        save_at(checkpoints, run, 2)
+    assert newest_of_each(tmp_path / "checkpoints") == [tmp_path / "checkpoints" / "ep0-ba2"]
+    remove_halves(tmp_path)
+    assert names(tmp_path / "checkpoints") == ["ep0-ba2", "latest"]
+
+
+@pytest.mark.parametrize("dangles", [False, True])
+def test_a_lost_link_is_mended(tmp_path, dangles):
     files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1)
+    if dangles:
+        (tmp_path / "latest").symlink_to("ep0-ba11.ckpt")  # which somebody has removed
     for batch in (2, 10, 9):
         (tmp_path / f"ep0-ba{batch}.ckpt").touch()
     KINDS["lightning"].mend(tmp_path)
@@ -124,15 +152,16 @@ def test_a_lost_link_is_mended(tmp_path):
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_of_two_checkpoints_of_a_batch_that_of_the_later_epoch_is_the_newest(tmp_path, monkeypatch, backwards):
+@pytest.mark.parametrize("epochs", [(1, 2), (9, 10)])
+def test_of_two_checkpoints_of_a_batch_that_of_the_later_epoch_is_the_newest(tmp_path, monkeypatch, epochs, backwards):
     """One was saved at a signal in the last batch of an epoch, and the other one when the run went on with its end."""
-    both = [tmp_path / f"ep{epoch}-ba9.ckpt" for epoch in (1, 2)]
+    both = [tmp_path / f"ep{epoch}-ba9.ckpt" for epoch in epochs]
     for path in both:
         path.touch()
     listed = both[::-1] if backwards else both  # folders list files in any order
     monkeypatch.setattr(type(tmp_path), "glob", lambda folder, pattern: iter(listed))
     CheckpointFiles(tmp_path, KINDS["lightning"], keep=1).newest_is(both[1], 9)
-    assert names(tmp_path) == ["ep2-ba9.ckpt", "latest"]
+    assert names(tmp_path) == [both[1].name, "latest"]
 
 
 def test_a_link_that_is_there_stays(tmp_path):

@@ -9,11 +9,11 @@ import yaml
 
 from data.manifest import Manifest
 from recipes.config.recipe import to_yaml
-from recipes.engines import dry_run_checks
+from recipes.engines import checkpoint_files, dry_run_checks
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.composer.trainer import build_trainer
 from recipes.engines.dry_run_checks import check_on_meta
-from recipes.engines.record import ENCODED, changes_of, check_copy, check_encoders, check_record, keep_record, keep_with
+from recipes.engines.record import ENCODED, changes_of, check_copy, check_encoders, check_record, keep_record
 from recipes.engines.resuming import prepare_folder
 from recipes.training.checkpoint_names import KINDS
 
@@ -137,18 +137,26 @@ def test_of_sharding_only_the_number_format_matters(begun, quick_recipe, precisi
             check_record(changed)
 
 
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
 class Data:
     """Data that nothing encoded."""
 
     manifest = None
 
 
-def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begun, quick_recipe):
+def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begun, quick_recipe, monkeypatch):
     """Until a checkpoint is written with a changed recipe, each start sees the change."""
     old = quick_recipe(begun, *BEGUN)
     new = quick_recipe(begun, *BEGUN, "optimizer.lr=1e-3", "checkpoints.allow_changes=[optimizer]")
+    link = begun / "checkpoints" / "latest-rank0.pt"
+    anew = quick_recipe(begun, *BEGUN, "seed=3", "checkpoints.autoresume=false")
+    assert prepare_folder(anew, "lightning") == [] and not link.is_symlink()
     for _ in range(2):
         assert prepare_folder(new, "composer") == ["optimizer.lr"]
+        assert link.resolve().name == "ep0-ba3-rank0.pt"  # which Composer itself looks for
         keep_record(new, Data)
     assert "0.001" in (begun / "config.yaml").read_text() and prepare_folder(old, "composer") == []
     (begun / "config.yaml").unlink()  # a process that was killed while it wrote
@@ -157,10 +165,13 @@ def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begu
     keep_record(old, Data)
     newest = begun / "checkpoints" / "ep0-ba4-rank0.pt"
     newest.touch()
-    keep_with(begun, newest)  # and killed before the link points to it
+    files = CheckpointFiles(newest.parent, KINDS["composer"], keep=1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # killed before the link points to it
+        patch.setattr(checkpoint_files, "point_to", interrupted)
+        files.newest_is(newest, 4)
     keep_record(new, Data)
     assert prepare_folder(new, "composer") == ["optimizer.lr"]
-    CheckpointFiles(newest.parent, KINDS["composer"], keep=1).newest_is(newest, 4)
+    files.newest_is(newest, 4)
     assert prepare_folder(new, "composer") == []
     assert [path.name for path in (begun / "records").iterdir()] == ["ep0-ba4"]
     with pytest.raises(ValueError, match="optimizer.lr was 0.001, is 0.002"):

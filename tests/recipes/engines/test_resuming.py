@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from data.files import atomic_write
 from recipes.config.recipe import FSDP
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.plain_pickles import load_plain, plain_metadata
@@ -25,25 +26,29 @@ def test_halves_of_killed_processes_are_removed(quick_recipe, tmp_path):
     left = ["ep0-ba2.ckpt", ".notes"]
     halves = [".partial.ep0-ba4.ckpt", ".ep0-ba4-rank0.pt.node-1.12", ".ep0-ba4.17", ".ep0-ba4.old.17", ".latest.3"]
     for autoresume in ("true", "false"):
-        for folder in ("checkpoints", "fetched"):
+        for folder in ("checkpoints", "fetched", "records"):
             for name in (*left, *halves[:2], *halves[3:]):
                 (tmp_path / folder).mkdir(exist_ok=True)
                 (tmp_path / folder / name).touch()
             (tmp_path / folder / halves[2]).mkdir()
         prepare_folder(quick_recipe(tmp_path, f"checkpoints.autoresume={autoresume}"), "lightning")
-        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} - {"latest"} == set(left)
-        assert {path.name for path in (tmp_path / "fetched").iterdir()} == set(left)
+        for folder in ("checkpoints", "fetched", "records"):
+            assert {path.name for path in (tmp_path / folder).iterdir()} - {"latest"} == set(left)
 
 
 def test_halves_of_pictures_are_removed(tmp_path):
     left = ["ba0000004.png", ".notes", ".ba0000004.12", ".config.yaml", ".1.json", ".png.node.12"]
     halves = [".mlflow.db.node.2", ".mlflow.db.node.2-journal"]
     halves += [".ba0000004.png.node-1.12", ".gradient_scales.json.node.local.3", ".config.yaml.node.4"]
+    with atomic_write(tmp_path / "tracked.txt") as partial:
+        halves.append(partial.name)
+        partial.touch()
     for folder in (tmp_path, tmp_path / "samples", tmp_path / "exponents"):
         folder.mkdir(exist_ok=True)
         for name in (*left, *halves):
             (folder / name).touch()
     remove_halves(tmp_path)
+    (tmp_path / "tracked.txt").unlink()
     for folder in (tmp_path, tmp_path / "samples", tmp_path / "exponents"):
         assert {path.name for path in folder.iterdir() if path.is_file()} == set(left)
 
@@ -75,6 +80,7 @@ def folder_with(folder, files, links):
         (["ep0-ba2/rest.pt"], {"lightning": "ep0-ba2"}, "composer", "ep0-ba2"),
         (["ep0-ba2/rest.pt"], {}, "composer", "ep0-ba2"),
         (["ep0-ba2/.metadata"], {}, "lightning", "ep0-ba2"),
+        (["ep0-ba2/__0_0.distcp"], {"composer": "ep0-ba2/__0_0.distcp"}, "lightning", "ep0-ba2"),
         (["ep0-ba2-rank0.pt"], {"composer": "ep0-ba2-rank0.pt"}, "lightning", "ep0-ba2-rank0.pt"),
         (
             ["ep0-ba2-rank0.pt", "ep1-ba9.ckpt"],

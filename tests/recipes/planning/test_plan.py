@@ -155,7 +155,10 @@ def test_a_step_takes_what_takes_longest(messages, host, total, bound):
         (1e9, 0, Devices(16, 1), 1 / 40),  # over two: 0.5 * 80 GB/s
         (0, 1e9, Devices(16, 16), 1 / 40),  # DDP over two machines is one ring
         (0, 1e9, Devices(16, 2), 8 / 40),  # eight rings share the adapters
+        (0, 1e9, Devices(32, 2), 8 / 40),  # of each machine
         (0, 1e9, Devices(4, 4), 1 / 50),
+        (0, 1e9, Devices(8, 8), 1 / 50),  # a whole machine sends nothing to others
+        (0, 1e9, Devices(8, 2), 1 / 50),
         (1e9, 0, Devices(8, 1, 2), 1 / 50),  # parts of matrices in one machine
         (1e9, 0, Devices(16, 1, 2), 2 / 40),  # two rings, one for each part, share the adapters
         (0, 1e9, Devices(16, 8, 2), 2 / 40),

@@ -1,5 +1,6 @@
 """What a process that trains says of itself, and who is still there to have said it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from recipes.training import watchdog
 from recipes.training.heartbeat import VARIABLE, Heartbeat, HeartbeatFile, heartbeats
 from recipes.training.levers import Levers
 from recipes.training.watchdog import LONG, QUICK, Progress, watched, well_until
@@ -21,8 +24,19 @@ def test_processes_that_live_are_found(tmp_path, monkeypatch):
     file = HeartbeatFile()
     assert heartbeats(tmp_path / "new") == []
     file.write(12.5, "step_end", True)
-    file.write(13.5, "before_data", True)
+    with (tmp_path / "new" / str(os.getpid())).open() as read:
+        file.write(13.5, "before_data", True)
+        assert json.load(read)["until"] == 12.5  # whoever reads while it is replaced finds no half of it
     assert heartbeats(tmp_path / "new") == [Heartbeat(os.getpid(), 13.5, "before_data", True)]
+    (tmp_path / "new" / "1").symlink_to("gone")  # as of a process that ends while its file is read
+    name = Path("/proc/self/comm")
+    before = name.read_text()
+    name.write_text("a) b")
+    try:
+        assert [beat.until for beat in heartbeats(tmp_path / "new")] == [13.5]
+    finally:
+        name.write_text(before)
+    (tmp_path / "new" / "1").unlink()
     file.remove()
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -71,6 +85,8 @@ def test_how_long_a_silent_process_counts_as_well(hook, stepped, expected):
     last = Progress(100.0, hook, None)
     assert well_until(last, stepped, now=10_000.0, seconds=300.0) == expected
     assert well_until(last, stepped, now=101.0, seconds=30.0) <= 131  # its watchdog must have run, too
+    if expected == 100 + LONG:
+        assert well_until(last, stepped, now=10_000.0, seconds=2 * LONG) == 100 + 2 * LONG
 
 
 def test_hooks_that_end_soon_are_those_of_a_batch(monkeypatch):
@@ -99,9 +115,35 @@ def test_the_watchdog_writes_it_and_removes_it(tmp_path, monkeypatch):
             time.sleep(0.01)
         raise TimeoutError(hook)
 
+    run.device = torch.device("cuda")
     with watched(0.4, tmp_path):
         before = time.monotonic()
-        assert beat("before_data").until >= before + 0.4
-        beat("step_end")
-        assert not beat("before_data").on_gpu
+        found = beat("before_data")
+        assert found.until >= before + 0.4 and not found.on_gpu  # before a batch is done it may not have it yet
+        assert beat("step_end").on_gpu
+        end = time.monotonic() + 60
+        while not (tmp_path / "stacks").is_dir() and time.monotonic() < end:
+            time.sleep(0.01)
+        reported = time.monotonic()  # for an hour, which an export may take, it is well
+        while heartbeats(tmp_path / "beats")[0].until < reported + 0.5 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert heartbeats(tmp_path / "beats")[0].until >= reported + 0.5
     assert heartbeats(tmp_path / "beats") == [] == list((tmp_path / "beats").iterdir())
+
+
+def test_the_watchdog_writes_nothing_when_it_has_removed_it(tmp_path, monkeypatch):
+    calls = []
+
+    class Slow:
+        def write(self, *_):
+            time.sleep(0.1)
+            calls.append("written")
+
+        def remove(self):
+            calls.append("removed")
+
+    monkeypatch.setattr(watchdog, "HeartbeatFile", Slow)
+    with watched(0.04, tmp_path):
+        time.sleep(0.05)  # till it writes
+    time.sleep(0.2)
+    assert calls[-1] == "removed"

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -39,6 +40,14 @@ def test_a_second_start_is_refused_in_one_line_and_touches_nothing(other, quick_
     assert ended.value.code == 2 and f"another run trains in {tmp_path} (process {other} on " in line
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "recipe.yaml", LOCK}
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".partial.ep0-ba4.ckpt"]
+
+
+def test_a_start_waits_for_the_end_of_the_one_before(other, tmp_path):
+    """Whose launcher has ended before its ranks have saved a checkpoint."""
+    timer = threading.Timer(0.2, os.kill, (other, signal.SIGKILL))
+    timer.start()
+    with only_run(str(tmp_path)):
+        timer.join()
 
 
 def test_only_the_first_rank_asks(other, tmp_path, monkeypatch):

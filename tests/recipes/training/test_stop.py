@@ -1,5 +1,6 @@
 """Signals that ask a run to stop."""
 
+import ctypes
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ def test_between_batches_a_signal_waits(number):
         assert not stop.requested()
         os.kill(os.getpid(), number)
         assert stop.requested() and stop.caught() == signal.Signals(number).name
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.caught() == signal.Signals(number).name  # the first one
     assert signal.getsignal(number) is before and not stop.requested()
 
 
@@ -79,6 +82,28 @@ def test_a_second_ctrl_c_ends_a_process_without_a_launcher_at_once(tmp_path, mon
     assert launched or said[-1] == "SIGINT: ended without a checkpoint"
 
 
+@pytest.mark.parametrize(
+    ("numbers", "status"), [([signal.SIGTERM], 85), ([signal.SIGINT, signal.SIGINT], 130)], ids=["first", "second"]
+)
+def test_it_ends_although_nobody_reads_what_it_says(tmp_path, monkeypatch, numbers, status):
+    """Ctrl-C also ends `tee`."""
+    monkeypatch.delenv("RANK", raising=False)
+    read, write = os.pipe()
+    os.close(read)
+    child = os.fork()
+    if not child:
+        os.dup2(write, 1)
+        with stop.stop_signals():
+            if len(numbers) > 1:
+                stop.begin_batches()
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(0.3)  # two that come at once may count as one
+        os._exit(0)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+
+
 def test_a_run_in_the_background_goes_on_ignoring_ctrl_c():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -120,10 +145,11 @@ def test_a_signal_to_a_forked_process_is_its_own():
 
 
 def test_a_second_use_begins_before_its_first_batch():
-    with stop.stop_signals():
-        stop.begin_batches()
-    with stop.stop_signals():
-        assert not stop._in_batches
+    stop.begin_batches()
+    for _ in range(2):
+        with stop.stop_signals():
+            assert not stop._in_batches
+            stop.begin_batches()
 
 
 def test_the_end_of_the_launcher_is_a_signal(tmp_path):
@@ -144,6 +170,43 @@ def test_the_end_of_the_launcher_is_a_signal(tmp_path):
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
     assert text_of(tmp_path / "stopped") == "SIGTERM"
+
+
+def test_a_launcher_that_has_ended_before_is_a_signal(tmp_path, monkeypatch):
+    """While packages were imported. Nobody would end the process, which holds a GPU and the lock of the run."""
+    monkeypatch.setenv("RANK", "0")
+    launcher = os.fork()
+    if not launcher:
+        if not os.fork():
+            text_of(tmp_path / "ended")
+            os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
+            with stop.stop_signals():
+                time.sleep(5)
+            os.write(1, b"trained")
+        os._exit(0)
+    os.waitpid(launcher, 0)
+    (tmp_path / "ended").write_text("yes")
+    assert text_of(tmp_path / "out") == "SIGTERM: nothing to save; start it again to go on\n"
+
+
+@pytest.mark.parametrize(("launched", "number"), [(True, signal.SIGTERM), (False, 0)])
+def test_only_the_end_of_a_launcher_is_one(monkeypatch, launched, number):
+    """The end of a shell is not, for what runs in its background. After the run it is none any more."""
+    monkeypatch.delenv("RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    found = []
+    with stop.stop_signals():
+        found.append(signal_of_parents_end())
+    found.append(signal_of_parents_end())
+    assert found == [number, 0]
+
+
+def signal_of_parents_end():
+    """What `end_with_parent` has set for this process."""
+    number = ctypes.c_int()
+    assert ctypes.CDLL(None).prctl(2, ctypes.byref(number)) == 0  # PR_GET_PDEATHSIG
+    return number.value
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A run that hangs says where."""
 
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -88,28 +89,73 @@ def test_it_goes_on_where_it_cannot_write(tmp_path):
             wait_for(lambda line=line: line in printed.read_text())
 
 
+def run_that_hangs(folder, seconds, ends, wait, *signs):
+    """The status and the lines of a process that gives signs of life and then waits; 7 if it came back from that."""
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(folder / "err", os.O_WRONLY | os.O_CREAT), 2)
+        with watched(seconds, folder, ends):
+            for sign in signs:
+                alive(sign, FakeRun().at(7))
+            wait()
+            os._exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, (folder / "err").read_text().splitlines()
+
+
 @pytest.mark.parametrize(
-    "hook, grace, status",
-    [("before_forward", 0.1, 86), ("before_forward", 600.0, 7), ("step_end", 0.1, 7), ("start", 0.1, 7)],
+    "hook, grace, ends, status",
+    [
+        ("before_forward", 0.1, True, 86),
+        ("before_forward", 600.0, True, 7),
+        ("before_forward", 0.1, False, 7),
+        ("step_end", 0.1, True, 7),
+        ("start", 0.1, True, 7),
+    ],
 )
-def test_a_run_that_hangs_in_a_batch_ends_where_it_is_asked_to(tmp_path, monkeypatch, hook, grace, status):
+def test_a_run_that_hangs_in_a_batch_ends_where_it_is_asked_to(tmp_path, monkeypatch, hook, grace, ends, status):
     """When other ranks have had the time to report. After other hooks it may compile, save a checkpoint or export, so
     that it only reports for the first hour."""
     monkeypatch.setattr(watchdog, "GRACE", grace)
-    child = os.fork()
-    if not child:
-        os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
-        with watched(1.0, tmp_path, ends=True):
-            if hook != "start":
-                for sign in ("step_end", hook):
-                    alive(sign, FakeRun().at(7))
-            wait_for(lambda: os.path.getsize(tmp_path / "err"))
-            time.sleep(60 if status == 86 else 1)
-            os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
-    first, *more = (tmp_path / "err").read_text().splitlines()
-    assert "no progress" in first and f"since {'its start' if hook == 'start' else hook}" in first
+
+    def wait():
+        wait_for(lambda: os.path.getsize(tmp_path / "err"))
+        time.sleep(60 if status == 86 else 1)
+
+    signs = () if hook == "start" else ("step_end", hook)
+    found, (first, *more) = run_that_hangs(tmp_path, 1.0, ends, wait, *signs)
+    assert found == status and "no progress" in first
+    assert f"since {'its start' if hook == 'start' else hook}" in first
     assert [("ended by training.watchdog_ends" in line) for line in more] == [True] * (status == watchdog.EXIT_CODE)
+
+
+def test_a_run_ends_although_its_file_system_does_not_answer(tmp_path, monkeypatch):
+    """Which may be why it hangs: here nobody reads the pipe that is in the place of the file with the stacks. Nor what
+    it says, as `tee` has ended."""
+    monkeypatch.setattr(watchdog, "GRACE", 0.1)
+    (tmp_path / "stacks").mkdir()
+
+    def wait():
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 2)
+        os.mkfifo(tmp_path / "stacks" / f".rank-0.txt.{os.uname().nodename}.{os.getpid()}")
+        time.sleep(20)
+
+    assert run_that_hangs(tmp_path, 0.5, True, wait, "step_end", "before_forward")[0] == watchdog.EXIT_CODE
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_code_that_keeps_pythons_lock_is_reported_and_ended_by_faulthandler(tmp_path, ends):
+    """No thread of Python runs. The status is that of faulthandler."""
+
+    def wait():
+        time.sleep(0.4)  # till the watchdog has begun
+        ctypes.PyDLL(None).usleep(1_500_000)
+
+    found, lines = run_that_hangs(tmp_path, 0.4, ends, wait, "step_end", "before_forward")
+    assert found == (1 if ends else 7)
+    assert lines[0].startswith("Timeout (") and any("test_watchdog.py" in line for line in lines)
 
 
 def test_signs_of_life_keep_it_silent(tmp_path, capfd):

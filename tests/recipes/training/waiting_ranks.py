@@ -24,6 +24,7 @@ from data.sources.base import Sample
 from recipes.engines import checkpoint_copies, checkpoint_files, fetched_checkpoints, resuming, shared_folder
 from recipes.engines.checkpoint_files import CheckpointFiles
 from recipes.engines.fetched_checkpoints import fetched
+from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
 from recipes.engines.own_load_plan import OwnLoadPlan
 from recipes.engines.resuming import prepare_folder
 from recipes.engines.save_planner import SavePlanner
@@ -356,6 +357,12 @@ def what_they_tell_each_other(folder):
         assert tensor.item() == wanted, operation
     assert ranks.smallest(10 - number, torch.device("cpu")) == 9
     assert ranks.from_first_rank({"rank": number}) == {"rank": 0}
+    seed_all(number)
+    states = generator_states()
+    torch.rand(3)
+    restore_generators(states)
+    assert [state["torch"][0].item() for state in states] == [0, 1] and torch.initial_seed() == number
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(number)))
 
 
 def a_failure_of_the_first_rank(folder):
@@ -363,12 +370,12 @@ def a_failure_of_the_first_rank(folder):
     wait, alone = ranks.wait, []
 
     def refuse():
-        raise ValueError("no")
+        raise RuntimeError("no")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(0.3)))
         patch.setattr(ranks, "wait", lambda: alone.append((folder / "gone").exists()) or wait())
-        with pytest.raises(ValueError, match="^no$"):
+        with pytest.raises(ValueError if dist.get_rank() else RuntimeError, match="^no$"):
             ranks.by_first_rank(refuse)
     (folder / "gone").touch()
     assert alone == [False]

@@ -1,6 +1,7 @@
 """The search for the largest microbatch: what it proposes, that it never runs out, and that training is as without."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from recipes.training.levers import Levers
 from tests.recipes.algorithms.composer_levers import algorithms_of
 from tests.recipes.algorithms.microbatch.microbatch_ranks import CHECKS
 from tests.recipes.algorithms.microbatch.small import MB, FakeMemory, Line, data
+from tests.recipes.training.fake_run import FakeRun
 
 
 class Seen(Callback):
@@ -127,6 +129,29 @@ def test_what_does_not_grow_hides_what_does():
     assert max(search_alone(memory, 256)) <= 64
 
 
+def test_what_comes_later_is_left_free_while_growth_is_hidden():
+    """By the line all of 64 samples fit. If all of 30 MB were proportional, 4 samples would take what 40 MB leave."""
+    memory = FakeMemory(100 * MB, held=0, fixed=0, each=1, floor=30 * MB)
+    assert search_alone(memory, 64, to_come=40 * MB) == [1, 2, 4, 8, 16, 32, 64]
+    assert search_alone(memory, 64) == [1, 2, 6, 20, 64]
+
+
+def test_what_takes_all_of_the_room_fits():
+    """The 100 bytes of 900 beside the 800 that are held, whatever the size; and no byte at all."""
+    assert search_alone(FakeMemory(1_000, held=800, fixed=100, each=0), 8)[-1] == 8
+    assert search_alone(FakeMemory(1_000, held=0, fixed=0, each=0), 8)[-1] == 8
+
+
+def test_a_size_to_which_the_search_went_down_is_not_divided_again():
+    """Parts of 50 are those of 99 samples where 83 fit; where 50 fit, they would be 33."""
+    plan = MicrobatchPlan(99)
+    for size in (25, 50):
+        plan.record(size, Reading(0, 18 * size, 1_000))
+    assert plan.next(50, Reading(0, 900, 1_000)) == 33
+    plan.lower(50)
+    assert plan.next(50, Reading(0, 900, 1_000)) == 50
+
+
 def test_a_search_that_went_down_does_not_go_up_again():
     """Measurements of one size may differ: those of cached memory, or before and after an average has begun."""
     plan, plenty, full = MicrobatchPlan(64), Reading(0, 10 * MB, 1_000 * MB), Reading(0, 10 * MB, 10 * MB)
@@ -231,6 +256,21 @@ def test_without_optimizer_state_nothing_is_measured():
     memory = FakeMemory()
     run(memory, optimizer=Late)
     assert memory.sizes[:5] == [1, 1, 1, 1, 2]
+
+
+def test_a_batch_with_fewer_samples_is_not_measured():
+    """The last one of an epoch may have less than a microbatch of them."""
+    memory, run = FakeMemory(), FakeRun(Line())
+    memory.state = SimpleNamespace(device_train_microbatch_size=1)
+    search = MicrobatchSearch(run.task, 20, memory)
+    run.optimizer.state[0] = {"moment": 0}
+    measured = []
+    for samples in (20, 8, 20):
+        run.batch = {"x": torch.zeros(samples, 3)}
+        search.batch_start(run)
+        search.step_end(run)
+        measured.append(list(search.plan.growth))
+    assert measured == [[], [], [1]]
 
 
 def test_room_is_left_for_an_average_that_comes_later():

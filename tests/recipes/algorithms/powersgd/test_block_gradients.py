@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from data.cost import Plan, size_text
 from recipes.algorithms.powersgd.block_gradients import (
     blocks_of,
     cut_dimension,
@@ -13,6 +14,7 @@ from recipes.algorithms.powersgd.block_gradients import (
     placements,
     shard_shape,
 )
+from recipes.algorithms.powersgd.cost import powersgd_cost
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.task import Task
 
@@ -57,6 +59,26 @@ def test_a_transformers_layer_is_cut_as_published():
     # With 2 devices that divide matrices, and 4 shards: the same number of values, in pieces of other sides.
     divided, _ = first_device_shapes(task, 4, 2, task.tensor_plan().dimensions())
     assert divided == [[(32, 16)] * 3 + [(16, 32)], [(32, 64), (64, 32)]] * 2
+
+
+def test_what_it_costs_where_two_devices_divide_matrices():
+    """Four shards of the halves of table 2's matrices, 12 d^2 values per layer: each device has a factor of rank 2."""
+    with torch.device("meta"):
+        task = Autoregressive(
+            layers=2, width=64, heads=2, text_positions=4, text_vocabulary=9, side=4, codes=8, kernel=3
+        )  # fmt: skip
+    args = {"rank": 16, "wire": "32-bit", "buffer": "32-bit", "clip": None}
+    plan = Plan(task, 0, 0, replicas=3, shards=8, output="", averaged=False, build=None, tensor=2)
+    cost, values = powersgd_cost(args, plan), 2 * 12 * 64**2
+    sides = [(16, 32)] * 4 + [(32, 64)] * 2
+    factors = 2 * sum(2 * (rows + 2 * columns) for rows, columns in sides)
+    assert cost.device_bytes == 4 * values / 8 + 4 * factors and cost.checkpoint_bytes == 4 * values
+    ring = 2 * (3 - 1) / 3 * 4
+    sent, others = ring * 2 * sum(2 * sum(pair) for pair in sides), first_device_shapes(
+        task, 4, 2, task.tensor_plan().dimensions()
+    )[1]
+    assert cost.sent_bytes == sent + ring * others
+    assert f"uncompressed {size_text(ring / 2 * values / 8)} in 16-bit" in cost.sent_note
 
 
 def test_a_gradient_is_the_parameters_own():

@@ -1,11 +1,15 @@
 """Run on two ranks by `lever_ranks`: ranks agree on what one of them sees, and on checkpoints."""
 
+import time
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from recipes.algorithms.resilience import guard as guard_module
 from recipes.algorithms.resilience.guard import Guard, block_norms
 from recipes.engines.checkpoint_files import whole
 from recipes.training import stop
@@ -67,12 +71,26 @@ def a_folder_of_both(folder):
     for content in ("first", "second"):
         with whole(path) as partial:
             partial.mkdir(exist_ok=True)
+            time.sleep(0.2 * dist.get_rank())  # the first one waits for the other
             (partial / str(dist.get_rank())).write_text(content)
         assert [(path / name).read_text() for name in "01"] == [content] * 2
     assert [p.name for p in path.parent.iterdir()] == ["ep0-ba1"]
 
 
+def a_report(folder):
+    """Each rank ends when it is written: a launcher ends the first one when another has ended."""
+    run, guard = FakeRun(), Guard(1, str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard_module, "write_json", lambda *_, **__: time.sleep(0.3) or (folder / "written").touch())
+        guard.batch_start(run)
+        run.loss = float("nan")
+        with pytest.raises(ValueError, match="1 batches in a row were not finite"):
+            guard.step_end(run.at(1))
+    assert (folder / "written").exists()
+
+
 CHECKS = {
+    "guard: a report": a_report,
     "guard: gradients of one rank": one_ranks_gradients,
     "guard: a signal to one rank": one_ranks_signal,
     "guard: a shard of one rank": one_ranks_shard,

@@ -108,7 +108,9 @@ def test_the_host_reads_whether_gradients_are_finite_after_the_update(tmp_path, 
             parameter.grad = torch.full_like(parameter, value)
         levers.finish_gradients(run)
         assert len(reads) == early
+        before = run.task.weight.detach().clone()
         run.optimizer.step()
+        assert torch.equal(run.task.weight, before) == math.isnan(value)  # what the last one skipped skips no further
         run.loss = value
         levers.call("step_end", run.at(batch))
         assert len(reads) == 1
@@ -195,10 +197,11 @@ def test_under_fp16_gradients_are_left_to_the_scaler(tmp_path):
     run.loss = 1.0
     levers.call("step_end", run.at(1))
     assert run.nonfinite == 0
-    levers.call("batch_start", run)
-    run.loss = math.nan
-    levers.call("step_end", run.at(2))
-    assert run.nonfinite == 1
+    for row, loss in enumerate((math.nan, math.inf), 1):
+        levers.call("batch_start", run)
+        run.loss = loss
+        levers.call("step_end", run.at(1 + row))
+        assert run.nonfinite == row
 
 
 def test_under_fp16_gradients_that_no_scale_makes_finite_end_the_run(tmp_path):

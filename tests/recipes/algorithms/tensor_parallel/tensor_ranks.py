@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -29,6 +29,7 @@ from recipes.algorithms.resilience.guard import block_norms
 from recipes.algorithms.sharding.shard import shard, whole_weights
 from recipes.algorithms.tensor_parallel.divide import divide
 from recipes.algorithms.tensor_parallel.generators import share_generators
+from recipes.algorithms.tensor_parallel.modules import ReadsLocal, TakesGathered
 from recipes.models.autoregressive.sampler import Choice, uniforms
 from recipes.models.autoregressive.task import Autoregressive
 from recipes.models.language.task import Language
@@ -36,7 +37,7 @@ from recipes.models.latent_diffusion.dit import DiT
 from recipes.models.latent_diffusion.rectified_flow import RectifiedFlow
 from recipes.models.latent_diffusion.task import LatentDiffusion
 from recipes.models.task import Task
-from recipes.planning.tensor_parallel import messages
+from recipes.planning.tensor_parallel import messages, sent_bytes
 from tests.recipes.algorithms.sharding.first_rank_ranks import CHECKS_OF_FOUR
 from tests.recipes.algorithms.tensor_parallel.runs import CHECKS as RUNS
 
@@ -55,6 +56,9 @@ def make_task(dropout: float | None = None, layers: int = SIZES["layers"]) -> Ta
         task = Autoregressive(**SIZES | {"layers": layers}, kernel=3, attention="local").double()
     else:
         task = Language(**TEXT, dropout=dropout).double()
+    for module in task.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = 0.1  # not PyTorch's
     for parameter in task.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return task
@@ -136,10 +140,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Messages:
-    """The messages of one group: (kind, values of the whole tensor) -> how many."""
+    """The messages of one group: (kind, values of the whole tensor) -> how many; and the bytes that a device sends."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.counts = group, Counter()
+        self.group, self.counts, self.bytes = group, Counter(), 0.0
 
     def __enter__(self) -> "Messages":
         # The tensor whose size is that of the whole is the first argument, or the second one.
@@ -155,7 +159,9 @@ class Messages:
 
         def counting(*tensors, group=None, **kwargs):
             if group is self.group:
-                self.counts[kind, tensors[place].numel()] += 1
+                whole, devices = tensors[place], group.size()
+                self.counts[kind, whole.numel()] += 1
+                self.bytes += (1 + (kind == "all_reduce")) * (devices - 1) / devices * whole.nbytes
             return original(*tensors, group=group, **kwargs)
 
         return counting
@@ -186,6 +192,9 @@ def check_gradients(recipes: dict[str, str], folder: Path) -> None:
             assert all(torch.equal(weights[name], tensor) for name, tensor in make_task().state_dict().items())
         assert layout.again or torch.equal(part.sample(batch["text"], uniform, choice), sampled)
         own = own_samples(batch, mesh)
+        for module in part.modules() if layout.sequence and not layout.again else ():
+            if isinstance(module, TakesGathered):
+                module.product = torch.zeros(())  # as a pass leaves it that failed halfway
         torch.testing.assert_close(part.evaluate(own)["loss"], own_samples({"x": evaluated}, mesh)["x"])
         check_pass(part, own, loss, task, mesh, layout)
         norms = [row["gradients"] for row in block_norms(part)]
@@ -213,6 +222,8 @@ def check_pass(
         found = part(own)["total"]
         in_forward = sent.counts.copy()
         found.backward()
+    assert not any(module.computes for module in part.modules() if isinstance(module, ReadsLocal))
+    assert all(module.product is None for module in part.modules() if isinstance(module, TakesGathered))
     if average is not None:
         average()
     plan, samples = task.tensor_plan().for_batch(own), len(own["text"])
@@ -270,6 +281,12 @@ def check_dropout(recipes: dict[str, str], folder: Path) -> None:
         torch.manual_seed(5 if mesh.get_local_rank("tensor") == 0 else 6)
         share_generators(mesh.get_group("tensor"), CPU)
         check_pass(part, batch, loss, task, mesh, layout)
+        task = make_task(0.3)
+        _draw_as_devices(task, replace(layout, sequence=False))
+        with torch.no_grad():  # the stream is whole: all devices drop the same values of it
+            dropped = [torch.manual_seed(5) and model(batch)["total"] for model in (task, part)]
+        torch.testing.assert_close(*dropped, rtol=1e-8, atol=0)
+        torch.set_rng_state(after)
         evaluated = part.eval().evaluate(batch)["loss"]
         assert torch.equal(torch.get_rng_state(), after)  # which draws nothing
         whole_loss = make_task(0.3).eval().evaluate(batch)["loss"]
@@ -334,6 +351,37 @@ def _copies(task: Autoregressive) -> list[torch.nn.Parameter]:
     return found
 
 
+def check_low(recipes: dict[str, str], folder: Path) -> None:
+    """Under autocast, devices send as many bytes as the dry run says: 16-bit numbers between branches."""
+    batch = make_batch()
+    for sequence, again in ((False, False), (True, False), (True, True)):
+        layout = Layout(2, 1, 2, sequence, again)
+        part, mesh = divided(layout, make=lambda: make_task().float())
+        with Messages(mesh.get_group("tensor")) as sent:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = part(batch)["total"]
+            loss.backward()
+        plan = part.tensor_plan().for_batch(batch)
+        modules = {module for block in part.recomputed_blocks() for module in block.modules()} if again else ()
+        options = {"sequence": sequence, "again": modules}
+        assert sent.bytes == sent_bytes(plan, BATCH, 2, value=2, loss_value=2, **options), layout
+
+
+def check_tied(recipes: dict[str, str], folder: Path) -> None:
+    """A parameter of two modules is one after the model has been divided."""
+
+    def norms(task: Task) -> list[torch.nn.LayerNorm]:
+        return [module for module in task.modules() if isinstance(module, torch.nn.LayerNorm)][:2]
+
+    def make() -> Task:
+        first, second = norms(task := make_task())
+        second.weight = first.weight
+        return task
+
+    first, second = norms(divided(MACHINES_64, make=make)[0])
+    assert first.weight is second.weight and first.bias is not second.bias
+
+
 def check_updates(recipes: dict[str, str], folder: Path) -> None:
     """Five updates with clipping end in the same weights. Biases of keys are not trained: their gradients are rounding
     noise, which Adam magnifies. PowerSGD between two machines clips by the norm that it finds without decompressing."""
@@ -394,6 +442,8 @@ CHECKS = {
     "dit": check_dit,
     "dropout": check_dropout,
     "kept": check_kept,
+    "low": check_low,
+    "tied": check_tied,
     "updates": check_updates,
     "compiled": check_compiled,
     **CHECKS_OF_FOUR,

@@ -71,7 +71,8 @@ def four_ranks(token_sets, text_sets, quick_recipe, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
-    ["gradients", "dit", "dropout", "kept", "updates", "compiled", TENSOR, "runs", "resumed_dropout", "resumed_dit"],
+    ["gradients", "dit", "dropout", "kept", "low", "tied", "updates", "compiled", TENSOR, "runs"]
+    + ["resumed_dropout", "resumed_dit"],
 )
 def test_four_ranks(four_ranks, check):
     results = four_ranks(check)

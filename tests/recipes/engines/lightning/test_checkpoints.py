@@ -2,6 +2,7 @@
 
 import gc
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from recipes.config.recipe import FSDP
 from recipes.config.recipe import Checkpoints as Settings
 from recipes.engines.conversion import convert, from_composer, to_composer
 from recipes.engines.counts import Counts
+from recipes.engines.lightning import generators
 from recipes.engines.lightning.checkpoint_format import read_file
 from recipes.engines.lightning.checkpoints import Checkpoints
 from recipes.engines.lightning.generators import generator_states, restore_generators, seed_all
@@ -84,10 +86,13 @@ def save_at(checkpoints, run, *batches):
 @pytest.mark.parametrize("fsdp", [None, FSDP(checkpoints="sharded")], ids=["full", "sharded"])
 def test_the_newest_are_kept(tmp_path, keep, left, fsdp):
     checkpoints, run, _ = new_checkpoints(tmp_path, keep=keep, fsdp=fsdp)
-    save_at(checkpoints, run, 1, 2, 3)
+    save_at(checkpoints, run, 1)
     end = "" if fsdp else ".ckpt"
+    first, copy = (tmp_path / "checkpoints" / f"ep0-ba1{name}{end}" for name in ("", "-good"))  # a copy by its user
+    shutil.copytree(first, copy) if fsdp else shutil.copy(first, copy)
+    save_at(checkpoints, run, 2, 3)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
-        "latest", *(f"ep0-ba{batch}{end}" for batch in left)
+        "latest", copy.name, *(f"ep0-ba{batch}{end}" for batch in left)
     }  # fmt: skip
     assert (tmp_path / "checkpoints" / "latest").resolve().name == f"ep0-ba3{end}"
 
@@ -161,10 +166,11 @@ def test_the_file_is_in_memory_only_while_it_is_loaded(tmp_path):
     first, run, _ = new_checkpoints(tmp_path, Keeper())
     first._parts.callbacks = {"taker": Taker()}
     save_at(first, run, 2)
-    lever, taker = Keeper(), Taker()
+    lever, taker, new = Keeper(), Taker(), Counter(7)
     second, again, _ = new_checkpoints(tmp_path, lever)
-    second._parts.callbacks = {"taker": taker}
+    second._parts.callbacks = {"taker": taker, "new": new}
     second.load()
+    assert new.value == 7  # a callback of which the checkpoint has no state
     assert "ep0-ba2.ckpt" in lever.maps and "ep0-ba2.ckpt" not in maps()
     assert torch.equal(taker.value, torch.arange(2000)) and torch.equal(lever.value, torch.arange(1000))
 
@@ -190,8 +196,11 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_in_one_line(tmp_path):
         convert(of_composer, "lightning")
     of_composer.rename(of_composer.with_name("ep0-ba1-rank0.pt"))
     for folder in (tmp_path, tmp_path / "checkpoints"):
-        with pytest.raises(ValueError, match=r"several checkpoints; name one of them, such as .*/ep0-ba1-rank0.pt$"):
+        several = r"several checkpoints; name one of them, such as .*/ep0-ba1-rank0.pt$"
+        with pytest.raises(ValueError, match=several):
             convert(folder, "lightning")
+        with pytest.raises(ValueError, match=several):
+            new_checkpoints(tmp_path / "new", load_path=str(folder))
 
 
 def same(one, other):
@@ -237,10 +246,26 @@ def test_generators_of_a_run_without_a_batch_are_those_that_it_got(tmp_path):
     assert third.generators is None and not torch.equal(third._state()["generators"][0]["torch"], expected)
 
 
-def test_generators_go_on_where_they_were():
-    seed_all(3)
-    states = generator_states()
-    drawn = random.random(), np.random.rand(), torch.rand(1).item()
-    seed_all(4)
-    restore_generators(states)
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+def drawn():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "expected"), [(0, 2, 3), (1, 2, 4), (0, 1, 3), (1, 3, 4), (2, 3, 5), (3, 4, 5)]
+)
+def test_generators_go_on_where_they_were(monkeypatch, capsys, rank, world, expected):
+    """Of two ranks with the seeds 3 and 4. Ranks that were not there keep their own, here of the seed 5."""
+    states, draws = [], {}
+    for seed in (3, 4, 5):
+        seed_all(seed)
+        states += generator_states()
+        draws[seed] = drawn()
+        seed_all(seed)
+        assert drawn() == draws[seed]
+    monkeypatch.setattr(generators, "rank", lambda: rank)
+    monkeypatch.setattr(generators, "world_size", lambda: world)
+    seed_all(5)
+    restore_generators(states[:2])
+    assert drawn() == draws[expected]
+    said = f"generators: the checkpoint has those of 2 ranks, this run has {world} ranks"
+    assert (said in capsys.readouterr().out) == (world != 2)
