@@ -130,10 +130,18 @@ def temporary_files(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def names_of_shared_memory():
-    """Tests open streaming's own data sets, too: without this, those of two workers take each other's names."""
+    """Tests open streaming's own data sets, too: without this, those of two workers take each other's names.
+
+    streaming tries numbers until one is free, and opens the memory of each that is not. Here the numbers go on from one
+    data set to the next, as hundreds of them would reach the limit of open files.
+    """
+    from streaming.base.shared import prefix
+
     from data.shared_names import own_names
 
-    with own_names():
+    with own_names(), pytest.MonkeyPatch.context() as patch:
+        numbers = prefix._each_prefix_int()
+        patch.setattr(prefix, "_each_prefix_int", lambda: numbers)
         yield
 
 
