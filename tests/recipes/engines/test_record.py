@@ -176,6 +176,8 @@ def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begu
     assert [path.name for path in (begun / "records").iterdir()] == ["ep0-ba4"]
     with pytest.raises(ValueError, match="optimizer.lr was 0.001, is 0.002"):
         prepare_folder(old, "composer")
+    for number in (1, 2):  # both starts with `old` that were followed by one with `new`
+        assert "0.002" in (begun / f"config-{number}.yaml").read_text()
 
 
 def test_without_a_checkpoint_a_run_begins_anew(begun, quick_recipe):

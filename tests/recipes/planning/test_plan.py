@@ -184,6 +184,14 @@ def test_memory_is_divided_as_the_setting_says(planner):
     assert found["DDP", 64, False].memory.activations == pytest.approx(ddp.memory.activations / 2)
 
 
+def test_a_last_microbatch_that_is_smaller_is_a_pass(planner):
+    runs = {run.division: run for run in planner.runs(Cluster(DEVICE, 1e14, SHARES, 2, 8))}
+    odd, even = ({name: dataclasses.replace(run, batch=batch) for name, run in runs.items()} for batch in (3, 4))
+    count = sum(p.numel() for p in planner.task.parameters())
+    assert [odd["DDP"].memory(microbatch, False).buckets for microbatch in (2, 3)] == [4 * count, 0]
+    assert odd["FULL_SHARD"].time(2, False).messages == even["FULL_SHARD"].time(2, False).messages
+
+
 def test_full_sharding_gathers_twice_in_each_pass(planner):
     cluster = Cluster(DEVICE, 1e14, SHARES, 8, 8)
     seconds = {(s.division, s.microbatch): s.time.messages for s in planner.settings(cluster) if not s.recompute}

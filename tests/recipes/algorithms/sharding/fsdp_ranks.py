@@ -4,6 +4,7 @@ import gc
 import json
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,7 @@ class FixedNoise(LatentDiffusion):
     """Noise and timesteps come with the batch, so that any number of ranks sees the same."""
 
     def forward(self, batch):
+        self.given = batch["latents"].dtype
         losses = self.objective(
             lambda x, t: self.denoiser(x, t, batch["text"]), batch["latents"], batch["noise"], batch["timesteps"]
         )
@@ -175,7 +177,9 @@ def check_low_precision(recipe_file: str, folder: Path) -> None:
             module.register_forward_pre_hook(lambda m, _, name=name: seen.__setitem__(name, m.weight.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         mean = task(part(batch))["total"]
-    mean.backward()
+    with mock.patch.object(dist, "reduce_scatter_tensor", wraps=dist.reduce_scatter_tensor) as reduce:
+        mean.backward()
+    assert task.given == torch.float32 and {call.kwargs["input"].dtype for call in reduce.mock_calls} == {torch.float32}
     assert seen.keys() >= set(norms)
     for name, dtype in seen.items():
         assert dtype == (torch.float32 if name in norms else torch.bfloat16), (name, dtype)

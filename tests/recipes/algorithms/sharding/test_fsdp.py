@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from recipes.algorithms.modules.activation_checkpointing import recompute
+from recipes.algorithms.sharding.fsdp import Sharding
 from recipes.algorithms.sharding.shard import is_sharded, shard
 from recipes.config.build import build
 from recipes.config.recipe import Recipe, load_config
@@ -18,6 +20,7 @@ from recipes.planning.divided_run import Cluster
 from recipes.planning.gpus import DEVICES, SHARES
 from recipes.planning.plan import Planner
 from tests.recipes.algorithms.sharding.fsdp_ranks import CONTRASTIVE, GRADIENTS, LOW_PRECISION, RUN, RUNS, UNITS, WIDER
+from tests.recipes.training.fake_run import FakeRun
 
 
 @pytest.mark.slow
@@ -67,6 +70,29 @@ def test_weights_gradients_moments_and_average_take_what_the_planner_says(two_ra
         for rank in range(2):
             found = json.loads((written / run / f"live.{rank}.json").read_text())
             assert found == pytest.approx(expected, rel=0.05), (run, rank)
+
+
+@pytest.mark.parametrize("sync", ["microbatch", "batch"])
+@pytest.mark.parametrize("full_shard", [False, True])
+def test_what_fsdp_is_told_of_the_last_pass(sync, full_shard):
+    """Only where it changes. Results do not depend on it, but what is sent and held does."""
+    task, run = mock.Mock(), FakeRun()
+    lever = Sharding(task, full_shard=full_shard, by_block=True, parameters="auto", replicas=2, sync=sync)
+    run.passes = 3
+    told = []
+    for _ in range(2):
+        for run.pass_number in range(3):
+            lever.before_forward(run)
+        told.append([(call[0], *call[1]) for call in task.method_calls])
+        task.reset_mock()
+
+    def calls(last):
+        names = ["requires_all_reduce"]
+        names += ["is_last_backward", "requires_gradient_sync"] if sync == "batch" else []
+        found = [(f"set_{name}", last) for name in names]
+        return found + ([("set_reshard_after_backward", last or full_shard)] if sync == "batch" else [])
+
+    assert told == [calls(False) + calls(True)] * 2
 
 
 def kept_values(task, batch):

@@ -1,0 +1,53 @@
+"""What a recipe takes and sends, of models small enough to count by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from data.cost import Cost
+from recipes.config.recipe import FSDP
+from recipes.planning.costs import Costs
+from recipes.planning.devices import Devices
+from recipes.planning.footprint import gathered_sizes, gradient_traffic, microbatches_of
+
+
+class TwoLayers(nn.Module):
+    """A block of 12 parameters, and 20 others."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(3, 3)
+        self.rest = nn.Linear(3, 5)
+
+    def blocks(self):
+        return [self.block]
+
+
+def test_gradients_are_averaged_by_rows_of_shards_and_in_their_own_format():
+    """Two replicas send each byte once. Of 5 rows, one of two shards has 3."""
+    layer = nn.Linear(3, 5)
+    assert gradient_traffic(layer, Devices(2, 2)) == 4 * 20
+    assert gradient_traffic(layer, Devices(4, 2)) == 4 * (9 + 3)
+    assert gradient_traffic(layer, Devices(2, 2), stored_16_bit=15) == 2 * 15 + 4 * 5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "precision", "wrap", "sizes"),
+    [
+        (None, "fp32", "blocks", [4 * 12, 4 * 20]),
+        (None, "amp_bf16", "blocks", [2 * 12, 2 * 20]),
+        ("fp16", "fp32", "blocks", [2 * 12, 4 * 20]),  # blocks alone compute in fp16
+        ("fp16", "fp32", "model", [4 * 32]),
+    ],
+)
+def test_units_are_gathered_in_their_own_format(algorithm, precision, wrap, sizes):
+    recipe = SimpleNamespace(training=SimpleNamespace(fsdp=FSDP(wrap=wrap), precision=precision))
+    costs = Costs(Cost(), {}, Cost(), {"scaling": Cost(gathered=algorithm)}, {})
+    assert gathered_sizes(recipe, TwoLayers(), costs, Devices(2, 1)) == sizes
+
+
+@pytest.mark.parametrize(("microbatch", "passes"), [(2, 3), (5, 1), ("auto", 1), (None, 1)])
+def test_a_smaller_last_microbatch_is_one(microbatch, passes):
+    training = SimpleNamespace(microbatch=microbatch, device_batch=lambda world: 10 // world)
+    assert microbatches_of(SimpleNamespace(training=training), Devices(2, 2)) == passes
