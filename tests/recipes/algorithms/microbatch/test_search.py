@@ -354,10 +354,12 @@ def test_a_result_is_that_of_the_same_samples_on_the_same_devices(change):
         search = MicrobatchSearch(run.task, 24, memory)
         search.load_state_dict({"found": found})
         search.batch_start(run)
-        return search
+        return search, run
 
-    search = at_first_batch({"size": 12, **at_first_batch(None).place, **change})
-    assert (search.settled, search.size) == ((False, 1) if change else (True, 12))
+    found = {"size": 12, **at_first_batch(None)[0].place, **change}
+    search, run = at_first_batch(found)
+    assert (search.settled, run.microbatch) == ((False, None) if change else (True, 12))
+    assert search.state_dict() == ({} if change else {"found": found})
 
 
 def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
