@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.cost import Plan, size_text
+from data.cost import Epoch, Plan, size_text
 from data.manifest import Manifest
 from recipes.config.build import build, build_on_meta
 from recipes.config.components import COMPONENTS
@@ -14,7 +14,7 @@ from recipes.config.recipe import Recipe, load_config
 from recipes.config.schema import Checker
 from recipes.planning.costs import cost_of
 from recipes.planning.dry_run import describe_run, survey
-from recipes.planning.length import Length
+from recipes.planning.length import Length, length_of
 from recipes.training.clock import Clock, Interval
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -380,6 +380,13 @@ def test_nothing_saved():
 )
 def test_how_often_something_is_due(every, times):
     assert Length(steps=100, epoch_steps=25, batch=8).times(every) == times
+
+
+def test_lengths_that_are_not_whole_numbers():
+    """0.02 * 207 is slightly less than 4.14, and the last batch of 100 samples has fewer than 8."""
+    assert Length(steps=207, epoch_steps=None, batch=8).times("0.02dur") == 50
+    training = SimpleNamespace(global_batch=8, duration="100sp")
+    assert length_of(SimpleNamespace(training=training), Epoch(None)).steps == 13
 
 
 @pytest.mark.parametrize("batch", [48, 75, 600])

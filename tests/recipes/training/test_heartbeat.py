@@ -120,14 +120,15 @@ def test_the_watchdog_writes_it_and_removes_it(tmp_path, monkeypatch):
         before = time.monotonic()
         found = beat("before_data")
         assert found.until >= before + 0.4 and not found.on_gpu  # before a batch is done it may not have it yet
-        assert beat("step_end").on_gpu
+        beat("step_end")
         end = time.monotonic() + 60
         while not (tmp_path / "stacks").is_dir() and time.monotonic() < end:
             time.sleep(0.01)
         reported = time.monotonic()  # for an hour, which an export may take, it is well
         while heartbeats(tmp_path / "beats")[0].until < reported + 0.5 and time.monotonic() < end:
             time.sleep(0.01)
-        assert heartbeats(tmp_path / "beats")[0].until >= reported + 0.5
+        (found,) = heartbeats(tmp_path / "beats")
+        assert found.until >= reported + 0.5 and found.on_gpu
     assert heartbeats(tmp_path / "beats") == [] == list((tmp_path / "beats").iterdir())
 
 

@@ -178,11 +178,13 @@ def test_a_launcher_that_has_ended_before_is_a_signal(tmp_path, monkeypatch):
     launcher = os.fork()
     if not launcher:
         if not os.fork():
+            (tmp_path / "started").write_text("yes")
             text_of(tmp_path / "ended")
             os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
             with stop.stop_signals():
                 time.sleep(5)
             os.write(1, b"trained")
+        text_of(tmp_path / "started")
         os._exit(0)
     os.waitpid(launcher, 0)
     (tmp_path / "ended").write_text("yes")

@@ -342,6 +342,26 @@ def test_a_resumed_run_does_not_search(saved, capsys):
     assert "microbatch: 12 of 24 samples per device, as in the checkpoint" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"devices": 2}, {"memory": 1}, {"batch": 48}, {"samples": {"x": [4]}}, {"precision": "amp_bf16"}],
+    ids=lambda change: next(iter(change), "none"),
+)
+def test_a_result_is_that_of_the_same_samples_on_the_same_devices(change):
+    def at_first_batch(found):
+        memory, run = FakeMemory(), FakeRun(Line())
+        memory.state, run.batch = SimpleNamespace(device_train_microbatch_size=1), {"x": torch.zeros(24, 3)}
+        search = MicrobatchSearch(run.task, 24, memory)
+        search.load_state_dict({"found": found})
+        search.batch_start(run)
+        return search, run
+
+    found = {"size": 12, **at_first_batch(None)[0].place, **change}
+    search, run = at_first_batch(found)
+    assert (search.settled, run.microbatch) == ((False, None) if change else (True, 12))
+    assert search.state_dict() == ({} if change else {"found": found})
+
+
 def test_a_resumed_run_searches_anew_where_it_must(saved, capsys):
     folder, _ = saved
     memory = FakeMemory(5_000 * MB, held=1_000 * MB, fixed=500 * MB, each=500 * MB)
