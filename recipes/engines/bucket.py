@@ -115,14 +115,19 @@ class Bucket:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         names = {f"{path.name}/{file.name}" if path.is_dir() else file.name: file for file in files}
         with self._answers(f"{path.name}: cannot be written"):
-            before = self._latest() or {"kept": []}
+            before = self._latest() or {"checkpoint": None, "kept": []}
+            if path.is_dir() and before["checkpoint"] == path.name:
+                # Of a run that was here before: a kill in between must not leave a mixture of both that is named.
+                self._store.delete(LATEST)
+            for name in set(self._store.names(f"{path.name}/")) - set(names):
+                self._store.delete(name)  # a part of more ranks, or of the other engine, which would be fetched, too
             for name, file in names.items():
                 self._store.upload(file, name)
             kept = [name for name in before["kept"] if name != path.name] + [path.name]
             kept = kept if keep == -1 else kept[-keep:]
             latest = {"checkpoint": path.name, "link": link, "kept": kept, "record": dict(record)}
             self._store.write(LATEST, json.dumps(latest, indent=1).encode())
-            for name in self._store.names("ep"):
+            for name in self._store.names("ep") if keep != -1 else ():
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
                     self._store.delete(name)
