@@ -12,10 +12,11 @@ import pytest
 
 from recipes import train
 from recipes.config.recipe import to_yaml
-from recipes.engines import checkpoint_copies
+from recipes.engines import checkpoint_copies, fetched_checkpoints
 from recipes.engines.bucket import Bucket
 from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.conversion import from_composer, read_composer
+from recipes.engines.resuming import prepare_folder
 from recipes.training import ranks, run_lock
 from tests.data.bucket import serve
 from tests.ranks import launch
@@ -190,3 +191,28 @@ def test_a_folder_of_the_same_name_of_another_run_is_never_mixed_with_a_new_one(
     copies.fetch("ep0-ba4", tmp_path / "fetched")
     fetched = {file.name: file.read_text() for file in (tmp_path / "fetched").iterdir()}
     assert fetched == dict.fromkeys([".metadata", "__0_0.distcp", "__1_0.distcp"], "now")
+
+
+@pytest.mark.parametrize("step", ["fetch", "point_to"])
+def test_a_fetch_that_ends_before_its_link_has_the_record(bucket, quick_recipe, tmp_path, monkeypatch, step):
+    """The next start takes the checkpoint for the run's own, and asks the bucket for no record of it."""
+    address = "s3://sets/recorded"
+    recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true", f"checkpoints.bucket={address}")
+    (tmp_path / "ep0-ba2.ckpt").write_text("a checkpoint")
+    texts = {"config.yaml": to_yaml(recipe), "tracked.txt": "a run of a logger"}
+    Bucket(address).push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1, record=texts)
+    where = Bucket if step == "fetch" else fetched_checkpoints
+    act = getattr(where, step)
+
+    def killed(*arguments):
+        if step == "fetch":
+            act(*arguments)
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(where, step, killed)
+        prepare_folder(recipe, "lightning")
+    prepare_folder(recipe, "lightning")
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "ep0-ba2.ckpt"
+    record = tmp_path / "run" / "records" / "ep0-ba2"
+    assert {file.name: file.read_text() for file in record.iterdir()} == texts
