@@ -20,10 +20,11 @@ from data.downloads import advice
 from data.errors import one_line
 from data.files import atomic_folder, atomic_write
 from data.stores import open_store
-from recipes.training.checkpoint_names import batch_of
+from recipes.training.checkpoint_names import KINDS, batch_of
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
 TRIAL = "writable"  # written when a run starts, and removed
+LINKS = [kind.link for kind in KINDS.values()]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 REMOVE = "remove that object, and the next checkpoint writes it anew"
 
@@ -82,7 +83,8 @@ class Bucket:
         plain = isinstance(record, dict) and all(isinstance(text, str) for text in record.values())
         # They become names in the run's folder: a path, or the name of another object, must not.
         named_well = all(isinstance(name, str) and NAME.fullmatch(name) for name in named)
-        if not (plain and named_well) or batch_of(texts[0]) is None:
+        # A link takes the place of what has its name, which must not be a checkpoint.
+        if not (plain and named_well and texts[1] in LINKS) or batch_of(texts[0]) is None:
             raise ValueError(f"{self.address}/{LATEST}: does not name a checkpoint; {REMOVE}")
         return latest
 
