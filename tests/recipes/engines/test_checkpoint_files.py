@@ -136,6 +136,15 @@ def test_a_kill_leaves_no_part_of_an_old_checkpoint(tmp_path, monkeypatch):
     assert names(tmp_path / "checkpoints") == ["ep0-ba2", "latest"]
 
 
+def test_a_run_that_begins_anew_keeps_its_own_checkpoint(tmp_path):
+    """Not that of a later batch in its place, which a run before has left."""
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1)
+    for batch in (10, 2, 4):
+        (tmp_path / f"ep0-ba{batch}.ckpt").touch()
+        files.newest_is(tmp_path / f"ep0-ba{batch}.ckpt", batch)
+    assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba4.ckpt", "latest"]
+
+
 def test_what_the_link_points_to_has_its_record(tmp_path, monkeypatch):
     """A start that is killed later writes another record into the run's folder, which is not that of this one."""
     files = CheckpointFiles(tmp_path / "checkpoints", KINDS["lightning"], keep=1)
