@@ -200,12 +200,14 @@ def test_the_newest_checkpoint_of_a_bucket(tmp_path, monkeypatch, data):
     assert {path.parent for path in tmp_path.rglob("*") if not path.is_dir()} <= {folder / "checkpoints"}
 
 
-@pytest.mark.parametrize("name", ["link", "checkpoint"])
-def test_a_bucket_names_no_paths(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "text"), [("link", ".."), ("checkpoint", ".."), ("link", "ep0-ba1.ckpt"), ("link", "ep0-ba2.ckpt")]
+)
+def test_a_bucket_names_no_paths_and_no_link_in_the_place_of_a_checkpoint(tmp_path, monkeypatch, name, text):
     from recipes.engines import bucket
     from recipes.engines.fetched_checkpoints import fetch_newest
 
-    latest = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": [], name: ".."}
+    latest = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": [], name: text}
 
     class Store:
         errors = ()
@@ -219,6 +221,33 @@ def test_a_bucket_names_no_paths(tmp_path, monkeypatch, name):
     monkeypatch.setattr(bucket, "open_store", lambda address: Store())
     with pytest.raises(ValueError, match="latest.json: does not name a checkpoint; remove that object"):
         fetch_newest(bucket.Bucket("s3://b/run"), tmp_path)
+
+
+def test_the_record_of_a_bucket_is_written_nowhere_else(tmp_path, monkeypatch):
+    from recipes.engines import bucket
+    from recipes.engines.fetched_checkpoints import fetch_newest
+
+    record = {"config.yaml": "a: 1", "../evil": "x", str(tmp_path / "evil"): "x", "other.txt": "x"}
+    latest = {"checkpoint": "ep0-ba2.ckpt", "link": "latest", "kept": [], "record": record}
+
+    class Store:
+        errors = ()
+
+        def names(self, prefix=""):
+            return [name for name in ("latest.json", "ep0-ba2.ckpt") if name.startswith(prefix)]
+
+        def read(self, name):
+            return json.dumps(latest).encode()
+
+        def download(self, name, path):
+            path.write_bytes(b"x")
+
+    monkeypatch.setattr(bucket, "open_store", lambda address: Store())
+    (tmp_path / "run").mkdir()
+    fetch_newest(bucket.Bucket("s3://b/run"), tmp_path / "run")
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if not path.is_dir()}
+    written = {"run/config.yaml", "run/records/ep0-ba2/config.yaml", "run/checkpoints/ep0-ba2.ckpt"}
+    assert files - {"run/checkpoints/latest"} == written
 
 
 def test_composer_loads_no_code(tmp_path):

@@ -20,10 +20,11 @@ from data.downloads import advice
 from data.errors import one_line
 from data.files import atomic_folder, atomic_write
 from data.stores import open_store
-from recipes.training.checkpoint_names import batch_of
+from recipes.training.checkpoint_names import KINDS, batch_of
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
 TRIAL = "writable"  # written when a run starts, and removed
+LINKS = [kind.link for kind in KINDS.values()]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 REMOVE = "remove that object, and the next checkpoint writes it anew"
 
@@ -82,7 +83,8 @@ class Bucket:
         plain = isinstance(record, dict) and all(isinstance(text, str) for text in record.values())
         # They become names in the run's folder: a path, or the name of another object, must not.
         named_well = all(isinstance(name, str) and NAME.fullmatch(name) for name in named)
-        if not (plain and named_well) or batch_of(texts[0]) is None:
+        # A link takes the place of what has its name, which must not be a checkpoint.
+        if not (plain and named_well and texts[1] in LINKS) or batch_of(texts[0]) is None:
             raise ValueError(f"{self.address}/{LATEST}: does not name a checkpoint; {REMOVE}")
         return latest
 
@@ -115,14 +117,19 @@ class Bucket:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         names = {f"{path.name}/{file.name}" if path.is_dir() else file.name: file for file in files}
         with self._answers(f"{path.name}: cannot be written"):
-            before = self._latest() or {"kept": []}
+            before = self._latest() or {"checkpoint": None, "kept": []}
+            if path.is_dir() and before["checkpoint"] == path.name:
+                # Of a run that was here before: a kill in between must not leave a mixture of both that is named.
+                self._store.delete(LATEST)
+            for name in set(self._store.names(f"{path.name}/")) - set(names):
+                self._store.delete(name)  # a part of more ranks, or of the other engine, which would be fetched, too
             for name, file in names.items():
                 self._store.upload(file, name)
             kept = [name for name in before["kept"] if name != path.name] + [path.name]
             kept = kept if keep == -1 else kept[-keep:]
             latest = {"checkpoint": path.name, "link": link, "kept": kept, "record": dict(record)}
             self._store.write(LATEST, json.dumps(latest, indent=1).encode())
-            for name in self._store.names("ep"):
+            for name in self._store.names("ep") if keep != -1 else ():
                 checkpoint = name.split("/")[0]
                 if checkpoint not in kept and (found := batch_of(checkpoint)) and found < batch_of(path.name):
                     self._store.delete(name)

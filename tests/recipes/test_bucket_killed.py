@@ -12,10 +12,11 @@ import pytest
 
 from recipes import train
 from recipes.config.recipe import to_yaml
-from recipes.engines import checkpoint_copies
+from recipes.engines import checkpoint_copies, fetched_checkpoints
 from recipes.engines.bucket import Bucket
 from recipes.engines.checkpoint_copies import CheckpointCopies
 from recipes.engines.conversion import from_composer, read_composer
+from recipes.engines.resuming import prepare_folder
 from recipes.training import ranks, run_lock
 from tests.data.bucket import serve
 from tests.ranks import launch
@@ -148,3 +149,70 @@ def test_an_error_ends_a_run_when_its_copy_has_ended(bucket, quick_recipe, tmp_p
     ended = f"checkpoints: {reason}the run ends when ep0-ba2.ckpt is copied"
     assert lines == [set(), ended, {"ep0-ba2.ckpt", "latest.json"}]
     assert Bucket(address).latest()["record"] == {"config.yaml": "its own"}
+
+
+def test_where_all_checkpoints_are_kept_none_is_removed(bucket, tmp_path):
+    """They all were, but the new one, when latest.json had been removed, as the line about a damaged one advises. What
+    stays of a copy that was broken off needs no permission to remove objects."""
+
+    def push(batch):
+        path = tmp_path / f"ep0-ba{batch}.ckpt"
+        path.write_text(f"of {batch}")
+        Bucket("s3://sets/all").push(path, "latest", keep=-1, record={})
+
+    push(2)
+    push(4)
+    bucket.client.put_object(Bucket="sets", Key="all/ep0-ba5/__0_0.distcp", Body=b"half")
+    bucket.client.delete_object(Bucket="sets", Key="all/latest.json")
+    bucket.removes = False
+    push(6)
+    whole = {f"ep0-ba{batch}.ckpt" for batch in (2, 4, 6)}
+    assert set(bucket.names("all")) == {"latest.json", "ep0-ba5/__0_0.distcp", *whole}
+
+
+def test_a_folder_of_the_same_name_of_another_run_is_never_mixed_with_a_new_one(bucket, tmp_path):
+    """A run that begins anew (`checkpoints.autoresume: false`), with fewer ranks and under the other engine, copies its
+    first checkpoint over the newest one of the run before."""
+    copies = Bucket("s3://sets/anew")
+    for run, names in (
+        ("before", [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "rest.pt"]),
+        ("now", [".metadata", "__0_0.distcp", "__1_0.distcp"]),
+    ):
+        (tmp_path / run / "ep0-ba4").mkdir(parents=True)
+        for name in names:
+            (tmp_path / run / "ep0-ba4" / name).write_text(run)
+    copies.push(tmp_path / "before" / "ep0-ba4", "latest", keep=2, record={})
+    bucket.refused = "__1_0.distcp"  # so the copy ends after two of three files
+    with pytest.raises(ValueError, match="ep0-ba4: cannot be written"):
+        copies.push(tmp_path / "now" / "ep0-ba4", "latest-rank0.pt", keep=2, record={})
+    assert copies.latest() is None
+    bucket.refused = None
+    copies.push(tmp_path / "now" / "ep0-ba4", "latest-rank0.pt", keep=2, record={})
+    copies.fetch("ep0-ba4", tmp_path / "fetched")
+    fetched = {file.name: file.read_text() for file in (tmp_path / "fetched").iterdir()}
+    assert fetched == dict.fromkeys([".metadata", "__0_0.distcp", "__1_0.distcp"], "now")
+
+
+@pytest.mark.parametrize("step", ["fetch", "point_to"])
+def test_a_fetch_that_ends_before_its_link_has_the_record(bucket, quick_recipe, tmp_path, monkeypatch, step):
+    """The next start takes the checkpoint for the run's own, and asks the bucket for no record of it."""
+    address = "s3://sets/recorded"
+    recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true", f"checkpoints.bucket={address}")
+    (tmp_path / "ep0-ba2.ckpt").write_text("a checkpoint")
+    texts = {"config.yaml": to_yaml(recipe), "tracked.txt": "a run of a logger"}
+    Bucket(address).push(tmp_path / "ep0-ba2.ckpt", "latest", keep=1, record=texts)
+    where = Bucket if step == "fetch" else fetched_checkpoints
+    act = getattr(where, step)
+
+    def killed(*arguments):
+        if step == "fetch":
+            act(*arguments)
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(where, step, killed)
+        prepare_folder(recipe, "lightning")
+    prepare_folder(recipe, "lightning")
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "ep0-ba2.ckpt"
+    record = tmp_path / "run" / "records" / "ep0-ba2"
+    assert {file.name: file.read_text() for file in record.iterdir()} == texts

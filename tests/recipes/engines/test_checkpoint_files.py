@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from recipes.config.recipe import FSDP
+from recipes.engines import checkpoint_files
 from recipes.engines.checkpoint_files import CheckpointFiles, end_if_asked, whole
 from recipes.engines.resuming import remove_halves
 from recipes.training.checkpoint_names import KINDS, newest_of_each
@@ -133,6 +134,27 @@ def test_a_kill_leaves_no_part_of_an_old_checkpoint(tmp_path, monkeypatch):
     assert newest_of_each(tmp_path / "checkpoints") == [tmp_path / "checkpoints" / "ep0-ba2"]
     remove_halves(tmp_path)
     assert names(tmp_path / "checkpoints") == ["ep0-ba2", "latest"]
+
+
+def test_a_run_that_begins_anew_keeps_its_own_checkpoint(tmp_path):
+    """Not that of a later batch in its place, which a run before has left."""
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1)
+    for batch in (10, 2, 4):
+        (tmp_path / f"ep0-ba{batch}.ckpt").touch()
+        files.newest_is(tmp_path / f"ep0-ba{batch}.ckpt", batch)
+    assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba4.ckpt", "latest"]
+
+
+def test_what_the_link_points_to_has_its_record(tmp_path, monkeypatch):
+    """A start that is killed later writes another record into the run's folder, which is not that of this one."""
+    files = CheckpointFiles(tmp_path / "checkpoints", KINDS["lightning"], keep=1)
+    (tmp_path / "config.yaml").write_text("a: 1")
+    pointed = []
+    monkeypatch.setattr(
+        checkpoint_files, "point_to", lambda link, path: pointed.append((tmp_path / "records/ep0-ba2").is_dir())
+    )
+    files.newest_is(tmp_path / "checkpoints" / "ep0-ba2.ckpt", 2)
+    assert pointed == [True] and (tmp_path / "records" / "ep0-ba2" / "config.yaml").read_text() == "a: 1"
 
 
 @pytest.mark.parametrize("dangles", [False, True])
