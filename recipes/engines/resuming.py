@@ -58,6 +58,11 @@ def _prepare(recipe: Recipe, engine: str) -> list[str]:
     if bucket is not None:
         bucket.check_writable(checkpoints.keep)  # now, and not when the first checkpoint is copied
     if not checkpoints.resumes:
+        if bucket is not None and (latest := bucket.latest()) is not None:
+            raise ValueError(
+                f"checkpoints.bucket: {bucket.address} has {latest['checkpoint']} of an earlier run, and "
+                "checkpoints.autoresume: false would replace it; give another address, or remove what is there"
+            )
         return []
     if bucket is not None:
         fetch_newest(bucket, output, lambda texts: check_copy(recipe, texts))
