@@ -1,6 +1,5 @@
 """Conversions that read each tensor when they write it: the same bytes, and one tensor in memory at a time."""
 
-import weakref
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from recipes.engines.conversion import convert
 from recipes.engines.deferred import Deferred
 from recipes.engines.sharded_files import Sharded
 from tests.disks import small_files
+from tests.recipes.engines.reading import memory_of_tensors
 from tests.recipes.engines.stacked import stacked
 from tests.recipes.exporting.runs import a_run
 
@@ -40,18 +40,9 @@ def test_the_bytes_are_those_of_values_that_were_read_at_once(tmp_path, token_re
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, token_recipe, monkeypatch):
     path, _ = a_run(token_recipe(tmp_path / "run", *SMALL), "composer", sharded=True)
-    alive, most, read = [], [], Sharded._tensor
-
-    def tensor(self, name, kind, places):
-        found = read(self, name, kind, places)
-        alive.append((weakref.ref(found), found.nbytes))
-        most.append(sum(size for reference, size in alive if reference() is not None))
-        return found
-
-    monkeypatch.setattr(Sharded, "_tensor", tensor)
+    sizes, held = memory_of_tensors(monkeypatch)
     convert(path, "lightning")
-    sizes = [size for _, size in alive]
-    assert max(most) < max(sizes) + 1000 < sum(sizes) / 6  # states of generators are small, and kept
+    assert max(held) < max(sizes) + 1000 < sum(sizes) / 6  # states of generators are small, and kept
 
 
 def test_parts_of_a_stand_in_are_written_with_its_memory(tmp_path):

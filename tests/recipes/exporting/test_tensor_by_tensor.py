@@ -1,6 +1,5 @@
 """Exports of sharded checkpoints of transformers: the bytes of others, and one tensor in memory at a time."""
 
-import weakref
 
 import pytest
 import torch
@@ -8,10 +7,10 @@ from safetensors.torch import save_file
 
 from recipes.engines.conversion import convert
 from recipes.engines.deferred import Deferred
-from recipes.engines.sharded_files import Sharded
 from recipes.export import main
 from recipes.models.network_folder import TransformerTask
 from tests.disks import small_files
+from tests.recipes.engines.reading import memory_of_tensors
 from tests.recipes.engines.stacked import stacked
 from tests.recipes.errors import last_error
 from tests.recipes.exporting.runs import a_run
@@ -51,18 +50,9 @@ def test_the_bytes_are_those_of_a_full_checkpoint(tmp_path, token_recipe, monkey
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, token_recipe, monkeypatch):
     path, task = a_run(token_recipe(tmp_path / "run", *SMALL), "lightning", sharded=True)
-    alive, most, read = [], [], Sharded._tensor
-
-    def tensor(self, name, kind, places):
-        found = read(self, name, kind, places)
-        alive.append((weakref.ref(found), found.nbytes))
-        most.append(sum(size for reference, size in alive if reference() is not None))
-        return found
-
-    monkeypatch.setattr(Sharded, "_tensor", tensor)
+    sizes, held = memory_of_tensors(monkeypatch)
     main([str(path), str(tmp_path / "out")])
-    sizes = [size for _, size in alive]
-    assert len(sizes) == len(task.network.state_dict()) and max(most) == max(sizes) < sum(sizes) / 4
+    assert len(sizes) == len(task.network.state_dict()) and max(held) == max(sizes) < sum(sizes) / 4
 
 
 def test_a_damaged_part_or_a_full_disk_leaves_the_export_before(tmp_path, token_recipe, capsys):
