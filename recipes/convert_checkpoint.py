@@ -31,8 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
     with user_errors():
         # PyTorch takes seconds to import; --help does not wait for it.
         from recipes.engines.conversion import convert
+        from recipes.training.run_lock import no_run_beside
 
-        print(convert(options.checkpoint, options.to))
+        with no_run_beside(options.checkpoint):  # which takes the newest checkpoint for its own
+            print(convert(options.checkpoint, options.to))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from data.locks import held
@@ -33,4 +33,18 @@ def only_run(output: str) -> Iterator[None]:
             stack.enter_context(held(Path(output, LOCK), busy, PATIENCE))
         except OSError as error:
             raise ValueError(f"output: cannot write into {output} ({error.strerror}); give another folder") from error
+        yield
+
+
+@contextmanager
+def no_run_beside(checkpoint: Path) -> Iterator[None]:
+    """A context in which no run writes into the folder that a checkpoint is in. It may also be one of no run.
+
+    Raises:
+        ValueError: a run trains there.
+    """
+    folder = checkpoint.absolute().parent
+    lock = folder.with_name(LOCK)
+    busy = f"{folder}: a run trains there ({{holder}}); wait for its end, or copy the checkpoint to another folder"
+    with held(lock, busy) if folder.name == "checkpoints" and lock.is_file() else nullcontext():
         yield

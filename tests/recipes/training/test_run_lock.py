@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from recipes import train
+from recipes import convert_checkpoint, train
 from recipes.config.recipe import to_yaml
 from recipes.training import run_lock as module
 from recipes.training.run_lock import LOCK, only_run
@@ -61,3 +61,17 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     said = "output: cannot write into .*/file/run .Not a directory"
     with pytest.raises(ValueError, match=said), only_run(str(tmp_path / "file" / "run")):
         pass
+
+
+def test_a_checkpoint_of_a_run_that_trains_is_not_converted(other, tmp_path, capsys):
+    """It would be the newest one, from which the run goes on if it is killed."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "ep0-ba2.ckpt").write_text("none")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "ep0-ba2.ckpt").write_text("none")
+    trains = f"{tmp_path}/checkpoints: a run trains there (process {other} on "
+    for folder, said in (("checkpoints", trains), ("copy", "not a checkpoint")):
+        with pytest.raises(SystemExit):
+            convert_checkpoint.main([str(tmp_path / folder / "ep0-ba2.ckpt"), "--to", "composer"])
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert said in line, line
