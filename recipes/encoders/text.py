@@ -146,8 +146,8 @@ def hf_clip_text(
     Args:
         path: hub id (owner/name), or a local folder with config.json, model.safetensors and the tokenizer's files.
         subfolder: folder of the model inside `path`, such as "text_encoder" in a whole pipeline.
-        tokenizer: folder of the tokenizer inside `path`, such as "tokenizer", or of a local one, also an absolute path;
-            null: that of the model.
+        tokenizer: folder of the tokenizer inside `path`, such as "tokenizer"; of a local `path`, it may also be an
+            absolute path; null: that of the model.
         revision: branch, tag or commit of a hub id.
         layer: the block whose output is normalised by the final layer norm and kept.
         precision: number format of inference; on a CPU fp16 becomes fp32.
