@@ -5,7 +5,7 @@
 
 Memory is the peak of a process during a task, above what it had before: its weights and their averages are not
 counted. On a CPU a gathered tensor also lies in it; on a GPU that is memory of the device. The two results of each kind
-are compared. Conversions and exports of the sharded checkpoint run in processes of their own. The optimizer's moments
+are compared. What reads the sharded checkpoint runs in processes of their own. The optimizer's moments
 in the sharded checkpoint have the values of the weights.
 """
 
@@ -21,6 +21,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,9 @@ from recipes.engines.checkpoint_files import first_rank_writes, whole
 from recipes.engines.deferred import Deferred
 from recipes.engines.lever_states import LEVERS, gathered, separated
 from recipes.engines.lightning.checkpoint_format import FORMAT
+from recipes.engines.plain_pickles import plain_pickles
 from recipes.engines.save_planner import SavePlanner
+from recipes.engines.sharded_files import Sharded
 from recipes.exporting import native
 from recipes.exporting.checkpoints import read_checkpoint
 from recipes.models.autoregressive.task import Autoregressive
@@ -61,8 +64,10 @@ GATHERED, PIECES = "export, whole model gathered", "export, tensor by tensor"
 FULL = "full checkpoint of weights and average"
 AT_ONCE, ONE = "conversion, all tensors at once", "conversion, tensor by tensor"
 LATER_AT_ONCE, LATER = "export of the checkpoint, all tensors at once", "export of the checkpoint, tensor by tensor"
+RESUMED, THEIRS = "checkpoint read as by a run that resumes", "checkpoint read by PyTorch, without checks"
 NOTES = (
     "The exports of a run have the same bytes, as have those of the checkpoint, and both conversions the same tensors. "
+    "The checkpoint has four tensors per parameter: the weight, its average and two moments. "
     "Planned: what `--dry-run` says of the first machine; for the export tensor by tensor the largest tensor comes on "
     "top, which gloo copies while it gathers it. On a GPU, a tensor is gathered on the device."
 )
@@ -170,6 +175,14 @@ def export_here(layers: int, folder: Path, name: str) -> dict[str, float]:
     return measured(work)
 
 
+def read_here(folder: Path, name: str) -> dict[str, float]:
+    """Read the sharded checkpoint into tensors that are there already, as those of a run that resumes."""
+    kinds = Sharded.open(folder / SHARDED).metadata.state_dict_metadata
+    state = {n: torch.ones(k.size, dtype=k.properties.dtype) for n, k in kinds.items() if hasattr(k, "chunks")}
+    with plain_pickles() if name == RESUMED else nullcontext():
+        return measured(lambda: dcp.load(state, checkpoint_id=folder / SHARDED, no_dist=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=7, help="of the transformer, whose width is 1920")
@@ -179,8 +192,10 @@ def main() -> None:
     if options.part == "rank":
         return on_rank(options.layers, options.folder)
     if options.part is not None:
-        acts = partial(convert_here, options.folder), partial(export_here, options.layers, options.folder)
-        act = acts[options.part in (LATER_AT_ONCE, LATER)]
+        convert, read = partial(convert_here, options.folder), partial(read_here, options.folder)
+        export = partial(export_here, options.layers, options.folder)
+        acts = {AT_ONCE: convert, ONE: convert, LATER_AT_ONCE: export, LATER: export, RESUMED: read, THEIRS: read}
+        act = acts[options.part]
         (options.folder / f"{options.part}.json").write_text(json.dumps(act(options.part)))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -194,7 +209,7 @@ def rows_of(layers: int, folder: Path) -> list[dict[str, Any]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     subprocess.run([*launcher, *script, "rank"], check=True, env=environment)
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS))
-    for name in (AT_ONCE, ONE, LATER_AT_ONCE, LATER):
+    for name in (AT_ONCE, ONE, LATER_AT_ONCE, LATER, RESUMED, THEIRS):
         subprocess.run([sys.executable, *script, name], check=True, env=environment)
         first[name] = json.loads((folder / f"{name}.json").read_text())
     _same_files(folder / AT_ONCE, folder / ONE, suffix=".ckpt")

@@ -68,22 +68,59 @@ class Reader(torch._C.PyTorchFileReader):
 
     def __init__(self, file: BinaryIO) -> None:
         if not isinstance(file, io.BytesIO | io.BufferedReader):  # PyTorch's views of files cannot seek from their end
-            file = io.BytesIO(file.read())
+            file.seek(0, os.SEEK_END)
+            file = part_of(file, 0, file.tell())
         start = file.tell()
         with zipfile.ZipFile(file) as records:  # torch.save stores them as they are; zeros would shrink to a thousandth
             if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
                 raise RuntimeError("its records are compressed, which torch.save does not do")
+            # PyTorch's names of records have no folder, which all records of a file share.
+            self._sizes = {record.filename.partition("/")[2]: record.file_size for record in records.infolist()}
         file.seek(start)
         super().__init__(file)
+        self._file, self._start = file, start
 
     def get_storage_from_record(self, name: str, size: int, kind: Any) -> Tensor:
-        """Read a record, whose length PyTorch 2.7 does not compare with the `size` in bytes that the pickle claims."""
-        data = self.get_record(name)
-        if len(data) != size:
-            raise RuntimeError(f"it claims {size:,} bytes in {name}, which has {len(data):,}")
+        """Read a record, whose length PyTorch 2.7 does not compare with the `size` in bytes that the pickle claims.
+
+        It is read to where it stays. PyTorch's reader would copy it twice, to memory that the system gives anew.
+        """
+        if self._sizes.get(name) != size:
+            raise RuntimeError(f"it claims {size:,} bytes in {name}, which has {self._sizes.get(name, 0):,}")
         found = torch.empty(size, dtype=torch.uint8)
-        memoryview(found.numpy())[:] = data
+        self._file.seek(self._start + self.get_record_offset(name))
+        count = self._file.readinto(found.numpy())
+        if count != size:
+            raise RuntimeError(f"{name} ends after {count:,} of {size:,} bytes")
         return found
+
+
+class _Part(io.RawIOBase):
+    """Bytes of an open file as a file of their own."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._size - self._at)])
+        self._at += count
+        return count
+
+
+def part_of(file: BinaryIO, start: int, size: int) -> io.BufferedReader:
+    """`size` bytes of an open file from `start` on as a file of their own, which is read while the other is open."""
+    return io.BufferedReader(_Part(file, start, size))
 
 
 class Unpickler(_weights_only_unpickler.Unpickler):

@@ -82,6 +82,88 @@ def test_a_part_of_a_sharded_checkpoint_has_no_more_bytes_than_its_record(tmp_pa
         dcp.load({"w": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)
 
 
+def test_a_storage_ends_with_its_file(tmp_path):
+    """The directory of a zip file can claim as much as the pickle does."""
+    contents = records({"w": torch.arange(16.0)})
+    huge = b"J" + (1 << 28).to_bytes(4, "little")  # values, of a gigabyte
+    changed = zipped(contents | {"archive/data.pkl": contents["archive/data.pkl"].replace(b"K\x10", huge)})
+    directory = changed.index(b"PK\x01\x02")
+    at = directory + changed[directory:].index(b"archive/data/0") - 46  # the entry of the values
+    assert changed[at + 20 : at + 28] == 2 * (64).to_bytes(4, "little")
+    path = tmp_path / "w.pt"
+    path.write_bytes(changed[: at + 20] + 2 * (1 << 30).to_bytes(4, "little") + changed[at + 28 :])
+    for read in every_reader(path):
+        with pytest.raises(ValueError, match="w.pt.*failed reading zip archive"):
+            read()
+
+
+def test_a_part_that_claims_more_than_its_file(tmp_path):
+    """PyTorch's readers take what is there, and so does this one; a lack of memory is not claimed."""
+    dcp.save({"w": torch.arange(64.0)}, checkpoint_id=tmp_path, no_dist=True)
+    opened = Sharded.open(tmp_path)
+    (info,) = opened.metadata.storage_data.values()
+    for length, refused in ((1 << 60, False), (info.length - 1, True), (-1, True)):
+        object.__setattr__(info, "length", length)
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(opened.metadata))
+        if refused:
+            with pytest.raises(ValueError, match="__0_0.distcp: not readable as a part of a checkpoint"):
+                Sharded.open(tmp_path).values()
+        else:
+            assert torch.equal(Sharded.open(tmp_path).values()["w"], torch.arange(64.0))
+
+
+def test_values_are_read_to_where_they_stay(tmp_path):
+    """A copy on the way would be an object of Python, as large as the tensor."""
+    size = 4_000_000
+    tensor = torch.arange(size)
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+    dcp.save({"w": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    into = {"w": torch.zeros_like(tensor)}
+
+    def resumed():
+        with plain_pickles():
+            dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
+        return into
+
+    reads = (lambda: read_tensors(tmp_path / "w.pt"), lambda: Sharded.open(tmp_path).values(), resumed)
+    tracemalloc.start()
+    try:
+        for read in reads:
+            tracemalloc.reset_peak()
+            assert torch.equal(read()["w"], tensor)
+            assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
+
+
+@few
+@given(st.data())
+def test_a_part_of_a_file_is_a_file(data):
+    content = data.draw(st.binary(max_size=40))
+    start = data.draw(st.integers(0, len(content)))
+    size = data.draw(st.integers(0, len(content) - start))
+    whole = io.BytesIO(content)
+    mine, theirs = torch_files.part_of(whole, start, size), io.BytesIO(content[start : start + size])
+    for _ in range(data.draw(st.integers(1, 6))):
+        whence = data.draw(st.sampled_from([io.SEEK_SET, io.SEEK_CUR, io.SEEK_END]))
+        offset = data.draw(st.integers(0 if whence == io.SEEK_SET else -50, 50))
+        assert mine.seek(offset, whence) == theirs.seek(offset, whence) == mine.tell()
+        whole.seek(data.draw(st.integers(0, 40)))  # another part of the same file may be read in between
+        count = data.draw(st.integers(-1, 50))
+        assert mine.read(count) == theirs.read(count)
+        buffers = bytearray(9), bytearray(9)
+        assert mine.readinto(buffers[0]) == theirs.readinto(buffers[1]) and buffers[0] == buffers[1]
+
+
+def test_a_file_of_values_may_begin_inside_of_another(tmp_path):
+    """As one that a pickle of a stream holds; zip files name places from where they begin."""
+    out = io.BytesIO(b"before it")
+    out.seek(0, io.SEEK_END)
+    torch.save({"w": torch.arange(5.0)}, out)
+    out.seek(len(b"before it"))
+    assert torch.equal(torch_files.load(out)["w"], torch.arange(5.0))
+
+
 def test_weights_that_open_clip_fetches_are_checked(tmp_path, monkeypatch):
     from data.clip_library import open_clip
     from recipes.encoders.open_clip_models import load_open_clip
