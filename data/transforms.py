@@ -52,7 +52,7 @@ def crop_box(size: tuple[int, int], resolution: int, crop: Crop, rng: np.random.
 
 
 def resize(
-    image: Image.Image,
+    image: np.ndarray,
     box: Box,
     resolution: int,
     original_size: tuple[int, int] | None = None,
@@ -61,7 +61,8 @@ def resize(
     """Resamples a square of an image, in one step.
 
     Args:
-        image: RGB; a JPEG may have been decoded at a fraction of `original_size` (see `data.sources.filters`).
+        image: uint8 (H, W, 3), RGB; a JPEG may have been decoded at a fraction of `original_size` (see
+            `data.sources.filters`).
         box: (left, top, right, bottom) of the square, in pixels of `original_size`; may be fractional.
         resolution: side of the result in pixels.
         original_size: (width, height) that `box` refers to; the image's own if None.
@@ -71,20 +72,21 @@ def resize(
         uint8 (resolution, resolution, 3).
     """
     # The sides of a JPEG that is decoded at a fraction are rounded up: their quotient is not quite the fraction.
-    sides = list(zip(original_size or image.size, image.size, strict=True))
+    size = image.shape[1], image.shape[0]
+    sides = list(zip(original_size or size, size, strict=True))
     scale = next(scale for scale in JPEG_SCALES if all(-(-whole // scale) <= part for whole, part in sides))
     scaled = tuple(edge / scale for edge in box)
     return (area_average if area else bicubic)(image, scaled, resolution)
 
 
-def bicubic(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
+def bicubic(image: np.ndarray, box: Box, resolution: int) -> np.ndarray:
     """Resamples by the antialiased bicubic filter (a = -0.5): its support grows with the input pixels per output pixel.
 
     It is Pillow's filter, computed by PyTorch where the box lies on whole pixels: PyTorch uses AVX2, and gives the same
     bytes on processors without it. Pixels outside of the box do not count.
 
     Args:
-        image: RGB.
+        image: uint8 (H, W, 3).
         box: (left, top, right, bottom) within the image, in its pixels; may be fractional.
         resolution: side of the result in pixels.
 
@@ -93,24 +95,24 @@ def bicubic(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
     """
     left, top, right, bottom = box
     whole = (math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom))
-    square, size = image.crop(whole), (resolution, resolution)
+    square, size = image[whole[1] : whole[3], whole[0] : whole[2]], (resolution, resolution)
     if whole != tuple(box):  # only in a JPEG that was decoded at a fraction
         inside = (left - whole[0], top - whole[1], right - whole[0], bottom - whole[1])
-        return np.asarray(square.resize(size, Image.Resampling.BICUBIC, box=inside))
+        return np.asarray(Image.fromarray(square).resize(size, Image.Resampling.BICUBIC, box=inside))
     # In this order, which gives the strides of a batch in channels_last: the result has them, too, and is not permuted.
-    pixels = torch.from_numpy(np.array(square))[None].permute(0, 3, 1, 2)
+    pixels = torch.from_numpy(np.ascontiguousarray(square))[None].permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
 
 
-def area_average(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
+def area_average(image: np.ndarray, box: Box, resolution: int) -> np.ndarray:
     """Resamples by area averaging: input pixels count by the part of them that an output pixel covers.
 
     Pillow's box filter takes whole input pixels. Between 1 and 1.5 input pixels per output pixel, where DALL-E's crops
     are, most of its output pixels are copies of one of them.
 
     Args:
-        image: RGB.
+        image: uint8 (H, W, 3).
         box: (left, top, right, bottom) within the image, in its pixels; may be fractional.
         resolution: side of the result in pixels.
 
@@ -119,9 +121,9 @@ def area_average(image: Image.Image, box: Box, resolution: int) -> np.ndarray:
     """
     left, top, right, bottom = box
     x, y = int(left), int(top)
-    pixels = torch.from_numpy(np.array(image.crop((x, y, math.ceil(right), math.ceil(bottom)))))
+    pixels = torch.from_numpy(image[y : math.ceil(bottom), x : math.ceil(right)])
     height, width, channels = pixels.shape
-    rows = _mean_rows(pixels.float().view(height, width * channels), top - y, bottom - y, resolution)
+    rows = _mean_rows(pixels.float().reshape(height, width * channels), top - y, bottom - y, resolution)
     columns = rows.view(resolution, width, channels).transpose(0, 1).reshape(width, resolution * channels)
     square = _mean_rows(columns, left - x, right - x, resolution).view(resolution, resolution, channels)
     return square.round().to(torch.uint8).transpose(0, 1).contiguous().numpy()
@@ -147,7 +149,7 @@ def _mean_rows(values: Tensor, first: float, last: float, count: int) -> Tensor:
 
 
 def resize_and_crop(
-    image: Image.Image,
+    image: np.ndarray,
     resolution: int,
     crop: Crop = "center",
     rng: np.random.Generator | None = None,
@@ -156,7 +158,7 @@ def resize_and_crop(
     """Crops a square and resizes it, in one resampling step; DALL-E's crops by area averaging.
 
     Args:
-        image: RGB, upright.
+        image: uint8 (H, W, 3), RGB, upright.
         resolution: side of the result in pixels.
         crop, rng: see `crop_box`.
         original_size: (width, height) before decoding at reduced size; the image's own if None.
@@ -169,5 +171,5 @@ def resize_and_crop(
     """
     if resolution < 1:
         raise ValueError(f"resolution is {resolution}: give 1 or more pixels")
-    box = crop_box(original_size or image.size, resolution, crop, rng)
+    box = crop_box(original_size or (image.shape[1], image.shape[0]), resolution, crop, rng)
     return resize(image, box, resolution, original_size, area=crop in CROPS)

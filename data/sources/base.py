@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from PIL import Image
 
 # Every reason for which a sample can be rejected. `rejected.jsonl` holds no other.
@@ -67,13 +68,13 @@ class DecodedSample:
 
     Attributes:
         key: as in `Sample`.
-        image: RGB, upright. May be smaller than `original_size` (see `Filter.decode`, `shrink_to`).
+        image: uint8 (H, W, 3), RGB, upright. May be smaller than `original_size` (see `Filter.decode`, `shrink_to`).
         caption: without surrounding white space and lone surrogates, never empty.
         original_size: (width, height) in pixels, upright, before any shrinking.
     """
 
     key: str
-    image: Image.Image
+    image: np.ndarray
     caption: str
     original_size: tuple[int, int]
 

@@ -22,14 +22,15 @@ JPEG_SCALES = (1, 2, 4, 8)
 # The last step is then a bicubic resampling, and no difference to full decoding is visible (PSNR over 40 dB).
 JPEG_MARGIN = 2
 
+# By EXIF orientation: upright pixels of those that are stored.
 _UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: lambda pixels: np.rot90(pixels),
 }
 
 
@@ -163,9 +164,10 @@ class Filter:
         rgb = to_rgb(image)
         if rgb is None:
             return Rejected(sample.key, "unsupported_image", f"pixels of type {image.mode}")
+        pixels = np.array(rgb)
         if orientation in _UPRIGHT:
-            rgb = rgb.transpose(_UPRIGHT[orientation])
-        return DecodedSample(sample.key, rgb, caption, (width, height))
+            pixels = np.ascontiguousarray(_UPRIGHT[orientation](pixels))
+        return DecodedSample(sample.key, pixels, caption, (width, height))
 
 
 def to_rgb(image: Image.Image) -> Image.Image | None:

@@ -46,7 +46,7 @@ def test_columns_hold_the_output_of_the_encoders(encoded, read, vae_folder, enco
     assert sample["caption"] == "a picture of 3 things in box 0"
     assert (sample["width"], sample["height"]) == decoded.original_size == (49, 36)
     for resolution in (16, 32):
-        pixels, box = resize_and_crop(decoded.image, resolution), crop_box(decoded.image.size, resolution, "center")
+        pixels, box = resize_and_crop(decoded.image, resolution), crop_box(decoded.original_size, resolution, "center")
         assert sample[f"crop_{resolution}"].dtype == np.int32 and tuple(sample[f"crop_{resolution}"]) == box
         x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
         with torch.no_grad():
