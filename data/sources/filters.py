@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 from PIL import ExifTags, Image
 
+from data.sources import jpeg
 from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.captions import CaptionRules
 
@@ -150,9 +151,14 @@ class Filter:
             return Rejected(sample.key, "too_many_pixels", f"{width}x{height}")
         if min(width, height) < self.min_side:
             return Rejected(sample.key, "too_small", f"{width}x{height}")
-        if shrink_to is not None and image.format in ("JPEG", "MPO") and _shrinks_well(image):  # MPO: of some cameras
-            image.draft(None, (JPEG_MARGIN * shrink_to, JPEG_MARGIN * shrink_to))
-        image.load()
+        pixels = None
+        if image.format in ("JPEG", "MPO"):  # MPO: of some cameras
+            if shrink_to is not None and _shrinks_well(image):
+                image.draft(None, (JPEG_MARGIN * shrink_to, JPEG_MARGIN * shrink_to))
+            if isinstance(sample.image, bytes):
+                pixels = jpeg.decoded(sample.image, image)
+        if pixels is None:
+            image.load()
         orientation = _orientation(image)  # some formats store it behind the pixels
         if orientation >= 5:
             width, height = height, width
@@ -161,10 +167,11 @@ class Filter:
             return Rejected(sample.key, "aspect", f"{width}x{height} is {aspect:.3f}")
         if self.max_aspect is not None and aspect > self.max_aspect:
             return Rejected(sample.key, "aspect", f"{width}x{height} is {aspect:.3f}")
-        rgb = to_rgb(image)
-        if rgb is None:
-            return Rejected(sample.key, "unsupported_image", f"pixels of type {image.mode}")
-        pixels = np.array(rgb)
+        if pixels is None:
+            rgb = to_rgb(image)
+            if rgb is None:
+                return Rejected(sample.key, "unsupported_image", f"pixels of type {image.mode}")
+            pixels = np.array(rgb)
         if orientation in _UPRIGHT:
             pixels = np.ascontiguousarray(_UPRIGHT[orientation](pixels))
         return DecodedSample(sample.key, pixels, caption, (width, height))
