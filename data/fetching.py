@@ -33,6 +33,7 @@ from streaming.base.world import World
 from data.downloads import fetch
 from data.errors import WorkersError, one_line
 from data.mds_index import INDEX, Shard, read_index
+from data.memory import NotEnoughMemory, memory_to_read
 from data.shard_places import compact_places
 
 # Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
@@ -140,7 +141,7 @@ class FetchingDataset(StreamingDataset):
     def __init__(self, **arguments: Any) -> None:
         with compact_places():
             super().__init__(**arguments)
-        self._failure: str | None = None
+        self._failure: Exception | None = None  # what is raised where samples are read
         self._prepared: set[int] = set()  # shards that this process has prepared
         if self._unique_rank_world.is_local_leader:
             held = sum(stream.held for stream in self.streams if isinstance(stream, WholeStream))
@@ -156,18 +157,22 @@ class FetchingDataset(StreamingDataset):
         if not blocking and shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL:
             self._shard_access_times[shard_id] = time_ns()
             return
+        shard = self.shards[shard_id]
+        # Decompression joins pieces, so that for a moment it takes a shard twice.
+        size = shard.get_max_size() + shard.get_raw_size()
         try:
-            super().prepare_shard(shard_id, blocking)
+            with memory_to_read(shard.raw_data.basename, size):
+                super().prepare_shard(shard_id, blocking)
             if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._prepared.add(shard_id)
         except Exception as error:
-            self._failure = f"{self.shards[shard_id].raw_data.basename}: {one_line(error)}"
+            self._failure = _failure(error, f"{shard.raw_data.basename}: ")
             lock = self._cache_filelock
             if not lock.is_locked:
                 lock.acquire()
             try:
                 if self.streams[self.stream_per_shard[shard_id]].remote is not None:
-                    self.shards[shard_id].evict()
+                    shard.evict()
                 self._shard_states[shard_id] = _ShardState.REMOTE
             finally:
                 lock.release()
@@ -212,7 +217,7 @@ class FetchingDataset(StreamingDataset):
     def on_exception(self, future: Future) -> None:
         """streaming calls this when a thread that fetches shards has ended."""
         if future.exception() is not None:
-            self._failure = self._failure or one_line(future.exception())
+            self._failure = self._failure or _failure(future.exception())
             self._event.set()  # streaming's own raises the error, too, into a log that nobody reads
 
     def __iter__(self) -> Iterator[Any]:
@@ -220,6 +225,7 @@ class FetchingDataset(StreamingDataset):
 
         Raises:
             NotFetched: a shard could not be fetched. streaming itself would end the epoch without a message.
+            NotEnoughMemory: there was none to decompress a shard.
         """
         self._failure = None
         try:
@@ -227,10 +233,17 @@ class FetchingDataset(StreamingDataset):
         except Exception as error:
             if self._failure is None:
                 raise
-            raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}") from error
+            raise self._failure from error
         if self._failure is not None:
-            raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}")
+            raise self._failure
         # streaming registers each epoch's iterator with Python's exit, so it stays until the process ends. Its two
         # threads have ended.
         if hasattr(self, "_iterator"):
             self._iterator.sample_ids = self._iterator.sample_ids[:0].copy()
+
+
+def _failure(error: BaseException, shard: str = "") -> Exception:
+    """What samples are not read for, as one line: an error of a thread that fetches the shard of this name."""
+    if isinstance(error, NotEnoughMemory):
+        return NotEnoughMemory(str(error))
+    return NotFetched(f"a shard could not be fetched or decompressed: {shard}{one_line(error)}")

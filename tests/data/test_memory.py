@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from streaming import MDSWriter, Stream
 
 from benchmarks.killing import fork
 from data.arrays import read_matrix
+from data.encoded_dataset import open_loader
+from data.latents import LatentDataset
+from data.loading import Placement
 from data.memory import MEMORY, limit
 from data.sources.base import Sample
 from data.sources.filters import Filter
@@ -90,7 +94,21 @@ def picture(folder):
     return lambda: Filter().decode(sample)
 
 
-@pytest.mark.parametrize("reads", [checkpoint, part, weights, matrix, picture])
+def compressed(folder, workers=0):
+    columns = {"key": "str"} | dict.fromkeys(["mean_8", "std_8", "text"], "ndarray:uint8:1000,1000")
+    with MDSWriter(out=str(folder), columns=columns, compression="gz:1") as writer:
+        for number in range(20):
+            writer.write({name: np.zeros((1000, 1000), np.uint8) for name in columns} | {"key": str(number)})
+    dataset = LatentDataset(resolution=8, text="text", streams=[Stream(local=str(folder))], batch_size=1, blocks=8)
+    loader = open_loader(dataset, Placement(1, training=True), workers, drop_last=False)
+    return lambda: list(loader)
+
+
+def compressed_for_a_worker(folder):
+    return compressed(folder, workers=1)
+
+
+@pytest.mark.parametrize("reads", [checkpoint, part, weights, matrix, picture, compressed, compressed_for_a_worker])
 def test_what_does_not_fit_into_memory_is_not_damaged(reads, tmp_path):
     """A run would tell its user to remove the checkpoint, and an encode job would reject the image for ever."""
     read = reads(tmp_path)
