@@ -30,8 +30,10 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.util import wait_for_file_to_exist
 from streaming.base.world import World
 
-from data.downloads import fetch
+from data.disk_errors import about, disk_error, disk_line
+from data.downloads import CREDENTIAL, fetch
 from data.errors import WorkersError, one_line
+from data.files import atomic_write, remove_partial
 from data.mds_index import INDEX, Shard, read_index
 from data.memory import NotEnoughMemory, memory_to_read
 from data.shard_places import compact_places
@@ -39,10 +41,11 @@ from data.shard_places import compact_places
 # Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
 # run takes a machine for lost.
 INDEX_WAIT = 600.0
+STALE = 3600.0  # seconds since its last change after which what a killed process decompressed is removed
 
 
 class NotFetched(WorkersError, RuntimeError):
-    """A shard could not be fetched or decompressed. Its message's last line says which, and why."""
+    """A shard could not be fetched or decompressed. Its message's last line says which, why, and what to do."""
 
 
 class WholeStream(Stream):
@@ -113,12 +116,18 @@ class WholeStream(Stream):
         """See `Stream.set_up_local`. A set that is nowhere else counts as whole; what it lacks, readers find.
 
         On a file system that many machines share, a walk through the folders of all shards takes each of them minutes.
+        Of a compressed set, streaming removes the decompressed files whose compressed ones are gone.
         """
-        if self.remote is None and all(shard.compression is None for shard in shards):
+        if self.remote is None:
             cache_usage_per_shard[:] = [shard.get_raw_size() for shard in shards]
         else:
             super().set_up_local(shards, cache_usage_per_shard)
         self.held = 0 if self.remote is not None else int(cache_usage_per_shard.sum())
+
+    def prepare_shard(self, shard: Reader) -> int:
+        """See `Stream.prepare_shard`. What a set that is nowhere else decompresses is in no cache: nobody evicts it."""
+        grown = super().prepare_shard(shard)
+        return 0 if self.remote is None else grown
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         path = Path(self.local, self.split, to_basename or from_basename)
@@ -126,9 +135,24 @@ class WholeStream(Stream):
         if self.remote is None:
             raise FileNotFoundError(f"{path}: not there, and the set has no remote address")
         remote = os.path.join(self.remote, self.split, from_basename)
-        fetch(remote, partial, self.download_timeout, 1 + self.download_retry, self._downloader)
-        partial.replace(path)
+        with about(path, partial):
+            fetch(remote, partial, self.download_timeout, 1 + self.download_retry, self._downloader)
+            partial.replace(path)
         return str(path)
+
+    def _decompress_shard_part(
+        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        """As streaming's, which gives the file the same temporary name in every process. Of two that decompress it at
+        the same time, on machines that share the folder or of two runs, one would rename what the other still writes.
+        """
+        raw = Path(raw_filename)
+        remove_partial(raw, STALE)
+        with atomic_write(raw) as partial:
+            try:
+                super()._decompress_shard_part(zip_info, zip_filename, str(partial), compression)
+            finally:
+                Path(f"{partial}.tmp").unlink(missing_ok=True)  # streaming's
 
 
 class FetchingDataset(StreamingDataset):
@@ -166,12 +190,13 @@ class FetchingDataset(StreamingDataset):
             if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._prepared.add(shard_id)
         except Exception as error:
-            self._failure = _failure(error, f"{shard.raw_data.basename}: ")
+            remote = self.streams[self.stream_per_shard[shard_id]].remote is not None
+            self._failure = _failure(error, shard, remote)
             lock = self._cache_filelock
             if not lock.is_locked:
                 lock.acquire()
             try:
-                if self.streams[self.stream_per_shard[shard_id]].remote is not None:
+                if remote:
                     shard.evict()
                 self._shard_states[shard_id] = _ShardState.REMOTE
             finally:
@@ -217,7 +242,7 @@ class FetchingDataset(StreamingDataset):
     def on_exception(self, future: Future) -> None:
         """streaming calls this when a thread that fetches shards has ended."""
         if future.exception() is not None:
-            self._failure = self._failure or _failure(future.exception())
+            self._failure = self._failure or NotFetched(f"no shards are fetched: {one_line(future.exception())}")
             self._event.set()  # streaming's own raises the error, too, into a log that nobody reads
 
     def __iter__(self) -> Iterator[Any]:
@@ -242,8 +267,20 @@ class FetchingDataset(StreamingDataset):
             self._iterator.sample_ids = self._iterator.sample_ids[:0].copy()
 
 
-def _failure(error: BaseException, shard: str = "") -> Exception:
-    """What samples are not read for, as one line: an error of a thread that fetches the shard of this name."""
+def _failure(error: Exception, shard: Reader, remote: bool) -> NotEnoughMemory | NotFetched:
+    """What is raised for the samples of a shard after an error.
+
+    Args:
+        error: of the shard's preparation.
+        shard: that is missing now.
+        remote: whether it is fetched from somewhere.
+    """
     if isinstance(error, NotEnoughMemory):
         return NotEnoughMemory(str(error))
-    return NotFetched(f"a shard could not be fetched or decompressed: {shard}{one_line(error)}")
+    if (of_disk := disk_error(error)) is not None:
+        why = disk_line(of_disk)
+    elif remote:
+        why = f"{one_line(error)}; start again when the store answers, and see {CREDENTIAL}"
+    else:
+        why = f"{one_line(error)}; copy or encode the set again"
+    return NotFetched(f"a shard could not be fetched or decompressed: {shard.raw_data.basename}: {why}")

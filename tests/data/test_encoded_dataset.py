@@ -1,5 +1,6 @@
 """Batches of latents, against streaming's own decoding and torch's own collation; position and errors."""
 
+import errno
 import gc
 import itertools
 import json
@@ -8,6 +9,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,8 +19,10 @@ from torch.utils.data import DataLoader
 
 from data.encoded_dataset import LONGEST_WAIT, EncodedDataset, key_seed, keys_of, open_loader, streams_of
 from data.encoded_sets import local_set
+from data.fetching import WholeStream
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
+from data.shared_names import own_names
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.training.stop import SIGNALS
@@ -330,6 +334,30 @@ def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
     with pytest.raises(ValueError, match=r"shard.00002.mds.*; copy or encode the set again$"):
         list(make_loader(True, fast, workers))
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("local", r"data: .*local/.*: not there, and the set has no remote address; copy or encode the set again"),
+        ("store", r"data: .*; start again when the store answers, and see .*"),
+        ("disk", r"data: .*/cache/\S+: No space left on device; make room there, and start the same command again"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_to_do_about_a_shard_depends_on_what_is_wrong(tmp_path, monkeypatch, workers, problem, said):
+    local, store = write(tmp_path / "local", 20), write(tmp_path / "store", 20, 1)
+    with own_names():
+        streams = [WholeStream(local=str(tmp_path / "cache"), remote=str(store)), WholeStream(local=str(local))]
+        dataset = LatentDataset(streams=streams, resolution=32, text="text", blocks=6, batch_size=BATCH)
+    loader = open_loader(dataset, Placement(BATCH, training=True), workers, drop_last=False)
+    if problem == "disk":
+        monkeypatch.setattr("data.fetching.fetch", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    else:
+        for file in (local if problem == "local" else store).glob("*.mds"):
+            file.unlink()
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        list(loader)
 
 
 def test_a_damaged_sample_is_an_error(tmp_path, plain):

@@ -117,11 +117,12 @@ def grid(folder):
 
 
 def compressed(folder, workers=0):
-    columns = {"key": "str"} | dict.fromkeys(["mean_8", "std_8", "text"], "ndarray:uint8:1000,1000")
-    with MDSWriter(out=str(folder), columns=columns, compression="gz:1") as writer:
-        for number in range(20):
-            writer.write({name: np.zeros((1000, 1000), np.uint8) for name in columns} | {"key": str(number)})
-    dataset = LatentDataset(resolution=8, text="text", streams=[Stream(local=str(folder))], batch_size=1, blocks=8)
+    # One large array, since this process keeps the memory of small ones.
+    sides = {"mean_8": (4 * SIDE, SIDE), "std_8": (1, 1), "text": (1, 1)}
+    columns = {"key": "str"} | {name: f"ndarray:uint8:{height},{width}" for name, (height, width) in sides.items()}
+    with MDSWriter(out=str(folder), columns=columns, compression="gz:1", size_limit=None) as writer:
+        writer.write({"key": "a"} | {name: np.zeros(shape, np.uint8) for name, shape in sides.items()})
+    dataset = LatentDataset(resolution=8, text="text", streams=[Stream(local=str(folder))], batch_size=1)
     loader = open_loader(dataset, Placement(1, training=True), workers, drop_last=False)
     return lambda: list(loader)
 
