@@ -1,4 +1,4 @@
-"""A data set that fetches shards while it is read, without four ways in which streaming then waits for ever, and one in
+"""A data set that fetches shards while it is read, without four ways in which streaming then waits for ever, and two in
 which it removes sets.
 
 With several workers and a `cache_limit`, a worker that waits for a shard which another one is fetching can sleep
@@ -8,7 +8,8 @@ epoch waits until the threads that fetch have said that they are done, which a f
 nothing left to evict, the lock of the cache stays taken.
 
 To make room in a cache, streaming removes the shards that were not read for the longest time, also of sets that it has
-not fetched: their own folders count as caches.
+not fetched: their own folders count as caches. Of a compressed set it removes the decompressed files whose compressed
+ones are gone.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ STALE = 3600.0  # seconds since its last change after which what a killed proces
 
 class NotFetched(WorkersError, RuntimeError):
     """A shard could not be fetched or decompressed. Its message's last line says which, why, and what to do."""
+
+
+class NoRoom(ValueError):
+    """The cache has no room for a shard. The text says what to do."""
 
 
 class WholeStream(Stream):
@@ -116,7 +121,6 @@ class WholeStream(Stream):
         """See `Stream.set_up_local`. A set that is nowhere else counts as whole; what it lacks, readers find.
 
         On a file system that many machines share, a walk through the folders of all shards takes each of them minutes.
-        Of a compressed set, streaming removes the decompressed files whose compressed ones are gone.
         """
         if self.remote is None:
             cache_usage_per_shard[:] = [shard.get_raw_size() for shard in shards]
@@ -208,7 +212,7 @@ class FetchingDataset(StreamingDataset):
         fetched = np.array([stream.remote is not None for stream in self.streams])[self.stream_per_shard]
         here = np.flatnonzero(fetched & (self._shard_states.numpy() == _ShardState.LOCAL))
         if not here.size:
-            raise ValueError("the cache has no room for a shard, and none that could be removed; raise cache_limit")
+            raise NoRoom("the cache has no room for a shard, and none that could be removed; raise cache_limit")
         self._evict_shard(here[self._shard_access_times.numpy()[here].argmin()])
 
     def _prepare_thread(self, it: _Iterator) -> None:
@@ -279,7 +283,9 @@ def _failure(error: Exception, shard: Reader, remote: bool) -> NotEnoughMemory |
         return NotEnoughMemory(str(error))
     if (of_disk := disk_error(error)) is not None:
         why = disk_line(of_disk)
-    elif remote:
+    elif isinstance(error, NoRoom):
+        why = str(error)
+    elif remote and not str(error).startswith("Checksum failure"):  # streaming's, of what the store has given
         why = f"{one_line(error)}; start again when the store answers, and see {CREDENTIAL}"
     else:
         why = f"{one_line(error)}; copy or encode the set again"
