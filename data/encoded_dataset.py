@@ -24,7 +24,6 @@ from streaming.base.batching import generate_work
 from torch import Tensor
 
 from data.column_reader import DamagedError, StoredSample, column_readers
-from data.downloads import CREDENTIAL
 from data.encoded_sets import EncodedSet
 from data.errors import one_line
 from data.fetching import FetchingDataset, NotFetched, WholeStream
@@ -213,10 +212,7 @@ class EncodedLoader(StreamingDataLoader):
                 raise ValueError(error.line) from None
             if not isinstance(error, NotFetched):
                 raise
-            what = "copy or encode the set again"
-            if any(stream.remote is not None for stream in self.dataset.streams):
-                what = f"start again when the store answers, and see {CREDENTIAL}"
-            raise ValueError(f"data: {error.line}; {what}") from None
+            raise ValueError(f"data: {error.line}") from None
 
     def _epoch(self) -> Iterator[Batch]:
         begin = None

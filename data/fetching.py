@@ -1,4 +1,4 @@
-"""A data set that fetches shards while it is read, without four ways in which streaming then waits for ever, and one in
+"""A data set that fetches shards while it is read, without four ways in which streaming then waits for ever, and two in
 which it removes sets.
 
 With several workers and a `cache_limit`, a worker that waits for a shard which another one is fetching can sleep
@@ -8,7 +8,8 @@ epoch waits until the threads that fetch have said that they are done, which a f
 nothing left to evict, the lock of the cache stays taken.
 
 To make room in a cache, streaming removes the shards that were not read for the longest time, also of sets that it has
-not fetched: their own folders count as caches.
+not fetched: their own folders count as caches. Of a compressed set it removes the decompressed files whose compressed
+ones are gone.
 """
 
 from __future__ import annotations
@@ -30,18 +31,26 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.util import wait_for_file_to_exist
 from streaming.base.world import World
 
-from data.downloads import fetch
+from data.disk_errors import about, disk_error, disk_line
+from data.downloads import CREDENTIAL, fetch
 from data.errors import WorkersError, one_line
+from data.files import atomic_write, remove_partial
 from data.mds_index import INDEX, Shard, read_index
+from data.memory import NotEnoughMemory, memory_to_read
 from data.shard_places import compact_places
 
 # Seconds that a machine's processes wait for the one that fetches an index, which may have gigabytes. After as many, a
 # run takes a machine for lost.
 INDEX_WAIT = 600.0
+STALE = 3600.0  # seconds since its last change after which what a killed process decompressed is removed
 
 
 class NotFetched(WorkersError, RuntimeError):
-    """A shard could not be fetched or decompressed. Its message's last line says which, and why."""
+    """A shard could not be fetched or decompressed. Its message's last line says which, why, and what to do."""
+
+
+class NoRoom(ValueError):
+    """The cache has no room for a shard. The text says what to do."""
 
 
 class WholeStream(Stream):
@@ -113,11 +122,16 @@ class WholeStream(Stream):
 
         On a file system that many machines share, a walk through the folders of all shards takes each of them minutes.
         """
-        if self.remote is None and all(shard.compression is None for shard in shards):
+        if self.remote is None:
             cache_usage_per_shard[:] = [shard.get_raw_size() for shard in shards]
         else:
             super().set_up_local(shards, cache_usage_per_shard)
         self.held = 0 if self.remote is not None else int(cache_usage_per_shard.sum())
+
+    def prepare_shard(self, shard: Reader) -> int:
+        """See `Stream.prepare_shard`. What a set that is nowhere else decompresses is in no cache: nobody evicts it."""
+        grown = super().prepare_shard(shard)
+        return 0 if self.remote is None else grown
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         path = Path(self.local, self.split, to_basename or from_basename)
@@ -125,9 +139,24 @@ class WholeStream(Stream):
         if self.remote is None:
             raise FileNotFoundError(f"{path}: not there, and the set has no remote address")
         remote = os.path.join(self.remote, self.split, from_basename)
-        fetch(remote, partial, self.download_timeout, 1 + self.download_retry, self._downloader)
-        partial.replace(path)
+        with about(path, partial):
+            fetch(remote, partial, self.download_timeout, 1 + self.download_retry, self._downloader)
+            partial.replace(path)
         return str(path)
+
+    def _decompress_shard_part(
+        self, zip_info: FileInfo, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        """As streaming's, which gives the file the same temporary name in every process. Of two that decompress it at
+        the same time, on machines that share the folder or of two runs, one would rename what the other still writes.
+        """
+        raw = Path(raw_filename)
+        remove_partial(raw, STALE)
+        with atomic_write(raw) as partial:
+            try:
+                super()._decompress_shard_part(zip_info, zip_filename, str(partial), compression)
+            finally:
+                Path(f"{partial}.tmp").unlink(missing_ok=True)  # streaming's
 
 
 class FetchingDataset(StreamingDataset):
@@ -140,7 +169,7 @@ class FetchingDataset(StreamingDataset):
     def __init__(self, **arguments: Any) -> None:
         with compact_places():
             super().__init__(**arguments)
-        self._failure: str | None = None
+        self._failure: Exception | None = None  # what is raised where samples are read
         self._prepared: set[int] = set()  # shards that this process has prepared
         if self._unique_rank_world.is_local_leader:
             held = sum(stream.held for stream in self.streams if isinstance(stream, WholeStream))
@@ -156,18 +185,23 @@ class FetchingDataset(StreamingDataset):
         if not blocking and shard_id in self._prepared and self._shard_states[shard_id] == _ShardState.LOCAL:
             self._shard_access_times[shard_id] = time_ns()
             return
+        shard = self.shards[shard_id]
+        # Decompression joins pieces, so that for a moment it takes a shard twice.
+        size = shard.get_max_size() + shard.get_raw_size()
         try:
-            super().prepare_shard(shard_id, blocking)
+            with memory_to_read(shard.raw_data.basename, size):
+                super().prepare_shard(shard_id, blocking)
             if self._shard_states[shard_id] == _ShardState.LOCAL:
                 self._prepared.add(shard_id)
         except Exception as error:
-            self._failure = f"{self.shards[shard_id].raw_data.basename}: {one_line(error)}"
+            remote = self.streams[self.stream_per_shard[shard_id]].remote is not None
+            self._failure = _failure(error, shard, remote)
             lock = self._cache_filelock
             if not lock.is_locked:
                 lock.acquire()
             try:
-                if self.streams[self.stream_per_shard[shard_id]].remote is not None:
-                    self.shards[shard_id].evict()
+                if remote:
+                    shard.evict()
                 self._shard_states[shard_id] = _ShardState.REMOTE
             finally:
                 lock.release()
@@ -178,7 +212,7 @@ class FetchingDataset(StreamingDataset):
         fetched = np.array([stream.remote is not None for stream in self.streams])[self.stream_per_shard]
         here = np.flatnonzero(fetched & (self._shard_states.numpy() == _ShardState.LOCAL))
         if not here.size:
-            raise ValueError("the cache has no room for a shard, and none that could be removed; raise cache_limit")
+            raise NoRoom("the cache has no room for a shard, and none that could be removed; raise cache_limit")
         self._evict_shard(here[self._shard_access_times.numpy()[here].argmin()])
 
     def _prepare_thread(self, it: _Iterator) -> None:
@@ -212,7 +246,7 @@ class FetchingDataset(StreamingDataset):
     def on_exception(self, future: Future) -> None:
         """streaming calls this when a thread that fetches shards has ended."""
         if future.exception() is not None:
-            self._failure = self._failure or one_line(future.exception())
+            self._failure = self._failure or NotFetched(f"no shards are fetched: {one_line(future.exception())}")
             self._event.set()  # streaming's own raises the error, too, into a log that nobody reads
 
     def __iter__(self) -> Iterator[Any]:
@@ -220,6 +254,7 @@ class FetchingDataset(StreamingDataset):
 
         Raises:
             NotFetched: a shard could not be fetched. streaming itself would end the epoch without a message.
+            NotEnoughMemory: there was none to decompress a shard.
         """
         self._failure = None
         try:
@@ -227,10 +262,31 @@ class FetchingDataset(StreamingDataset):
         except Exception as error:
             if self._failure is None:
                 raise
-            raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}") from error
+            raise self._failure from error
         if self._failure is not None:
-            raise NotFetched(f"a shard could not be fetched or decompressed: {self._failure}")
+            raise self._failure
         # streaming registers each epoch's iterator with Python's exit, so it stays until the process ends. Its two
         # threads have ended.
         if hasattr(self, "_iterator"):
             self._iterator.sample_ids = self._iterator.sample_ids[:0].copy()
+
+
+def _failure(error: Exception, shard: Reader, remote: bool) -> NotEnoughMemory | NotFetched:
+    """What is raised for the samples of a shard after an error.
+
+    Args:
+        error: of the shard's preparation.
+        shard: that is missing now.
+        remote: whether it is fetched from somewhere.
+    """
+    if isinstance(error, NotEnoughMemory):
+        return NotEnoughMemory(str(error))
+    if (of_disk := disk_error(error)) is not None:
+        why = disk_line(of_disk)
+    elif isinstance(error, NoRoom):
+        why = str(error)
+    elif remote and not str(error).startswith("Checksum failure"):  # streaming's, of what the store has given
+        why = f"{one_line(error)}; start again when the store answers, and see {CREDENTIAL}"
+    else:
+        why = f"{one_line(error)}; copy or encode the set again"
+    return NotFetched(f"a shard could not be fetched or decompressed: {shard.raw_data.basename}: {why}")

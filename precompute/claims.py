@@ -20,7 +20,7 @@ from itertools import islice
 from data.ranks import Rank
 from precompute.output import BEGUN, UNREADABLE, OutputSet
 
-LOST = 3600.0  # seconds after which a shard that was begun is another rank's to take: its process may have been killed
+LOST = 3600.0  # seconds without a sample after which a shard is another rank's to take: its process may be dead
 
 
 def begun_shards(output: OutputSet) -> set[str]:
@@ -45,6 +45,7 @@ class Claims:
         self._rank = str(rank)
         self._share: set[str] = set()
         self._old_notes: dict[str, int] = {}
+        self._kept: dict[str, float] = {}  # when links of shards were renewed, on this process's clock
 
     def forget(self, shards: Collection[str]) -> None:
         """At the start of the rank whose share has these shards. It does them itself, whoever had begun them: a process
@@ -62,11 +63,8 @@ class Claims:
             self._folder.mkdir(parents=True, exist_ok=True)
             os.symlink(self._rank, self._folder / shard)
         except FileExistsError:
-            own = self._is_own(shard)
-            if own:  # it may have waited behind others that this rank took at the same time
-                with suppress(FileNotFoundError):
-                    os.utime(self._folder / shard, follow_symlinks=False)
-            return own
+            # It may have waited behind others that this rank took at the same time.
+            return self._renew(shard)
         except OSError:  # of a full disk, for instance: what writes the shard will say so
             return shard in self._share
         if self._output.is_encoded(shard):  # it was published before its link here was removed
@@ -74,8 +72,17 @@ class Claims:
             return False
         return True
 
+    def keep(self, shards: Collection[str]) -> None:
+        """Samples of these shards are written: those that this rank has begun are not lost, however long they take."""
+        now = time.monotonic()
+        for shard in shards:
+            if now - self._kept.get(shard, -LOST) > LOST / 10:
+                self._kept[shard] = now
+                self._renew(shard)
+
     def release(self, shard: str) -> None:
         """This rank has finished a shard, or given it up."""
+        self._kept.pop(shard, None)
         with suppress(OSError):
             (self._folder / shard).unlink()
 
@@ -102,6 +109,14 @@ class Claims:
             with suppress(FileNotFoundError):  # a rank tries it again
                 found[path.stem] = path.stat().st_mtime_ns
         return found
+
+    def _renew(self, shard: str) -> bool:
+        """Whether this rank has begun a shard. As of now, if so."""
+        own = self._is_own(shard)
+        if own:
+            with suppress(OSError):  # at worst, the shard is done twice
+                os.utime(self._folder / shard, follow_symlinks=False)
+        return own
 
     def _is_own(self, shard: str) -> bool:
         with suppress(OSError):  # its rank has finished it

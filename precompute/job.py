@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -106,6 +106,11 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
         if shared:
             claims[shard.label].release(shard.shard)
 
+    def keep(written: Collection[InputShard]) -> None:
+        if shared:
+            for label, claim in claims.items():
+                claim.keep([shard.shard for shard in written if shard.label == label])
+
     tried: set[InputShard] = set()
 
     def more() -> list[InputShard]:
@@ -127,7 +132,7 @@ def run(config: EncodeConfig, sources: dict[str, Source], sets: dict[str, Output
 
     known = next((size for output in sets.values() if (size := output.samples_per_shard())), None)
     progress = EncodeProgress(len(todo), known, quiet=rank.rank != 0)
-    pipeline = EncodePipeline(images, texts, open_writer, publish, progress, give_up)
+    pipeline = EncodePipeline(images, texts, open_writer, publish, progress, give_up, keep)
     with Uploads(config.upload is not None) as uploads:
         for shard in own:
             if shard in encoded and not sets[shard.label].is_done(shard.shard):

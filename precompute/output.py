@@ -336,7 +336,7 @@ class OutputSet:
         for path in (self.out / "shards").glob("*.tmp-*"):
             if self.is_done(path.name.rpartition(".tmp-")[0]) and is_old(path, STALE):
                 shutil.rmtree(path, ignore_errors=True)
-        for name in INDEX, REJECTED:
+        for name in INDEX, REJECTED, NAME, CONFIG, OPTIONS, NULL_TEXT:
             remove_partial(self.out / name, STALE)
 
     def _done(self, shard: str) -> dict[str, Any]:

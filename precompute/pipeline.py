@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,7 @@ class EncodePipeline:
             a while to bring a shard to the disk.
         progress: counts images and shards.
         give_up: called with a shard that could not be read, and the reason.
+        keep: called with the shards of each batch, when it is written.
 
     Attributes:
         failed: after `run`, the shards that could not be read, each with its reason.
@@ -75,10 +76,11 @@ class EncodePipeline:
         publish: Callable[[InputShard], None],
         progress: EncodeProgress,
         give_up: Callable[[InputShard, str], None] = lambda shard, problem: None,
+        keep: Callable[[Collection[InputShard]], None] = lambda shards: None,
     ) -> None:
         self.images, self.texts = images, texts
         self.open_writer, self.publish, self.progress = open_writer, publish, progress
-        self.give_up = give_up
+        self.give_up, self.keep = give_up, keep
         self.writers: dict[InputShard, ShardWriter] = {}
         self.failed: dict[InputShard, str] = {}
         self.finished: set[InputShard] = set()
@@ -190,6 +192,8 @@ class EncodePipeline:
 
     def _write(self, result: EncodedBatch) -> None:
         batch = result.batch
+        positions = [image.position for image in batch.images] + [position for position, _ in batch.rejected]
+        self.keep({position.shard for position in positions})
         for position, rejected in batch.rejected:
             self._add(position.shard, position.number, rejected)
         for image, sample in zip(batch.images, self._samples(result), strict=True):

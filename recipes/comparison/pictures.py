@@ -75,6 +75,8 @@ def _grids(folder: Path, most: int) -> list[tuple[int, Image.Image]]:
         try:
             with Image.open(files[batch], formats=FORMATS) as image:
                 grids.append((batch, image.convert("RGB")))
+        except MemoryError:  # for at most what Pillow takes for no bomb: the picture may be whole
+            raise
         except Exception as error:  # on damaged files, Pillow's decoders raise almost anything
             raise ValueError(f"{files[batch]}: not readable as a picture ({error}); delete it") from None
     return grids

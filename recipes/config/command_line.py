@@ -127,7 +127,8 @@ def user_errors() -> Iterator[None]:
             raise
         fail([str(error)])
     except MemoryError as error:
-        text = (str(error).strip().splitlines() or [""])[-1].rpartition("MemoryError: ")[-1].removesuffix("MemoryError")
+        last = (str(error).strip().splitlines() or [""])[-1]  # of the traceback of a worker process
+        text = re.sub(r"^[\w.]*(MemoryError|NotEnoughMemory)(: |$)", "", last)
         where = f" ({text})" if text else ""
         fail([f"not enough memory{where}; give fewer workers or more memory, and start the same command again"])
     except Exception as error:

@@ -49,7 +49,12 @@ def cannot_load(key: str, name: str, error: Exception, *, is_hub_id: bool = Fals
         name: of the model.
         error: why it cannot be loaded.
         is_hub_id: whether the name was taken for a hub id because there is no such folder, as `data/vae` may be.
+
+    Raises:
+        MemoryError: it is the error; the model may be whole.
     """
+    if isinstance(error, MemoryError):
+        raise error
     reason = one_line(error)
     before: BaseException | None = error
     while before is not None:  # diffusers says of a hub that it cannot reach that a file does not exist there

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from data import files
 from data.errors import one_line
+from data.memory import NotEnoughMemory, memory_to_read
 
 Built = TypeVar("Built")
 LARGEST = 10_000  # number that a config may hold, whatever the weights
@@ -49,6 +50,7 @@ def build_from(
     Raises:
         FileNotFoundError: no such file.
         ValueError: it is not a JSON object, or nothing can be built of it.
+        NotEnoughMemory: there is none for a network of such weights.
     """
     values, tensors = read_object(file), tensors or {}
     most = max([LARGEST, *(size for tensor in tensors.values() for size in tensor.shape)])
@@ -58,8 +60,10 @@ def build_from(
     try:
         # Twice, because modules may share parameters, which are counted in each: open_clip's CLIP has some in two.
         values_most = 2 * sum(tensor.numel() for tensor in tensors.values()) + SPARE
-        with _at_most(values_most, 2 * len(tensors) + SPARE_TENSORS):
+        with memory_to_read(file.parent, 4 * values_most), _at_most(values_most, 2 * len(tensors) + SPARE_TENSORS):
             return build(values)
+    except NotEnoughMemory:
+        raise
     except Exception as error:  # networks raise nearly anything for sizes of other types or signs
         text = one_line(error)
         if isinstance(error, ValueError | FileNotFoundError) and str(file.parent) in text:

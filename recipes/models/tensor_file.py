@@ -81,7 +81,11 @@ class TensorFile:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
         self._file = path.open("wb", buffering=0)
-        self._write(len(text).to_bytes(8, "little") + text)
+        try:
+            self._write(len(text).to_bytes(8, "little") + text)
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the values of the next tensor.

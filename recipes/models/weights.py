@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data.errors import first_line
-from data.memory import NotEnoughMemory
+from data.memory import NotEnoughMemory, memory_to_read
 from recipes.models import torch_files
 from recipes.models.config_files import build_from, read_object
 
@@ -41,6 +41,7 @@ def read_safetensors(file: Path, upgrade: Upgrade | None = None) -> dict[str, Te
     Raises:
         FileNotFoundError: no such file.
         ValueError: it is not a whole file.
+        NotEnoughMemory: the file may be whole.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such weights; expected a folder that a training run exported")
@@ -50,7 +51,8 @@ def read_safetensors(file: Path, upgrade: Upgrade | None = None) -> dict[str, Te
 
 def _load_safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        with memory_to_read(file, 2 * file.stat().st_size):  # safetensors maps it twice
+            return load_file(file)
     except SafetensorError as error:  # which is no ValueError
         raise ValueError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
 
@@ -204,6 +206,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: a damaged file, or a PyTorch file that holds anything else, or tensors that are larger than the
             file. No code in it is run.
+        NotEnoughMemory: the file may be whole.
     """
     if file.suffix == ".safetensors":
         return _load_safetensors(file)

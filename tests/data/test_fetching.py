@@ -18,12 +18,19 @@ SAMPLES = 12
 COLUMNS = {"number": "int", "filler": "bytes"}
 
 
-def write_set(folder, samples=SAMPLES):
+def write_set(folder, samples=SAMPLES, compression=None):
     """A set of several shards."""
-    with MDSWriter(out=str(folder), columns=COLUMNS, size_limit=1500, hashes=["sha1"]) as writer:
+    options = {"size_limit": 1500, "hashes": ["sha1"], "compression": compression}
+    with MDSWriter(out=str(folder), columns=COLUMNS, **options) as writer:
         for number in range(samples):
             writer.write({"number": number, "filler": bytes(300)})
     return folder
+
+
+def open_compressed(folder):
+    """A compressed set that is nowhere else."""
+    with own_names():
+        return FetchingDataset(streams=[WholeStream(local=str(folder))], batch_size=4)
 
 
 @pytest.fixture
@@ -172,13 +179,64 @@ def test_a_shard_with_another_hash_is_not_kept(open_set, remote, tmp_path):
     assert dataset[0]["number"] == 0 and dataset.cache_usage > 0
 
 
+def test_a_shard_that_two_machines_decompress_at_the_same_time(tmp_path, monkeypatch):
+    """Into a folder that they share; or two runs on one machine do."""
+    dataset, rename, others = open_compressed(write_set(tmp_path, 1, compression="zstd")), os.rename, []
+    (shard,) = dataset.shards
+
+    def after_the_other(source, target):
+        if not others:
+            others.append(os.fork())
+            if not others[0]:
+                try:
+                    dataset.streams[0].prepare_shard(shard)
+                finally:
+                    os._exit(0)
+            os.waitpid(others[0], 0)
+            assert os.path.isfile(tmp_path / shard.raw_data.basename)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", after_the_other)
+    dataset.streams[0].prepare_shard(shard)
+    assert shard[0]["number"] == 0 and others
+    assert {path.name for path in tmp_path.iterdir()} == {"index.json", "shard.00000.mds", "shard.00000.mds.zstd"}
+
+
+def test_what_a_process_left_that_was_killed_while_it_decompressed_is_removed(tmp_path):
+    dataset = open_compressed(write_set(tmp_path, 1, compression="zstd"))
+    for name in "1", "1.tmp", "2":
+        (tmp_path / f".shard.00000.mds.node.{name}").touch()
+    for path in tmp_path.glob(".*node.1*"):
+        os.utime(path, (1, 1))
+    assert len(list(dataset)) == 1
+    assert [path.name for path in tmp_path.glob(".*")] == [".shard.00000.mds.node.2"]  # which may be at work
+
+
+def test_a_set_whose_compressed_files_were_removed_is_read(tmp_path):
+    """To make room, after all were decompressed. streaming would remove the others, too."""
+    write_set(tmp_path, compression="zstd")
+    assert len(list(open_compressed(tmp_path))) == SAMPLES
+    for path in tmp_path.glob("*.zstd"):
+        path.unlink()
+    assert [sample["number"] for sample in open_compressed(tmp_path)] == list(range(SAMPLES))
+
+
+def test_a_set_that_is_nowhere_else_takes_no_room_in_the_cache_when_it_is_decompressed(tmp_path, remote):
+    local = write_set(tmp_path / "local", 4 * SAMPLES, compression="zstd")
+    largest = max(file.stat().st_size for file in remote.glob("*.mds"))
+    indexes = sum((folder / "index.json").stat().st_size for folder in (remote, local))
+    with own_names():
+        streams = [WholeStream(local=str(local)), WholeStream(local=str(tmp_path / "cache"), remote=str(remote))]
+        dataset = FetchingDataset(streams=streams, batch_size=4, cache_limit=indexes + 4 * largest, predownload=4)
+    assert len(list(dataset)) == 5 * SAMPLES
+    assert len(list(local.glob("*.mds"))) > 4
+    assert dataset.cache_usage == indexes + sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.mds"))
+
+
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_an_index_is_parsed_once_into_the_readers_of_streaming(tmp_path, monkeypatch, compression):
     """A set may have a million files, and each rank opens all of its sets."""
-    options = {"size_limit": 1500, "hashes": ["sha1"], "compression": compression}
-    with MDSWriter(out=str(tmp_path / "set"), columns=COLUMNS, **options) as writer:
-        for number in range(SAMPLES):
-            writer.write({"number": number, "filler": bytes(300)})
+    write_set(tmp_path / "set", compression=compression)
     known = StreamingDataset(local=str(tmp_path / "set"), batch_size=1).shards
     parsed, loads = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))

@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
+from streaming import MDSWriter, Stream
 
 from benchmarks.killing import fork
 from data.arrays import read_matrix
+from data.encoded_dataset import open_loader
+from data.latents import LatentDataset
+from data.loading import Placement
 from data.memory import MEMORY, limit
 from data.sources.base import Sample
 from data.sources.filters import Filter
+from recipes.comparison.pictures import WHOLE, read_pictures
 from recipes.config.command_line import user_errors
 from recipes.engines.plain_pickles import damaged, load_plain
+from recipes.models.config_files import build_from
 from recipes.models.weights import read_tensors
 
 DOCKER = "/docker/ab12"  # on the machine; in the container its folder is the root
@@ -90,7 +97,46 @@ def picture(folder):
     return lambda: Filter().decode(sample)
 
 
-@pytest.mark.parametrize("reads", [checkpoint, part, weights, matrix, picture])
+def mapped(folder):
+    # It is mapped twice: there is room for the first time.
+    save_file({"a": torch.zeros(3 * ROOM // 4, dtype=torch.uint8)}, folder / "weights.safetensors")
+    return lambda: read_tensors(folder / "weights.safetensors")
+
+
+def network(folder):
+    (folder / "config.json").write_text("{}")
+    weights = {"weight": torch.empty(4 * SIDE, SIDE, device="meta")}
+    return lambda: build_from(folder / "config.json", lambda _: torch.nn.Linear(SIDE, 4 * SIDE), weights)
+
+
+def grid(folder):
+    grids = folder / next(iter(WHOLE))
+    grids.mkdir()
+    Image.new("L", (9000, 9000)).save(grids / "ba1.png")
+    return lambda: read_pictures(folder, {}, 1, 64)
+
+
+def compressed(folder, workers=0):
+    # One large array, since this process keeps the memory of small ones.
+    sides = {"mean_8": (4 * SIDE, SIDE), "std_8": (1, 1), "text": (1, 1)}
+    columns = {"key": "str"} | {name: f"ndarray:uint8:{height},{width}" for name, (height, width) in sides.items()}
+    with MDSWriter(out=str(folder), columns=columns, compression="gz:1", size_limit=None) as writer:
+        writer.write({"key": "a"} | {name: np.zeros(shape, np.uint8) for name, shape in sides.items()})
+    dataset = LatentDataset(resolution=8, text="text", streams=[Stream(local=str(folder))], batch_size=1)
+    loader = open_loader(dataset, Placement(1, training=True), workers, drop_last=False)
+    return lambda: list(loader)
+
+
+def compressed_for_a_worker(folder):
+    return compressed(folder, workers=1)
+
+
+READS = [
+    checkpoint, part, weights, mapped, matrix, picture, network, grid, compressed, compressed_for_a_worker,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reads", READS)
 def test_what_does_not_fit_into_memory_is_not_damaged(reads, tmp_path):
     """A run would tell its user to remove the checkpoint, and an encode job would reject the image for ever."""
     read = reads(tmp_path)

@@ -75,6 +75,41 @@ def test_a_shard_that_waited_is_not_lost_when_it_is_begun(tmp_path):
     assert one.take("a") and other.free([]) == []
 
 
+def test_a_shard_whose_samples_are_written_is_not_lost(tmp_path):
+    output = OutputSet(tmp_path, ["a", "b", "c"])
+    one, other = Claims(output, 0), Claims(output, 1)
+    assert one.take("a") and one.take("b") and other.take("c")
+    for shard in output.shards:
+        os.utime(tmp_path / "begun" / shard, times=(time.time() - 2 * LOST,) * 2, follow_symlinks=False)
+    one.keep(["a", "c"])
+    assert Claims(output, 2).free([]) == ["c", "b"]  # another rank says itself what becomes of its shards
+    one.release("a")
+    one.keep(["a"])
+    assert Claims(output, 2).free([]) == ["c", "b", "a"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_keeps_shards_that_take_it_hours(recipe, tmp_path, monkeypatch, workers):
+    """Another one without work would do them once more."""
+    path, folder, ages = recipe(workers=workers), tmp_path / "out" / "train" / "begun", []
+    take, publish = Claims.take, OutputSet.publish
+
+    def hours_ago(claims, shard):
+        taken = take(claims, shard)
+        os.utime(folder / shard, times=(time.time() - 2 * LOST,) * 2, follow_symlinks=False)
+        return taken
+
+    def looked_at(output, shard, rank):
+        ages.append(time.time() - (folder / shard).lstat().st_mtime)
+        publish(output, shard, rank)
+
+    monkeypatch.setattr(Claims, "take", hours_ago)
+    monkeypatch.setattr(OutputSet, "publish", looked_at)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    main([path])
+    assert len(ages) == 3 and max(ages) < LOST
+
+
 def test_another_process_of_a_rank_knows_at_once_whose_a_shard_is(tmp_path, monkeypatch):
     """It reads another part of the shard: were this left out, the shard would not be finished."""
     output, found = OutputSet(tmp_path, ["a"]), []

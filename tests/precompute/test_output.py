@@ -173,11 +173,12 @@ def test_a_folder_that_its_rank_removes_while_another_looks_at_its_age(tmp_path,
     assert os.listdir(tmp_path / "shards") == ["a"]
 
 
-def test_what_a_process_left_that_was_killed_while_it_merged_is_removed(tmp_path):
+def test_what_processes_left_that_were_killed_while_they_wrote_files_of_the_set_is_removed(tmp_path):
     """An index may have half a gigabyte."""
     output = OutputSet(tmp_path, ["a"])
     write(output, "a", [sample("a0")], {})
-    for name in ".index.json.node.1", ".rejected.jsonl.node.1", ".index.json.node.2", ".index.json.mine":
+    files = "index.json", "rejected.jsonl", "manifest.json", "config.yaml", "options.json", "null_text.npy"
+    for name in (*(f".{file}.node.1" for file in files), ".index.json.node.2", ".index.json.mine"):
         (tmp_path / name).touch()
         if not name.endswith("2"):  # which another process may be writing
             os.utime(tmp_path / name, times=(time.time() - 2 * STALE,) * 2)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
@@ -371,3 +372,19 @@ def test_a_hub_that_cannot_be_reached(load, name, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=f"{name} cannot be loaded: this machine cannot reach the hub and has no copy"):
         load()
+
+
+@pytest.mark.parametrize(
+    ("load", "opens"),
+    [
+        (open_clip_text, "open_clip.get_tokenizer"),
+        (hf_clip_text, "transformers.CLIPTokenizer.from_pretrained"),
+    ],
+)
+def test_a_lack_of_memory_is_not_a_broken_tokenizer(load, opens, clip_folder, hf_folder, monkeypatch):
+    monkeypatch.setattr(opens, Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        if load is open_clip_text:
+            load(path=str(clip_folder), precision="fp32")
+        else:
+            load(path=str(hf_folder), subfolder="text_encoder", tokenizer="tokenizer", precision="fp32")

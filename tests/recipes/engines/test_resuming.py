@@ -2,17 +2,20 @@
 
 import importlib
 import os
+import re
 import resource
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from data.files import atomic_write
 from recipes.config.recipe import FSDP
 from recipes.engines.dry_run_checks import check_on_meta
 from recipes.engines.plain_pickles import load_plain, plain_metadata
 from recipes.engines.resuming import prepare_folder, remove_halves, says_what_to_remove
-from recipes.engines.same_model import saved_at
+from recipes.engines.same_model import Saved, saved_at
 from recipes.engines.sharded_files import Sharded
 from recipes.exporting.checkpoints import read_checkpoint
 from recipes.training.checkpoint_names import KINDS, check_engine, last_written, newest_of_all
@@ -206,3 +209,19 @@ def test_the_newest_of_both_engines(tmp_path):
         os.utime(folder / files[0], (1, 1))
         assert (newest_of_all(folder).name, last_written(folder).name) == tuple(files)
     assert newest_of_all(tmp_path / "none") is last_written(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ({"weight": (2, 3), "bias": (2,)}, None),
+        ({"weight": (2, 3)}, "bias is not there in it and (2,) in the model"),
+        ({"weight": (3, 2), "bias": (2,)}, "weight is (3, 2) in it and (2, 3) in the model"),
+        ({"weight": (2, 3), "bias": (2,), "gate": (2,)}, "gate is (2,) in it and not there in the model"),
+    ],
+)
+def test_the_weights_of_a_checkpoint_are_those_of_the_model(shapes, said):
+    """No more of them either: the run would go on without what it has learnt."""
+    saved = Saved("a.pt", {name: torch.Size(shape) for name, shape in shapes.items()}, "AdamW")
+    with nullcontext() if said is None else pytest.raises(ValueError, match=f"^a.pt: .*: {re.escape(said)}"):
+        saved.check(torch.nn.Linear(3, 2, device="meta"), "AdamW")

@@ -1,6 +1,7 @@
 """Files that are written tensor by tensor: the bytes of safetensors' own writer, for whatever it can write."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,13 @@ def test_the_bytes_are_those_of_safetensors(tmp_path_factory, tensors):
     for name, tensor in tensors.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert read[name].view(-1).view(torch.uint8).equal(tensor.detach().view(-1).view(torch.uint8)), name
+
+
+def test_a_file_whose_header_cannot_be_written_is_closed():
+    with pytest.raises(OSError, match="No space left") as raised:
+        TensorFile(Path("/dev/full"), {"a": torch.ones(2)})
+    file = raised.traceback[1].locals["self"]._file
+    assert file.closed
 
 
 def test_a_format_that_files_cannot_hold_is_named(tmp_path):
