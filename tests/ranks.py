@@ -18,6 +18,7 @@ import random
 import runpy
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,25 @@ def without_cuda() -> Iterator[None]:
         yield
     if calls or torch.cuda.is_initialized():
         raise RuntimeError(f"imports start CUDA: no forked process can use the GPU\n{''.join(calls)}")
+
+
+def do_not_wait_for_disks() -> None:
+    """From now on, this process and those that it forks leave it to the system when files come to the disk.
+
+    A suite asks thousands of times that a file be there, which takes 5 to 10 ms each, and nothing of it has to outlast
+    a power failure. What is asked for, and what becomes of an error, is tested with functions of the tests' own
+    (`tests.disks.on_disk_before_named`); processes that tests start anew still wait.
+    """
+    os.fsync = lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None  # not a closed one
+    connect = sqlite3.connect
+
+    def connect_without_waiting(*arguments: object, **options: object) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        with contextlib.suppress(sqlite3.Error):  # no database, as whoever asks it next is told
+            connection.execute("PRAGMA synchronous=OFF")
+        return connection
+
+    sqlite3.connect = sqlite3.dbapi2.connect = connect_without_waiting
 
 
 def preload() -> None:
@@ -284,6 +304,7 @@ def _become(rank: int, request: dict, port: int) -> None:
         os.environ.update(variables_of(rank, size, port))
     os.chdir(request["cwd"])
     np.random.seed()  # forked processes share its state
+    do_not_wait_for_disks()
     if size > 1:
         _share_groups()
     sys.argv = request["words"]
