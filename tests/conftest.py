@@ -303,10 +303,9 @@ def text_sets(tmp_path_factory, drawings) -> Path:
     captions = f"sources.captions.urls={drawings}/train/*.tar"
     docs = f"sources.docs={{name: texts, files: [{ROOT}/docs/export.md, {ROOT}/docs/comp*.md], exclude: null}}"
     val = f"sources.docs_val={{name: tars, urls: {drawings}/val/*.tar}}"
-    words = f"{root}/vocabulary.json"
-    vocabulary.main([f"{ROOT}/yamls/docs_vocabulary.yaml", f"out={words}", "entries=300", docs, captions])
-    packing = [f"out={root}", f"vocabulary={words}", "positions=16", docs, captions, val]
-    pack.main([f"{ROOT}/yamls/docs_pack.yaml", *packing])
+    bpe = f"{root}/vocabulary.json"
+    vocabulary.main([f"{ROOT}/yamls/docs_vocabulary.yaml", f"out={bpe}", "entries=300", docs, captions])
+    pack.main([f"{ROOT}/yamls/docs_pack.yaml", f"out={root}", f"vocabulary={bpe}", "positions=16", docs, captions, val])
     return root
 
 
