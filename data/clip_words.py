@@ -7,6 +7,7 @@ O(n log n), and gives the same pieces where no merge comes before those that mak
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tokenizers.models import BPE
@@ -33,12 +34,7 @@ class WordPieces:
     """
 
     def __init__(self, ranks: dict[tuple[str, str], int], special: dict[str, str]) -> None:
-        merges = [pair for pair in sorted(ranks, key=ranks.get) if len(pair) == 2]
-        letters = ByteLevel.alphabet()
-        symbols = [*letters, *(letter + END for letter in letters)]
-        symbols += [symbol for left, right in merges for symbol in (left, right, left + right)]
-        numbers = {symbol: number for number, symbol in enumerate(dict.fromkeys(symbols))}
-        self._model = BPE(numbers, merges, end_of_word_suffix=END)
+        self._model = _model(tuple(pair for pair in sorted(ranks, key=ranks.get) if len(pair) == 2))
         self._special = dict(special)
         self._found: dict[str, str] = {}
 
@@ -50,3 +46,13 @@ class WordPieces:
                 self._found.clear()
             found = self._found[word] = " ".join(piece.value for piece in self._model.tokenize(word))
         return found
+
+
+@functools.lru_cache(maxsize=2)
+def _model(merges: tuple[tuple[str, str], ...]) -> BPE:
+    """Pairs of symbols, the first to be merged first, as a model. A run has several tokenizers of the same merges."""
+    letters = ByteLevel.alphabet()
+    symbols = [*letters, *(letter + END for letter in letters)]
+    symbols += [symbol for left, right in merges for symbol in (left, right, left + right)]
+    numbers = {symbol: number for number, symbol in enumerate(dict.fromkeys(symbols))}
+    return BPE(numbers, list(merges), end_of_word_suffix=END)

@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 
 from data.garbage_collection import RARELY
-from tests.ranks import start_server
+from tests.ranks import do_not_wait_for_disks, start_server
 
 ROOT = Path(__file__).resolve().parents[1]
 # Data sets of streaming keep files open until the process ends: thousands in a suite, where 1,024 is a usual limit.
@@ -34,6 +34,7 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 # What was compiled in an earlier session is not compiled again; by default it is where temporary files are.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+do_not_wait_for_disks()
 # Searches for cycles took a tenth of the time of tests, most of it in modules, which stay.
 gc.set_threshold(*RARELY)
 # 40 pictures to train on in four tars, 6 to validate on in one.
@@ -302,10 +303,9 @@ def text_sets(tmp_path_factory, drawings) -> Path:
     captions = f"sources.captions.urls={drawings}/train/*.tar"
     docs = f"sources.docs={{name: texts, files: [{ROOT}/docs/export.md, {ROOT}/docs/comp*.md], exclude: null}}"
     val = f"sources.docs_val={{name: tars, urls: {drawings}/val/*.tar}}"
-    words = f"{root}/vocabulary.json"
-    vocabulary.main([f"{ROOT}/yamls/docs_vocabulary.yaml", f"out={words}", "entries=300", docs, captions])
-    packing = [f"out={root}", f"vocabulary={words}", "positions=16", docs, captions, val]
-    pack.main([f"{ROOT}/yamls/docs_pack.yaml", *packing])
+    bpe = f"{root}/vocabulary.json"
+    vocabulary.main([f"{ROOT}/yamls/docs_vocabulary.yaml", f"out={bpe}", "entries=300", docs, captions])
+    pack.main([f"{ROOT}/yamls/docs_pack.yaml", f"out={root}", f"vocabulary={bpe}", "positions=16", docs, captions, val])
     return root
 
 

@@ -18,6 +18,7 @@ import random
 import runpy
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,25 @@ def without_cuda() -> Iterator[None]:
         raise RuntimeError(f"imports start CUDA: no forked process can use the GPU\n{''.join(calls)}")
 
 
+def do_not_wait_for_disks() -> None:
+    """From now on, this process and those that it forks leave it to the system when files come to the disk.
+
+    A suite asks thousands of times that a file be there, which takes 5 to 10 ms each, and nothing of it has to outlast
+    a power failure. What is asked for, and what becomes of an error, is tested with functions of the tests' own
+    (`tests.disks.on_disk_before_named`); processes that tests start anew still wait.
+    """
+    os.fsync = lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None  # not a closed one
+    connect = sqlite3.connect
+
+    def connect_without_waiting(*arguments: object, **options: object) -> sqlite3.Connection:
+        connection = connect(*arguments, **options)
+        with contextlib.suppress(sqlite3.Error):  # no database, as whoever asks it next is told
+            connection.execute("PRAGMA synchronous=OFF")
+        return connection
+
+    sqlite3.connect = sqlite3.dbapi2.connect = connect_without_waiting
+
+
 def preload() -> None:
     """Imports what workers and ranks would."""
     from data.garbage_collection import RARELY
@@ -204,6 +224,7 @@ def _answer(connection: socket.socket) -> None:
         print("ready", file=lines, flush=True)
         for line in lines:
             request, port = json.loads(line), free_port()
+            request["environment"].setdefault(ADDRESS, connection.getsockname()[1:].decode())  # for launches of its own
             rank, children = _fork(request["ranks"])
             if rank is not None:
                 break
@@ -284,6 +305,7 @@ def _become(rank: int, request: dict, port: int) -> None:
         os.environ.update(variables_of(rank, size, port))
     os.chdir(request["cwd"])
     np.random.seed()  # forked processes share its state
+    do_not_wait_for_disks()
     if size > 1:
         _share_groups()
     sys.argv = request["words"]

@@ -10,6 +10,7 @@ from multiprocessing import active_children
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from benchmarks.killing import fork
 from data.crash_log import CRASHES
@@ -30,6 +31,12 @@ class Killing(Filter):
         if sample.key == self.key:
             self.kill()
         return super().decode(sample, shrink_to)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """PyTorch looks for workers that have died after 5 s without a batch; not in each of these tests."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
 
 
 def by(number):

@@ -22,6 +22,12 @@ from tests.disks import fill, read_only, small_disk, small_files
 from tests.precompute.encode_checks import assert_same, expect_error
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """PyTorch looks for workers that have died after 5 s without a batch; not in each of these tests."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
+
+
 def test_shards_that_cannot_be_read_stay_undone(encoded, read, recipe, tmp_path, monkeypatch, capsys):
     path, told = recipe(workers=1), []
     read_shard = TarSource.read
@@ -266,7 +272,5 @@ def test_a_worker_that_dies_is_reported(recipe, monkeypatch, capsys):
 
     monkeypatch.setattr(Filter, "decode", die)
     monkeypatch.setattr("data.quarantine.LIMIT", 3)
-    # PyTorch looks for workers that ended before it could be told so; every five seconds, if not more often.
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
     error = expect_error([recipe(workers=1)], capsys)
     assert "a decoding process died" in error and "shm" in error

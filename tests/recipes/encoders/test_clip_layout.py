@@ -16,7 +16,6 @@ from recipes.encoders.text import hf_clip_text, open_clip_text
 from recipes.encoders.vae import kl_vae
 
 CAPTIONS = ["a red heart", "", "stop! don't?!? 12,5%", "many words " * 20]
-TOKENIZER = clip_tokenizer(open_clip.get_tokenizer("ViT-B-32"), "ViT-B-32")
 
 
 @pytest.fixture
@@ -63,11 +62,16 @@ def test_a_tower_is_the_same_after_the_conversion(variant, tmp_path, layer, text
     assert torch.equal(model(tokens).last_hidden_state, found)
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return clip_tokenizer(open_clip.get_tokenizer("ViT-B-32"), "ViT-B-32")
+
+
 @settings(max_examples=300)
-@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="&<"), max_size=40))
-def test_tokens_are_those_of_open_clip(caption):
+@given(caption=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="&<"), max_size=40))
+def test_tokens_are_those_of_open_clip(tokenizer, caption):
     """Without HTML entities, which OpenCLIP replaces, and without marks such as <start_of_text>."""
-    found = TOKENIZER(caption, padding="max_length", truncation=True).input_ids
+    found = tokenizer(caption, padding="max_length", truncation=True).input_ids
     assert found == open_clip.tokenize([caption])[0].tolist()
 
 

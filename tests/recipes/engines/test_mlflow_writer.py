@@ -4,9 +4,6 @@ import importlib
 
 import numpy as np
 import pytest
-from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import REQUEST_LIMIT_EXCEEDED, RESOURCE_DOES_NOT_EXIST
 
 from recipes.engines import mlflow_writer
 from recipes.engines.mlflow_writer import AT_ONCE, MLflowWriter
@@ -46,12 +43,20 @@ class Server:
         self._call(status, status)
 
 
+def error(text, code="INTERNAL_ERROR"):
+    """An error of MLflow, whose import would take half a second in every process that collects tests."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos import databricks_pb2
+
+    return MlflowException(text, error_code=getattr(databricks_pb2, code))
+
+
 def down():
-    return MlflowException("API request failed with exception connection refused")
+    return error("API request failed with exception connection refused")
 
 
 def refused():
-    return MlflowException("no such run", error_code=RESOURCE_DOES_NOT_EXIST)
+    return error("no such run", "RESOURCE_DOES_NOT_EXIST")
 
 
 @pytest.fixture
@@ -82,19 +87,19 @@ ALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("errors", [[], [down()], [down(), ConnectionError("reset"), OSError("locked")]])
+@pytest.mark.parametrize("errors", [[], [down], [down, lambda: ConnectionError("reset"), lambda: OSError("locked")]])
 def test_all_arrives_once_and_in_order(errors, quick):
-    assert written(Server(*errors)) == ALL
+    assert written(Server(*(make() for make in errors))) == ALL
 
 
 def test_a_server_that_fails_is_named_and_its_return_too(quick, lines):
-    written(Server(down(), MlflowException("busy", error_code=REQUEST_LIMIT_EXCEEDED)))
+    written(Server(down(), error("busy", "REQUEST_LIMIT_EXCEEDED")))
     assert "MLflow at http://mlflow takes nothing (MlflowException API request failed" in lines()
     assert "takes what is logged again" in lines()
 
 
 def test_a_password_is_in_no_line(quick, lines):
-    written(Server(MlflowException("API request to http://me:secret@mlflow/api/2.0 failed")))
+    written(Server(error("API request to http://me:secret@mlflow/api/2.0 failed")))
     assert "API request to http://mlflow/api/2.0 failed" in lines() and "secret" not in lines()
 
 
@@ -189,7 +194,7 @@ def test_a_server_that_is_lost_does_not_end_a_run(engine, quick_recipe, tmp_path
     trainer = importlib.import_module(f"recipes.engines.{engine}.trainer")
     with monkeypatch.context() as patch:
         for name in ("log_batch", "log_image", "set_terminated"):
-            patch.setattr(MlflowClient, name, fail)
+            patch.setattr(f"mlflow.MlflowClient.{name}", fail)
         trainer.train(recipe)
     assert "takes nothing" in lines() and "figures and images of this run" in lines()
     assert (tmp_path / "run" / "samples" / "ba0000002.png").is_file()
@@ -212,6 +217,8 @@ def test_a_run_that_fails_is_marked_so(quick_recipe, tmp_path, monkeypatch, quic
     training = build_trainer(recipe, lambda parts: parts.callbacks.update(fails=Fails()))
     with pytest.raises(RuntimeError, match="on purpose"):
         training.fit()
+    from mlflow import MlflowClient
+
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("test").experiment_id])
     assert run.info.status == "FAILED"

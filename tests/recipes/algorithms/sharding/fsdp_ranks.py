@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from recipes.algorithms.gradients.clipping import clip_by_norm
 from recipes.algorithms.modules.activation_checkpointing import recompute, recomputed_modules
@@ -295,11 +294,18 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        self._note((args, tuple((kwargs or {}).values()), result))
+        return result
+
+    def _note(self, value: object) -> None:
+        """Notes a tensor, or those in lists and tuples."""
+        if isinstance(value, list | tuple):
+            for inner in value:
+                self._note(inner)
+        elif isinstance(value, torch.Tensor):
+            local = value._local_tensor if isinstance(value, DTensor) else value
             if type(local) in (torch.Tensor, torch.nn.Parameter) and local.device.type == "cpu":
                 self.known.add(StorageWeakRef(local.untyped_storage()))
-        return result
 
     def live_bytes(self) -> int:
         """Bytes of the storages that somebody refers to."""
