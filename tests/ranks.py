@@ -224,7 +224,6 @@ def _answer(connection: socket.socket) -> None:
         print("ready", file=lines, flush=True)
         for line in lines:
             request, port = json.loads(line), free_port()
-            request["environment"].setdefault(ADDRESS, connection.getsockname()[1:].decode())  # for launches of its own
             rank, children = _fork(request["ranks"])
             if rank is not None:
                 break

@@ -340,7 +340,7 @@ def first_samples(source, count, folder):
 
 @pytest.mark.slow
 def test_two_ranks(quick_recipe, latent_sets, tmp_path):
-    """One launch of Composer's own launcher, itself a forked process: a new one and another fork, joined by gloo."""
+    """One launch of Composer's own launcher, itself a forked process: two new ones on the CPU, joined by gloo."""
     odd = f"evals.val.streams.val.path={first_samples(latent_sets / 'val', 5, tmp_path / 'odd')}"
     recipe = quick_recipe(
         tmp_path / "run", odd, "training.duration=10ba", "data.caption_dropout=0.0",
@@ -348,8 +348,8 @@ def test_two_ranks(quick_recipe, latent_sets, tmp_path):
     )  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
     launcher = Path(sys.executable).with_name("composer")
-    rank, script = (ROOT / "tests" / "recipes" / name for name in ("launched.py", "two_ranks.py"))
-    done = launch(1, launcher, "-n", 2, rank, script, tmp_path / "recipe.yaml", tmp_path, cwd=tmp_path)
+    script = ROOT / "tests" / "recipes" / "two_ranks.py"
+    done = launch(1, launcher, "-n", 2, script, tmp_path / "recipe.yaml", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     one, other = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     # Each epoch is shared: 40 samples in 5 batches of 4 + 4, none twice.
