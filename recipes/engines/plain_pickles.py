@@ -185,13 +185,18 @@ def plain_pickles() -> Iterator[None]:
     """
     theirs = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
     refused: list[Exception] = []
+    known: dict[Path, metadata_format.Metadata] = {}  # engines ask up to three times, and of 1,024 ranks it is large
 
     # In the place of PyTorch's, which unpickles without restriction. By the further arguments that torch 2.11's has, it
     # would ask for another file.
     def read_metadata(self: FileSystemReader) -> Any:
+        path = Path(self.path, ".metadata")
         try:
-            metadata = plain_metadata(Path(self.path, ".metadata"))
-            check_names(Path(self.path), metadata.state_dict_metadata)
+            if path not in known:
+                found = plain_metadata(path)
+                check_names(path.parent, found.state_dict_metadata)
+                known[path] = found
+            metadata = known[path]
             metadata.storage_meta = metadata.storage_meta or metadata_format.StorageMeta()
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # torch 2.11 goes on and says only that there is no metadata

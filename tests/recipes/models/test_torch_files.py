@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as metadata_format
 
+from recipes.engines import plain_pickles as plain
 from recipes.engines.plain_pickles import load_plain, plain_metadata, plain_pickles
 from recipes.engines.sharded_files import Sharded
 from recipes.models import torch_files
@@ -319,6 +320,21 @@ def test_metadata_names_files_of_its_folder_alone(name, tmp_path):
         plain_metadata(folder / ".metadata")
     with pytest.raises(ValueError, match="which is not in its folder"), plain_pickles():
         dcp.load({"w": torch.zeros(6)}, checkpoint_id=folder, no_dist=True)
+
+
+def test_metadata_is_read_once_while_a_checkpoint_is_loaded(tmp_path, monkeypatch):
+    """Engines look into it before PyTorch does, and that of many ranks is large."""
+    read = []
+    monkeypatch.setattr(plain, "plain_metadata", lambda path: read.append(path) or plain_metadata(path))
+    for name, size in (("one", 4), ("two", 6)):
+        dcp.save({"w": torch.arange(float(size))}, checkpoint_id=tmp_path / name, no_dist=True)
+    with plain_pickles():
+        for name, size in (("one", 4), ("two", 6)):
+            reader, into = dcp.FileSystemReader(tmp_path / name), {"w": torch.zeros(size)}
+            assert reader.read_metadata().state_dict_metadata["w"].size == (size,)
+            dcp.load(into, storage_reader=reader, no_dist=True)
+            assert torch.equal(into["w"], torch.arange(float(size)))
+    assert read == [tmp_path / name / ".metadata" for name in ("one", "two")]
 
 
 def test_what_is_checked_is_undone():
