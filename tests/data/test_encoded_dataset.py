@@ -18,13 +18,14 @@ from streaming import Stream, StreamingDataset
 from torch.utils.data import DataLoader
 
 from data.encoded_dataset import LONGEST_WAIT, EncodedDataset, key_seed, keys_of, open_loader, streams_of
-from data.encoded_sets import local_set
+from data.encoded_sets import local_set, remote_set
 from data.fetching import WholeStream
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
 from data.shared_names import own_names
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage
+from recipes.config.command_line import user_errors
 from recipes.training.stop import SIGNALS
 
 TEXT = (5, 8)
@@ -363,6 +364,14 @@ def test_what_to_do_about_a_shard_depends_on_what_is_wrong(tmp_path, monkeypatch
             file.write_bytes(bytes(file.stat().st_size)) if problem == "damage" else file.unlink()
     with pytest.raises(ValueError, match=f"^{said}$"):
         list(loader)
+
+
+def test_a_disk_that_is_full_is_no_store_that_refuses_a_manifest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("data.encoded_sets.fetch", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(SystemExit), user_errors():
+        remote_set(url=str(tmp_path / "store"), cache=str(tmp_path / "cache")).manifest()
+    said = f"error: {tmp_path}/cache/manifest.json: No space left on device; make room there, and start the same "
+    assert capsys.readouterr().err == f"{said}command again\n"
 
 
 def test_a_damaged_sample_is_an_error(tmp_path, plain):
