@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.aliases import InputPath
 from data.arrays import read_matrix
+from data.disk_errors import about, disk_error
 from data.downloads import advice, fetch
 from data.errors import one_line
 from data.manifest import NAME as MANIFEST
@@ -68,14 +69,18 @@ class EncodedSet:
         """Fetches a remote file to a new path, because all ranks fetch at the same time.
 
         Raises:
+            OSError: of this disk.
             ValueError: the store refuses it, or does not answer.
         """
         copy = Path(self.local, f".{name}.{uuid.uuid4().hex}")
         copy.parent.mkdir(parents=True, exist_ok=True)
         address = f"{self.remote.rstrip('/')}/{name}"
         try:
-            fetch(address, copy, timeout=120.0)
+            with about(Path(self.local, name), copy):
+                fetch(address, copy, timeout=120.0)
         except Exception as error:  # each store's client has its own errors, without a common base class
+            if disk_error(error) is not None:
+                raise
             raise ValueError(f"{address}: cannot be fetched ({one_line(error)}); {advice(error)}") from error
         return copy
 

@@ -1,6 +1,5 @@
 """Batches of latents, against streaming's own decoding and torch's own collation; position and errors."""
 
-import errno
 import gc
 import itertools
 import json
@@ -9,7 +8,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,10 +17,8 @@ from torch.utils.data import DataLoader
 
 from data.encoded_dataset import LONGEST_WAIT, EncodedDataset, key_seed, keys_of, open_loader, streams_of
 from data.encoded_sets import local_set
-from data.fetching import WholeStream
 from data.latents import LatentDataset
 from data.loading import Placement, end_workers, leave_signals
-from data.shared_names import own_names
 from precompute.columns import LatentColumns
 from precompute.writer import EncodedSample, ShardWriter, Storage
 from recipes.training.stop import SIGNALS
@@ -334,35 +330,6 @@ def test_a_cut_shard_is_an_error(tmp_path, plain, workers):
     with pytest.raises(ValueError, match=r"shard.00002.mds.*; copy or encode the set again$"):
         list(make_loader(True, fast, workers))
     assert set(multiprocessing.active_children()) <= before
-
-
-@pytest.mark.parametrize(
-    ("problem", "said"),
-    [
-        ("local", r"data: .*local/.*: not there, and the set has no remote address; copy or encode the set again"),
-        ("store", r"data: .*; start again when the store answers, and see .*"),
-        ("disk", r"data: .*/cache/\S+: No space left on device; make room there, and start the same command again"),
-        ("damage", r"data: .*: Checksum failure: .*; copy or encode the set again"),
-        ("cache", r"data: .*: the cache has no room for a shard, and none that could be removed; raise cache_limit"),
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_to_do_about_a_shard_depends_on_what_is_wrong(tmp_path, monkeypatch, workers, problem, said):
-    local, store = write(tmp_path / "local", 20), write(tmp_path / "store", 20, 1, hashes=("xxh3_64",))
-    with own_names():
-        places = {"local": str(tmp_path / "cache"), "remote": str(store), "validate_hash": "xxh3_64"}
-        streams = [WholeStream(**places), WholeStream(local=str(local))]
-        dataset = LatentDataset(streams=streams, resolution=32, text="text", blocks=6, batch_size=BATCH)
-    loader = open_loader(dataset, Placement(BATCH, training=True), workers, drop_last=False)
-    if problem == "disk":
-        monkeypatch.setattr("data.fetching.fetch", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    elif problem == "cache":
-        dataset.cache_limit = 1  # byte, as where other workers fetch all that the cache has room for
-    else:
-        for file in (local if problem == "local" else store).glob("*.mds"):
-            file.write_bytes(bytes(file.stat().st_size)) if problem == "damage" else file.unlink()
-    with pytest.raises(ValueError, match=f"^{said}$"):
-        list(loader)
 
 
 def test_a_damaged_sample_is_an_error(tmp_path, plain):
