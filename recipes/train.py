@@ -35,12 +35,13 @@ def main() -> None:
     # From here on imports take seconds. All errors in the config have been reported above.
     with user_errors():
         if command.dry_run:
-            from recipes.engines.dry_run_checks import check_on_meta
-            from recipes.planning.dry_run import describe_run
+            with rare_searches():
+                from recipes.engines.dry_run_checks import check_on_meta
+                from recipes.planning.dry_run import describe_run
 
-            raise_errors(cheap_recipe_checks(recipe))
-            check_on_meta(recipe)
-            print_once(describe_run(recipe, command.missing))
+                raise_errors(cheap_recipe_checks(recipe))
+                check_on_meta(recipe)
+                print_once(describe_run(recipe, command.missing))
             return
         for warning in raise_errors((*cheap_checks(), *cheap_recipe_checks(recipe))):
             log.warning(str(warning))

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
-from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import nn
 
 from data.log import log
-from recipes.models.dvae.network import CodeEncoder
 from recipes.models.task import Task
 from recipes.training.lever import Lever
 from recipes.training.run import Run
@@ -25,6 +22,12 @@ def use_channels_last(module: nn.Module) -> int:
     Raises:
         ValueError: the model has no convolution.
     """
+    # Here, so that a run without this lever, which asks `uses_channels_last`, does not wait for them.
+    from diffusers import UNet2DConditionModel
+    from diffusers.models.autoencoders.vae import Decoder, Encoder
+
+    from recipes.models.dvae.network import CodeEncoder
+
     convolutions = sum(parameter.dim() == 4 for parameter in module.parameters())
     if not convolutions:
         raise ValueError("channels_last: the model has no convolution over images to change")
