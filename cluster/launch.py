@@ -44,12 +44,15 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = read_arguments(arguments)
     with user_errors():
+        if options.processes < 1:  # none would count as done
+            raise ValueError(f"--processes {options.processes}: give 1 or more")
         place = place_of(os.environ, options.machines, options.hosts.split(",") if options.hosts else [])
         environments = rank_environments(place, options.machines, options.processes)
     status = FAILED
     try:
         processes = Processes([sys.executable, *options.command], environments, options.logs, options.patience)
-        status = processes.run()
+        with user_errors():  # where the disk refuses the logs
+            status = processes.run()
     finally:
         if options.status is not None:
             options.status.mkdir(parents=True, exist_ok=True)

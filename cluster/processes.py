@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,7 @@ from cluster.status import AGAIN, DONE, status_of
 from recipes.training.stop import SIGNALS
 
 POLL = 0.1  # seconds
+COPYING = 10.0  # seconds that `tee` gets when all processes have ended; a data worker of a killed one may live on
 
 
 def rank_environments(place: Place, machines: int, processes: int) -> list[dict[str, str]]:
@@ -59,6 +61,7 @@ class Processes:
         self.patience = patience
         self.started: list[subprocess.Popen[bytes]] = []
         self.early: list[int] = []  # signals that came before there were processes
+        self.copy: subprocess.Popen[bytes] | None = None  # of what the first of all ranks prints
 
     def run(self) -> int:
         """Start the processes, and wait until all have ended; their common status, see `status_of`."""
@@ -73,6 +76,9 @@ class Processes:
             self._signal(signal.SIGKILL)
             for process in self.started:
                 process.wait()
+            if self.copy is not None:  # a container, or a step of Slurm, ends with this process, and `tee` with it
+                with suppress(subprocess.TimeoutExpired):
+                    self.copy.wait(COPYING)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -93,11 +99,11 @@ class Processes:
         the process could not print that it has saved a checkpoint.
         """
         script = "trap '' INT TERM USR1; exec tee -a \"$1\""
-        copy = subprocess.Popen(["sh", "-c", script, "tee", log], stdin=subprocess.PIPE)
+        self.copy = subprocess.Popen(["sh", "-c", script, "tee", log], stdin=subprocess.PIPE)
         try:
-            return subprocess.Popen(self.command, env=environment, stdout=copy.stdin, stderr=subprocess.STDOUT)
+            return subprocess.Popen(self.command, env=environment, stdout=self.copy.stdin, stderr=subprocess.STDOUT)
         finally:
-            copy.stdin.close()
+            self.copy.stdin.close()
 
     def _wait(self) -> int:
         failed_at: float | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.manifest import NAME as MANIFEST
 from data.manifest import Manifest
-from recipes.models.config_files import read_object
+from recipes.generation.exports import read_record
 
 SNIPPETS = {
     "diffusers": """\
@@ -33,7 +33,7 @@ def model_card(export: Path, layout: str, out: str, guidance: float | None) -> s
         out: name of the folder, for the snippet.
         guidance: default of the guidance of the model's family; None: it generates nothing from captions.
     """
-    record = read_object(export / "export.json")
+    record = read_record(export, "run_name", "batches", "samples")
     facts = {
         "Run": record["run_name"],
         "Trained for": f"{record['batches']:,} batches, {record['samples']:,} samples",

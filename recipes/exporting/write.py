@@ -14,7 +14,7 @@ from recipes.config.build import imported
 from recipes.exporting.card import model_card
 from recipes.exporting.checkpoints import find_checkpoint
 from recipes.exporting.native import from_checkpoint, from_export
-from recipes.generation.exports import Weights, families, find_export, open_parts, read_record
+from recipes.generation.exports import Weights, family_of, find_export, open_parts
 from recipes.models.family import Family, NotInDiffusersError
 
 Layout = Literal["diffusers", "native"]
@@ -62,7 +62,7 @@ def write_export(
             from_export(found, native, weights)
         else:
             from_checkpoint(checkpoint, native, weights, recipe_file, data)
-        family = families().get(read_record(native).get("family"))  # None: it generates no images
+        family = family_of(native)
         layout = write_layout(native, new, layout, family)
         card = model_card(native, layout, out.name, family.guidance if family else None)
         if layout == "native":

@@ -18,6 +18,7 @@ from recipes.models.family import ExportParts, Family
 
 Weights = Literal["ema", "raw"]
 MODELS = Path(__file__).resolve().parents[1] / "models"
+NUMBERS = ("batches", "samples", "resolution")  # entries of export.json
 
 
 @functools.cache
@@ -51,9 +52,10 @@ def find_export(path: Path) -> Path:
     raise FileNotFoundError(f"{path}: no exported run of a {titles}; give runs/<run_name>/export")
 
 
-def family_of(export: Path) -> Family:
-    """The family of the model in an export folder that `find_export` gave."""
-    return families()[_identify(export)[0]]
+def family_of(export: Path) -> Family | None:
+    """The family of the model in an export folder; None: it generates no images, and `find_export` refuses it."""
+    found = _identify(export)
+    return None if found is None else families()[found[0]]
 
 
 def _identify(folder: Path) -> tuple[str, str] | None:
@@ -78,14 +80,26 @@ def _identify(folder: Path) -> tuple[str, str] | None:
     return None
 
 
-def read_record(export: Path) -> dict[str, Any]:
-    """The contents of export.json.
+def read_record(export: Path, *needed: str) -> dict[str, Any]:
+    """The contents of export.json, which need not be trusted.
+
+    Args:
+        export: the folder.
+        needed: names of entries that must be there.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is not a JSON object.
+        ValueError: it is not a JSON object, lacks an entry, or has something else than a whole number above 0.
     """
-    return read_object(export / "export.json")
+    file = export / "export.json"
+    record = read_object(file)
+    for name in needed:
+        if name not in record:
+            raise ValueError(f"{file}: {name!r} is missing; export the run again")
+    for name in NUMBERS:
+        if type(value := record.get(name, 1)) is not int or value < 1:
+            raise ValueError(f"{file}: {name} is {value!r:.60}, not a whole number above 0")
+    return record
 
 
 def find_network(export: Path, weights: Weights | None) -> Path:
@@ -113,7 +127,7 @@ def component_class(group: str, name: str) -> type:
         ValueError: no such component.
     """
     builders = all_components()[group]
-    if name not in builders:
+    if not isinstance(name, str) or name not in builders:
         raise ValueError(f"unknown {group} {name!r}; this version knows {', '.join(builders)}")
     builder = imported(builders[name])
     return builder if isinstance(builder, type) else typing.get_type_hints(builder)["return"]
@@ -165,7 +179,7 @@ def open_parts(
     image_encoder, text_encoder = encoders_of(manifest, folder)
     return ExportParts(
         folder=folder,
-        record=read_record(folder),
+        record=read_record(folder, "resolution"),
         network=find_network(folder, weights),
         manifest=manifest,
         image_encoder=image_encoder,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,32 @@ def test_the_first_rank_prints_here_as_well(tmp_path):
     text, _ = launch(tmp_path, {}, "--processes", "2").communicate(timeout=300)
     assert "rank 0 of 2" in text and "rank 1 of 2" not in text
     assert "rank 0 of 2" in (tmp_path / "logs" / "rank-00000.log").read_text()
+
+
+def test_the_launcher_ends_when_the_last_line_of_the_first_rank_is_copied(tmp_path):
+    """A step of Slurm, or a container, ends with the launcher, and takes `tee` with it: here one that is slow."""
+    copier = tmp_path / "bin" / "tee"
+    copier.parent.mkdir()
+    copier.write_text(f'#!/bin/sh\ntext=$(cat)\nsleep 0.4\necho "$text" | {shutil.which("tee")} "$@"\n')
+    copier.chmod(0o755)
+    started = launch(tmp_path, {}, environment={"PATH": f"{copier.parent}:{os.environ['PATH']}"})
+    assert started.wait(timeout=300) == 0
+    assert "rank 0 of 1" in (tmp_path / "logs" / "rank-00000.log").read_text()
+    started.stdout.close()
+
+
+def test_logs_that_cannot_be_written_are_one_line(tmp_path):
+    (tmp_path / "logs").touch()
+    started = launch(tmp_path, {}, "--status", str(tmp_path / "s"))
+    text, _ = started.communicate(timeout=300)
+    assert text.startswith(f"error: {tmp_path}/logs: File exists; ") and text.count("\n") == 1
+    assert started.returncode == 2 and (tmp_path / "s" / "0").read_text() == "1\n"  # a disk may be mounted later
+
+
+def test_a_launch_of_no_process_is_not_taken_for_one_that_is_done(tmp_path):
+    started = launch(tmp_path, {}, "--processes", "0")
+    text, _ = started.communicate(timeout=300)
+    assert (started.returncode, text) == (2, "error: --processes 0: give 1 or more\n")
 
 
 def test_a_signal_to_all_processes_at_once_loses_no_line(tmp_path):

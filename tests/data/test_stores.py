@@ -1,5 +1,6 @@
 """Addresses of stores, and which answers are final. tests/recipes/trial_stores.py runs the clients against servers."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
@@ -65,6 +66,69 @@ def test_the_canned_acl_that_streaming_takes_is_given_to_each_object(monkeypatch
         store.write("latest.json", b"{}")
         store.upload(tmp_path / "shard.mds", "shard.mds")
     assert given == [None, None, *["bucket-owner-full-control"] * 2]
+
+
+class Objects(dict):
+    """What `data.stores` uses of Google's bucket and of Azure's container: contents by names."""
+
+    def blob(self, name):
+        return SimpleNamespace(
+            upload_from_string=lambda body: self.update({name: body}),
+            upload_from_filename=lambda path: self.update({name: Path(path).read_bytes()}),
+            download_as_bytes=lambda: self[name],
+            download_to_filename=lambda path: Path(path).write_bytes(self[name]),
+            delete=lambda: self.remove(name, answer_of_google(404)),
+        )
+
+    def list_blobs(self, prefix):
+        return [SimpleNamespace(name=name) for name in self.list_blob_names(prefix)]
+
+    def list_blob_names(self, name_starts_with):
+        return [name for name in self if name.startswith(name_starts_with)]
+
+    def upload_blob(self, name, body, overwrite=False):
+        assert overwrite or name not in self  # Azure's client raises an error
+        self[name] = body if isinstance(body, bytes) else body.read()
+
+    def download_blob(self, name):
+        return SimpleNamespace(readall=lambda: self[name], readinto=lambda file: file.write(self[name]))
+
+    def delete_blob(self, name):
+        from azure.core.exceptions import ResourceNotFoundError
+
+        self.remove(name, ResourceNotFoundError("no"))
+
+    def remove(self, name, error):
+        if self.pop(name, None) is None:
+            raise error
+
+
+@pytest.mark.parametrize("address", ["gs://sets/a", f"{AZURE}/a"])
+def test_objects_of_a_folder(address, tmp_path):
+    """They are replaced, and of other folders there is none. One that is gone is removed as well: the answer to a first
+    attempt may have been lost."""
+    store = open_store(address)
+    (tmp_path / "shard").write_bytes(b"new")
+    store._objects = Objects({"a/latest.json": b"old", "a/ep0/shard": b"old", "ab/latest.json": b"another's"})
+    store.write("latest.json", b"new")
+    store.upload(tmp_path / "shard", "ep0/shard")
+    assert sorted(store.names()) == ["ep0/shard", "latest.json"] and store.names("ep") == ["ep0/shard"]
+    store.download("ep0/shard", tmp_path / "copy")
+    assert store.read("latest.json") == (tmp_path / "copy").read_bytes() == b"new"
+    for _ in range(2):
+        store.delete("latest.json")
+    assert store._objects == {"a/ep0/shard": b"new", "ab/latest.json": b"another's"}
+
+
+@pytest.mark.parametrize("address", ["gs://sets/a", f"{AZURE}/a"])
+def test_a_refusal_to_remove_an_object_is_an_error_of_the_store(address):
+    def refuse(*_):
+        raise answer_of_google(403) if address.startswith("gs:") else answer_of_azure(403)
+
+    store = open_store(address)
+    store._objects = SimpleNamespace(blob=lambda name: SimpleNamespace(delete=refuse), delete_blob=refuse)
+    with pytest.raises(store.errors, match="no"):
+        store.delete("latest.json")
 
 
 @pytest.mark.parametrize(

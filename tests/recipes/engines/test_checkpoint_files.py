@@ -145,6 +145,19 @@ def test_a_run_that_begins_anew_keeps_its_own_checkpoint(tmp_path):
     assert names(tmp_path) == ["ep0-ba10.ckpt", "ep0-ba4.ckpt", "latest"]
 
 
+def test_what_users_put_beside_checkpoints_is_none(tmp_path):
+    """Nor removed with the older ones, nor taken for the newest one."""
+    users = ["ep0-ba1", "ep0-ba1-mine.ckpt", "ep0-ba9.ckpt.part"]
+    for name in ("ep0-ba1.ckpt", "ep0-ba2.ckpt", *users):
+        (tmp_path / name).touch()
+    (tmp_path / "ep0-ba1-mine").mkdir()
+    (tmp_path / "ep0-ba1-mine" / "rest.pt").touch()
+    files = CheckpointFiles(tmp_path, KINDS["lightning"], keep=1)
+    assert KINDS["lightning"].newest(tmp_path).name == "ep0-ba2.ckpt"
+    files.newest_is(tmp_path / "ep0-ba2.ckpt", 2)
+    assert names(tmp_path) == sorted(["ep0-ba2.ckpt", "latest", "ep0-ba1-mine", *users])
+
+
 def test_what_the_link_points_to_has_its_record(tmp_path, monkeypatch):
     """A start that is killed later writes another record into the run's folder, which is not that of this one."""
     files = CheckpointFiles(tmp_path / "checkpoints", KINDS["lightning"], keep=1)

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from recipes.export import main as convert
 from recipes.generate import main, parse, read_captions
 from recipes.generation.exports import families, find_export, load_pipeline
 from tests.recipes.errors import last_error
@@ -223,6 +224,8 @@ def test_exports_of_before_their_record_named_the_family(tmp_path, export):
         del record[key]
     file.write_text(json.dumps(record))
     assert (make(tmp_path, tmp_path / "export") == make(tmp_path, export, name="new.png")).all()
+    convert([str(tmp_path / "export"), str(tmp_path / "converted")])
+    assert (tmp_path / "converted" / "model_index.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -234,6 +237,9 @@ def test_exports_of_before_their_record_named_the_family(tmp_path, export):
         ({"network": None}, "network None is not the name of a folder"),
         ({"objective": "os"}, "unknown objective 'os'; this version knows ddpm"),
         ({"denoiser": "os"}, "unknown denoiser 'os'; this version knows unet, dit"),
+        ({"denoiser": ["unet"]}, "unknown denoiser ['unet']; this version knows unet, dit"),
+        ({"resolution": "16"}, "export.json: resolution is '16', not a whole number above 0"),
+        ({"resolution": 0}, "export.json: resolution is 0, not a whole number above 0"),
     ],
 )
 def test_a_record_names_only_what_there_is(tmp_path, export, capsys, changes, message):
@@ -241,6 +247,16 @@ def test_a_record_names_only_what_there_is(tmp_path, export, capsys, changes, me
     file = tmp_path / "export" / "export.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     assert message in refuse(command(tmp_path / "export", tmp_path / "x.png"), capsys)
+
+
+def test_a_record_without_an_entry(tmp_path, export, capsys):
+    shutil.copytree(export, tmp_path / "export")
+    file = tmp_path / "export" / "export.json"
+    record = json.loads(file.read_text())
+    del record["resolution"]
+    file.write_text(json.dumps(record))
+    said = refuse(command(tmp_path / "export", tmp_path / "x.png"), capsys)
+    assert "export.json: 'resolution' is missing; export the run again" in said
 
 
 def test_options_of_another_family_or_objective(tmp_path, export, capsys):

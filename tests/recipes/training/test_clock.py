@@ -75,6 +75,13 @@ def test_the_last_checkpoint_of_a_run_of_epochs_is_of_a_run_that_has_ended(every
     assert held("5ba", "10ba", kind=CheckpointInterval) == [("step", 5), ("step", 10)]
 
 
+def test_where_it_is_not_known_how_long_an_epoch_is_or_when_it_began_its_end_is_not_seen():
+    known = Clock(10, 40, 1, "2ep", epoch_batches=5, epoch_began=5)
+    assert known.ends_with_epoch
+    assert not replace(known, epoch_batches=None).ends_with_epoch
+    assert not replace(known, epoch_began=None).ends_with_epoch
+
+
 def test_where_the_length_of_an_epoch_is_not_known_a_share_of_a_run_ends_with_an_epoch():
     due = Interval("0.25dur")
     clocks = [(clock.batch, replace(clock, epoch_batches=None)) for _, clock in moments("3ep")]
@@ -124,6 +131,7 @@ def test_epochs_that_had_another_number_of_batches():
     assert earlier.position("4ep") == (40, "ba") and earlier.share == 13 / 40
     assert later.position("1dur") == (30, "ba") and later.share == 23 / 30
     assert [later.position(text)[0] for text in ("0ep", "1ep", "2ep", "2.4ep", "3ep")] == [0, 10, 20, 22, 25]
+    assert Clock(3, 12, 0, "4ep", 10, 0).position("0ep") == (0, "ba")
     assert later.measure("1ep") == (5, "ba")  # a length, from now on
     assert later.position("7ba") == (7, "ba") and replace(later, epoch_batches=None).position("1ep") == (1, "ep")
 
