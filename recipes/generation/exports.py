@@ -18,7 +18,7 @@ from recipes.models.family import ExportParts, Family
 
 Weights = Literal["ema", "raw"]
 MODELS = Path(__file__).resolve().parents[1] / "models"
-NUMBERS = ("batches", "samples", "resolution")  # entries of export.json
+LEAST = {"batches": 0, "samples": 0, "resolution": 1}  # of whole numbers in export.json
 
 
 @functools.cache
@@ -89,16 +89,16 @@ def read_record(export: Path, *needed: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is not a JSON object, lacks an entry, or has something else than a whole number above 0.
+        ValueError: it is not a JSON object, lacks an entry, or has something else than a whole number.
     """
     file = export / "export.json"
     record = read_object(file)
     for name in needed:
         if name not in record:
             raise ValueError(f"{file}: {name!r} is missing; export the run again")
-    for name in NUMBERS:
-        if type(value := record.get(name, 1)) is not int or value < 1:
-            raise ValueError(f"{file}: {name} is {value!r:.60}, not a whole number above 0")
+    for name, least in LEAST.items():
+        if type(value := record.get(name, least)) is not int or value < least:
+            raise ValueError(f"{file}: {name} is {value!r:.60}, not a whole number of {least} or more")
     return record
 
 

@@ -238,8 +238,8 @@ def test_exports_of_before_their_record_named_the_family(tmp_path, export):
         ({"objective": "os"}, "unknown objective 'os'; this version knows ddpm"),
         ({"denoiser": "os"}, "unknown denoiser 'os'; this version knows unet, dit"),
         ({"denoiser": ["unet"]}, "unknown denoiser ['unet']; this version knows unet, dit"),
-        ({"resolution": "16"}, "export.json: resolution is '16', not a whole number above 0"),
-        ({"resolution": 0}, "export.json: resolution is 0, not a whole number above 0"),
+        ({"resolution": "16"}, "export.json: resolution is '16', not a whole number of 1 or more"),
+        ({"resolution": 0}, "export.json: resolution is 0, not a whole number of 1 or more"),
     ],
 )
 def test_a_record_names_only_what_there_is(tmp_path, export, capsys, changes, message):
