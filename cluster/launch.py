@@ -55,7 +55,6 @@ def main(arguments: list[str]) -> int:
             status = processes.run()
     finally:
         if options.status is not None:
-            options.status.mkdir(parents=True, exist_ok=True)
             write_text(options.status / str(place.machine), json.dumps(status) + "\n")
     if status not in (DONE, AGAIN):
         print(f"launch: machine {place.machine} of {options.machines} ended with status {status}", flush=True)

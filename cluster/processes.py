@@ -130,5 +130,4 @@ class Processes:
 
     def _signal(self, number: int) -> None:
         for process in self.started:
-            if process.poll() is None:
-                process.send_signal(number)
+            process.send_signal(number)  # nothing, where it has ended

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from cluster.processes import rank_environments
+from cluster.processes import Processes, rank_environments
 from cluster.scheduler import Place, place_of
 from cluster.status import status_of
 
@@ -77,15 +78,24 @@ def test_a_signal_reaches_all_processes_which_have_time_to_save(tmp_path):
     text, _ = started.communicate(timeout=300)
     # Slurm would end the other machines at the first task that fails, so the file says it instead.
     assert started.returncode == 0 and (tmp_path / "s" / "1").read_text() == "85\n", text
+    assert "rank" not in text  # the first of all ranks prints, not of each machine
     assert [log.read_text().splitlines() for log in logs] == [
         [f"rank {rank} of 4 {rank - 2} n7", "saved SIGUSR1"] for rank in (2, 3)
     ]
 
 
 def test_the_first_rank_prints_here_as_well(tmp_path):
-    text, _ = launch(tmp_path, {}, "--processes", "2").communicate(timeout=300)
+    """Both logs go on from an earlier start, and an outer launcher's variables are not those of the ranks."""
+    logs = [tmp_path / "logs" / f"rank-0000{rank}.log" for rank in (0, 1)]
+    for log in logs:
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("before\n")
+    started = launch(tmp_path, {}, "--processes", "2", environment={"RANK": "7", "WORLD_SIZE": "9"})
+    text, _ = started.communicate(timeout=300)
     assert "rank 0 of 2" in text and "rank 1 of 2" not in text
-    assert "rank 0 of 2" in (tmp_path / "logs" / "rank-00000.log").read_text()
+    assert [log.read_text().splitlines()[:2] for log in logs] == [
+        ["before", f"rank {rank} of 2 {rank} 127.0.0.1"] for rank in (0, 1)
+    ]
 
 
 def test_the_launcher_ends_when_the_last_line_of_the_first_rank_is_copied(tmp_path):
@@ -124,6 +134,45 @@ def test_a_signal_to_all_processes_at_once_loses_no_line(tmp_path):
     text, _ = started.communicate(timeout=300)
     assert started.returncode == 85, text
     assert "saved SIGTERM" in text and all("saved SIGTERM" in log.read_text() for log in logs)
+
+
+READY = "until [ -e ready ]; do sleep 0.05; done; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status", "codes"),
+    [
+        ("exit 0", "sleep 0.4", 0, [0, 0]),
+        ("exit 85", "sleep 0.4", 85, [85, 0]),  # it may write a checkpoint
+        ("touch ready; exec sleep 20", READY, 1, [-15, 1]),
+        ("trap '' TERM; touch ready; exec sleep 20", READY, 1, [-9, 1]),
+    ],
+)
+def test_only_a_failure_ends_the_others(tmp_path, monkeypatch, first, second, status, codes):
+    monkeypatch.chdir(tmp_path)
+    processes = Processes(["sh", "-c", 'eval "$ACT"'], [{"ACT": first}, {"ACT": second}], None, patience=0.1)
+    assert processes.run() == status and [process.returncode for process in processes.started] == codes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_happens_while_processes_start(fails):
+    """A signal reaches all of them. An error leaves none."""
+    processes = Processes(["sleep", "20"], [{}, {}], None, patience=1.0)
+    start, before = processes._start, signal.getsignal(signal.SIGUSR1)
+
+    def start_late(environment):
+        if processes.started and fails:
+            raise OSError("on purpose")
+        if processes.started:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return start(environment)
+
+    processes._start = start_late
+    with pytest.raises(OSError, match="on purpose") if fails else nullcontext():
+        processes.run()
+    codes = [process.returncode for process in processes.started]
+    assert codes == ([-signal.SIGKILL] if fails else [-signal.SIGUSR1] * 2)
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 @pytest.mark.parametrize(

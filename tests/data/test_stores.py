@@ -1,5 +1,6 @@
 """Addresses of stores, and which answers are final. tests/recipes/trial_stores.py runs the clients against servers."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,36 @@ def test_variables_of_the_environment_choose_what_streaming_chooses(monkeypatch)
     monkeypatch.setenv("GCS_SECRET", "secret")
     store = open_store("gs://sets/a")
     assert type(store) is GoogleKeysStore and store.client.meta.endpoint_url == "https://storage.googleapis.com"
+    config = store.client.meta.config
+    assert config.request_checksum_calculation == config.response_checksum_validation == "when_required"
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert open_store("s3://sets/a").client.meta.endpoint_url == "http://127.0.0.1:1"
+
+
+def test_an_access_key_of_azure_is_taken_where_there_is_one(monkeypatch):
+    assert hasattr(open_store(AZURE)._objects.credential, "get_token")
+    monkeypatch.setenv("AZURE_ACCOUNT_ACCESS_KEY", "a2V5")
+    container = open_store(AZURE)._objects
+    assert (container.credential.account_key, container.url) == ("a2V5", AZURE.replace("azure:", "https:"))
+
+
+def test_a_bucket_of_google_is_not_asked_for(monkeypatch):
+    """Credentials for objects need not allow that."""
+    import google.auth
+    from google.auth.credentials import AnonymousCredentials
+
+    monkeypatch.setattr(google.auth, "default", lambda **_: (AnonymousCredentials(), "here"))
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    assert open_store("gs://sets/a")._objects.name == "sets"
+
+
+def test_all_pages_of_a_list_are_read():
+    """A page has up to 1,000 names, and a sharded checkpoint may have more parts."""
+    pages = [{"Contents": [{"Key": "a/1"}]}, {}, {"Contents": [{"Key": "a/2"}, {"Key": "a/3"}]}]
+    store = open_store("s3://sets/a")
+    store.client = SimpleNamespace(get_paginator=lambda _: SimpleNamespace(paginate=lambda **_: pages))
+    assert store.names() == ["1", "2", "3"]
 
 
 def test_the_canned_acl_that_streaming_takes_is_given_to_each_object(monkeypatch, tmp_path):
@@ -127,8 +158,16 @@ def test_a_refusal_to_remove_an_object_is_an_error_of_the_store(address):
 
     store = open_store(address)
     store._objects = SimpleNamespace(blob=lambda name: SimpleNamespace(delete=refuse), delete_blob=refuse)
-    with pytest.raises(store.errors, match="no"):
+    with pytest.raises(Exception, match="no") as error:
         store.delete("latest.json")
+    assert isinstance(error.value, store.errors)
+
+
+def test_data_that_is_damaged_on_its_way_is_an_error_of_google():
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+
+    assert issubclass(DataCorruption, open_store("gs://sets").errors)
+    assert issubclass(InvalidResponse, open_store("gs://sets").errors)
 
 
 @pytest.mark.parametrize(
