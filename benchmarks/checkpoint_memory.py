@@ -84,6 +84,7 @@ def new_task(layers: int) -> Autoregressive:
 
 def measured(work: Callable[[], object]) -> dict[str, float]:
     """Peak of this process's memory above its memory before, in bytes; and seconds of the clock and of the CPU."""
+    os.sync()  # else the system would slow down this task until it has written what earlier ones left
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, wall, cpu = _memory("VmRSS"), time.perf_counter(), time.process_time()
     work()
