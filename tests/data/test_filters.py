@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from data.sources.base import DecodedSample, Rejected, Sample
 from data.sources.filters import Filter
@@ -113,6 +113,19 @@ def test_sixteen_bit_grey_with_a_transparent_value_is_on_white():
 def test_half_transparency_is_mixed():
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 128))
     assert near(corners(decode(encode(image)))[0], (127, 127, 127), 1)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_every_pixel_is_where_pillow_puts_it(orientation, kind):
+    """All four quarters differ, so that no two orientations look the same."""
+    exif = Image.Exif()
+    exif[274] = orientation
+    quarters = Image.new("RGB", (32, 16), RED)
+    for place, colour in (((16, 0, 32, 8), BLUE), ((0, 8, 16, 16), (10, 200, 30)), ((16, 8, 32, 16), (250, 250, 250))):
+        quarters.paste(colour, place)
+    data = encode(quarters, kind, exif=exif)
+    assert np.array_equal(decode(data).image, np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
