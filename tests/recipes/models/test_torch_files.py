@@ -60,6 +60,17 @@ def every_reader(path):
     yield lambda: load_plain(io.BytesIO(path.read_bytes()), path)
 
 
+def write_part(folder, claimed: int | None = None) -> int:
+    """A sharded checkpoint of one tensor. Returns the bytes that its metadata claims for it."""
+    dcp.save({"w": torch.arange(64.0)}, checkpoint_id=folder, no_dist=True)
+    metadata = Sharded.open(folder).metadata
+    (info,) = metadata.storage_data.values()
+    if claimed is not None:
+        object.__setattr__(info, "length", claimed)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return info.length
+
+
 def test_a_storage_has_no_more_bytes_than_its_record(tmp_path):
     path = tmp_path / "w.pt"
     path.write_bytes(larger())
@@ -69,12 +80,8 @@ def test_a_storage_has_no_more_bytes_than_its_record(tmp_path):
 
 
 def test_a_part_of_a_sharded_checkpoint_has_no_more_bytes_than_its_record(tmp_path):
-    dcp.save({"w": torch.arange(64.0)}, checkpoint_id=tmp_path, no_dist=True)
-    opened = Sharded.open(tmp_path)
-    (info,) = opened.metadata.storage_data.values()
-    (tmp_path / info.relative_path).write_bytes(larger())
-    object.__setattr__(info, "length", len(larger()))
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(opened.metadata))
+    write_part(tmp_path, len(larger()))
+    (tmp_path / "__0_0.distcp").write_bytes(larger())
     said = "__0_0.distcp: not readable as a part of a checkpoint: RuntimeError it claims 256 bytes"
     with pytest.raises(ValueError, match=said):
         Sharded.open(tmp_path).values()
@@ -100,12 +107,9 @@ def test_a_storage_ends_with_its_file(tmp_path):
 
 def test_a_part_that_claims_more_than_its_file(tmp_path):
     """PyTorch's readers take what is there, and so does this one; a lack of memory is not claimed."""
-    dcp.save({"w": torch.arange(64.0)}, checkpoint_id=tmp_path, no_dist=True)
-    opened = Sharded.open(tmp_path)
-    (info,) = opened.metadata.storage_data.values()
-    for length, refused in ((1 << 60, False), (info.length - 1, True), (-1, True)):
-        object.__setattr__(info, "length", length)
-        (tmp_path / ".metadata").write_bytes(pickle.dumps(opened.metadata))
+    whole = write_part(tmp_path)
+    for length, refused in ((1 << 60, False), (whole - 1, True), (-1, True)):
+        write_part(tmp_path, length)
         if refused:
             with pytest.raises(ValueError, match="__0_0.distcp: not readable as a part of a checkpoint"):
                 Sharded.open(tmp_path).values()
