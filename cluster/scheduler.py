@@ -56,4 +56,7 @@ def place_of(environment: Mapping[str, str], machines: int, hosts: Sequence[str]
     address = environment.get("MASTER_ADDR") or (environment.get("SKYPILOT_NODE_IPS") or "").split("\n")[0]
     if not address and machines > 1:
         raise ValueError("MASTER_ADDR is not set: give the address of machine 0")
-    return Place(machine, address or "127.0.0.1", int(environment.get("MASTER_PORT") or 29500))
+    port = environment.get("MASTER_PORT") or "29500"
+    if not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"MASTER_PORT is {port!r} in the environment: give a port of machine 0, from 1 to 65535")
+    return Place(machine, address or "127.0.0.1", int(port))

@@ -20,7 +20,7 @@ from data.errors import one_line
 from data.manifest import NAME as MANIFEST
 from data.manifest import NULL_TEXT, Manifest
 from data.mds_index import HASHES
-from data.stores import STORES, malformed, require_account, scheme_of
+from data.stores import STORES, check_environment, malformed, scheme_of
 
 READ = ("s3", "gs", "oci", "azure", "azure-dl", "hf", "dbfs")  # of mosaicml-streaming's downloaders
 
@@ -157,7 +157,7 @@ def remote_set(
         download_timeout: maximum time to wait for a shard, in seconds.
 
     Raises:
-        ValueError: nothing reads from an address of this scheme, or its form is wrong.
+        ValueError: nothing reads from an address of this scheme, its form is wrong, or from `check_environment`.
     """
     scheme = scheme_of(url)
     if scheme and scheme not in READ:
@@ -165,7 +165,7 @@ def remote_set(
         raise ValueError(f"url: {url}: nothing reads from {scheme}://; give {known}, or a path")
     if scheme in STORES and (problem := malformed(url)):
         raise ValueError(f"url: {url}; {problem}")
-    require_account(url)
+    check_environment(url)
     options = {
         "proportion": proportion,
         "repeat": repeat,

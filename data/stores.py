@@ -37,13 +37,17 @@ def malformed(address: str) -> str | None:
     return f"give {FORMS.get(scheme, 'an address such as s3://BUCKET/FOLDER')}"
 
 
-def require_account(address: str) -> None:
-    """
+def check_environment(address: str) -> None:
+    """Check what the clients of an address take from the environment, whose own errors do not name the variable.
+
     Raises:
-        ValueError: an address azure-dl:// without the account, which its clients take from the environment.
+        ValueError: an address azure-dl:// without the account, or s3:// with an endpoint that is no URL.
     """
     if scheme_of(address) == "azure-dl" and not os.environ.get("AZURE_ACCOUNT_NAME"):
         raise ValueError(f"{address}: set AZURE_ACCOUNT_NAME, the storage account, which such an address does not name")
+    endpoint = os.environ.get("S3_ENDPOINT_URL") or "https://"
+    if scheme_of(address) == "s3" and not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"{address}: S3_ENDPOINT_URL is {endpoint!r}; give a URL such as https://{endpoint}")
 
 
 def open_store(address: str) -> Store:

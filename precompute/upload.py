@@ -15,7 +15,7 @@ from data.errors import one_line
 from data.files import write_text
 from data.helper_process import HelperProcess
 from data.log import every_rank
-from data.stores import STORES, Store, open_store, require_account, scheme_of
+from data.stores import STORES, Store, check_environment, open_store, scheme_of
 
 RETRIES = 4  # of streaming's uploaders, for stores that `data.stores` has no client of
 SCRIPT = Path(__file__).with_name("upload_process.py")
@@ -30,12 +30,12 @@ class Copy:
         address: of the copy, such as s3://bucket/latents/train.
 
     Raises:
-        ValueError: the account of an address azure-dl:// is not known.
+        ValueError: from `check_environment`.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address.rstrip("/")
-        require_account(self.address)
+        check_environment(self.address)
 
     @cached_property
     def _store(self) -> Store:

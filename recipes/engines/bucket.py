@@ -19,7 +19,7 @@ from typing import Any
 from data.downloads import advice
 from data.errors import one_line
 from data.files import atomic_folder, atomic_write
-from data.stores import open_store
+from data.stores import check_environment, open_store
 from recipes.training.checkpoint_names import KINDS, batch_of
 
 LATEST = "latest.json"  # names the newest checkpoint, its link in the run's folder, and those that are kept
@@ -34,10 +34,14 @@ class Bucket:
 
     Args:
         address: s3://, gs:// or azure://; see `data.stores.FORMS`.
+
+    Raises:
+        ValueError: from `check_environment`.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
+        check_environment(self.address)
         self._store = open_store(self.address)
 
     @contextmanager

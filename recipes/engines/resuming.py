@@ -19,7 +19,7 @@ from recipes.engines.plain_pickles import DamagedCheckpoint
 from recipes.engines.record import RECORDS, check_copy, check_record, keep_with
 from recipes.engines.same_model import Saved, saved_at
 from recipes.engines.shared_folder import check_shared
-from recipes.training.checkpoint_names import KINDS, Kind, check_engine, newest_of_all
+from recipes.training.checkpoint_names import KINDS, Kind, batch_of, check_engine, newest_of_all
 from recipes.training.ranks import by_first_rank
 
 # What `data.files` writes before it renames: the name, often the machine, and the process.
@@ -64,9 +64,15 @@ def _prepare(recipe: Recipe, engine: str) -> list[str]:
                 "checkpoints.autoresume: false would replace it; give another address, or remove what is there"
             )
         return []
-    if bucket is not None:
-        fetch_newest(bucket, output, lambda texts: check_copy(recipe, texts))
     kind, folder = KINDS[engine], output / "checkpoints"
+    if bucket is not None:
+        newest = newest_of_all(folder)
+        if newest is not None and batch_of(newest.name) is None:
+            raise ValueError(
+                f"checkpoints.bucket: cannot tell whether its copy is newer than {newest}, whose name does not begin "
+                f"with an epoch and a batch; rename it, for instance to {kind.name_of(0, 1000, newest.is_dir())}"
+            )
+        fetch_newest(bucket, output, lambda texts: check_copy(recipe, texts))
     kind.mend(folder)
     check_engine(folder, engine)
     newest = kind.newest(folder)

@@ -199,6 +199,8 @@ def test_each_scheduler_says_which_machine_this_is():
         ({"JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "a"}, [], "'2'"),
         ({"SLURMD_NODENAME": "z", "MASTER_ADDR": "a"}, ["a", "b"], "'z'"),
         ({"JOB_COMPLETION_INDEX": "1"}, [], "MASTER_ADDR"),
+        ({"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a", "MASTER_PORT": "http"}, [], "MASTER_PORT is 'http'"),
+        ({"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "a", "MASTER_PORT": "65536"}, [], "MASTER_PORT is '65536'"),
         ({"SLURMD_NODENAME": "a"}, ["a"], "names 1 machines"),
     ],
 )

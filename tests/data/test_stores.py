@@ -201,6 +201,18 @@ def test_a_data_lake_needs_the_name_of_the_account(monkeypatch, tmp_path):
     assert Copy(tmp_path, "azure-dl://sets/train").address
 
 
+def test_an_endpoint_that_is_no_url_is_named(monkeypatch, tmp_path):
+    """boto3 says only "Invalid endpoint", and when the first object is asked for."""
+    monkeypatch.setenv("S3_ENDPOINT_URL", "minio:9000")
+    for use in (lambda url: remote_set(url=url, cache="cache"), lambda url: Copy(tmp_path, url), Bucket):
+        with pytest.raises(ValueError, match="S3_ENDPOINT_URL is 'minio:9000'; give a URL such as https://minio:9000"):
+            use("s3://sets/train")
+    assert Bucket("gs://sets/train").address
+    for endpoint in ("", "http://minio:9000"):
+        monkeypatch.setenv("S3_ENDPOINT_URL", endpoint)
+        assert Bucket("s3://sets/train").address
+
+
 def answer_of_azure(status):
     from azure.core.exceptions import HttpResponseError
 

@@ -40,6 +40,19 @@ def test_a_newer_checkpoint_whose_link_is_lost_is_not_replaced_by_an_older_copy(
     assert {path.name for path in checkpoints.iterdir()} == {"latest", "ep0-ba10.ckpt"}
 
 
+def test_a_link_to_a_checkpoint_without_a_batch_in_its_name_is_refused(bucket, quick_recipe, tmp_path):
+    """A user's own link; it was a TypeError, and, where the bucket was empty, a copy that no start could read."""
+    address = "s3://sets/unnumbered/run"
+    recipe = quick_recipe(tmp_path / "run", "checkpoints.autoresume=true", f"checkpoints.bucket={address}")
+    own = tmp_path / "run" / "checkpoints" / "best.ckpt"
+    own.parent.mkdir(parents=True)
+    own.write_text("the best one")
+    point_to(own.with_name("latest"), own)
+    with pytest.raises(ValueError, match=r"checkpoints\.bucket: .*best\.ckpt, .*for instance to ep0-ba1000\.ckpt"):
+        prepare_folder(recipe, "lightning")
+    assert Bucket(address).latest() is None
+
+
 def test_a_bucket_with_another_runs_checkpoints_is_refused_before_anything_is_fetched(bucket, quick_recipe, tmp_path):
     """Whether this run has newer ones or none, and its own record stays; an allowed change goes on from there."""
     address = "s3://sets/autoresume/run"
