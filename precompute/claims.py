@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 
 from data.ranks import Rank
@@ -129,22 +130,26 @@ class Claims:
         return False
 
 
-def shards_to_do(sets: Mapping[str, OutputSet], rank: Rank) -> Iterator[tuple[str, str]]:
+def shards_to_do(sets: Mapping[str, OutputSet], rank: Rank) -> Iterator[tuple[str, str, Callable[[], None]]]:
     """The shards of a job that does one after the other: those of the rank's share, then those that no rank has begun.
 
-    A shard is released when the next one is asked for. A rank that is alone does all that are not done.
+    A shard is released when the next one is asked for. A rank that is alone does all that are not done. Notes of shards
+    of its share that could not be read are removed, as they are tried again.
 
     Args:
         sets: by label.
         rank: of this process.
 
     Yields:
-        The label of a set and the id of a shard.
+        The label of a set, the id of a shard, and a function to call while the shard is done, however often: without a
+        call for an hour, other ranks take this one for dead.
     """
     claims = {label: Claims(output, rank.rank) for label, output in sets.items()}
     left = rank.share([(label, shard) for label, output in sets.items() for shard in output.shards])
     for label, claim in claims.items():
-        claim.forget({shard for other, shard in left if other == label})
+        mine = {shard for other, shard in left if other == label}
+        sets[label].forget_unreadable(mine)
+        claim.forget(mine)
     tried: dict[str, set[str]] = {label: set() for label in sets}
     while True:
         for label, shard in left:
@@ -152,7 +157,7 @@ def shards_to_do(sets: Mapping[str, OutputSet], rank: Rank) -> Iterator[tuple[st
                 continue
             tried[label].add(shard)
             try:
-                yield label, shard
+                yield label, shard, partial(claims[label].keep, [shard])
             finally:
                 claims[label].release(shard)
         # Alone, a rank has tried all.

@@ -13,15 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.crops import CROPS
-from data.errors import one_line
 from data.interrupts import interrupts_after_forks
 from data.sources.base import DecodedSample, InputShard, Position, Rejected, Sample, Source
 from data.transforms import crop_box, resize, side_needed
 from data.worker_deaths import Places
 from precompute.batch import DecodedBatch, ImageFacts, ShardEnd
 from precompute.columns import stored_key
-
-BUGS = (AssertionError, AttributeError, NameError, TypeError)  # errors that end the job, and keep their traceback
+from precompute.unreadable import Unreadable, read_samples
 
 
 @dataclass(frozen=True)
@@ -109,17 +107,13 @@ class DecodedBatches(IterableDataset):
         number = 0
         try:
             self._mark(shard, 0)
-            for number, sample in enumerate(self.sources[shard.label].read(shard.shard), start=1):
+            for number, sample in enumerate(read_samples(self.sources[shard.label], shard.shard), start=1):
                 if (number - 1) % parts == part:
                     position = Position(shard, number - 1)
                     yield position, self._unless_killer(position, sample)
                 self._mark(shard, number)
-        except BUGS:
-            raise
-        except MemoryError as error:  # the shard may be whole, as those that would be given up after it
-            raise MemoryError(f"while input shard {shard.shard} was read") from error
-        except Exception as error:  # libraries that read files have errors of their own
-            yield one_line(error)
+        except Unreadable as error:
+            yield str(error)
             return
         yield ShardEnd(shard, number, parts)
 

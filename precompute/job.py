@@ -21,15 +21,16 @@ from data.quarantine import Quarantine
 from data.ranks import Rank
 from data.sources.base import InputShard, Source
 from data.worker_deaths import DecoderDied, worker_deaths
-from precompute.claims import Claims, begun_shards
+from precompute.claims import Claims
 from precompute.columns import LatentColumns, TokenColumns, check_resolutions
 from precompute.config import EncodeConfig, source_options
 from precompute.decode import DecodedBatches, Preparation, batches
-from precompute.output import CONFIG, MERGING, UNREADABLE, OutputSet
+from precompute.output import CONFIG, MERGING, OutputSet
 from precompute.pipeline import EncodePipeline
 from precompute.progress import EncodeProgress, duration
 from precompute.provenance import encoding_options, manifest_fields
 from precompute.totals import counts_text
+from precompute.unreadable import could_not_be_read, listed, not_done
 from precompute.upload import Uploads
 from precompute.writer import ShardWriter, Storage
 from recipes.config.build import build
@@ -167,15 +168,8 @@ def _finish(
     unreadable: dict[str, str] = {}
     others = False  # whether shards of any set are left to them
     for label, output in sets.items():
-        # In this order: of two ranks that end at the same time, one then sees what both have left. A shard that a rank
-        # has begun may be read after all, though another rank could not read it.
-        begun = begun_shards(output)
-        remaining = output.absent()
-        problems = {shard: problem for shard, problem in output.unreadable().items() if shard not in begun}
-        if rank.world == 1 or not set(remaining) - problems.keys():  # most ranks end before, without a look at each
-            remaining = output.remaining()
-        broken = {shard: problem for shard, problem in problems.items() if shard in remaining}
-        left = len(remaining) - len(broken)
+        remaining, broken = not_done(output)
+        left = remaining - len(broken)
         if left and rank.world > 1:
             others = True
             every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
@@ -192,23 +186,13 @@ def _finish(
             except HeldByAnother as error:
                 every_rank.info(f"{output.out}: all shards are done; {error} merges them")
         elif rank.world == 1:
-            left = len(remaining)
-            log.info(f"{output.out}: {left} of {len(output.shards)} shards are left; start the job again to do them")
+            all_shards = len(output.shards)
+            log.info(f"{output.out}: {remaining} of {all_shards} shards are left; start the job again to do them")
     if others and failed:
         every_rank.warning(f"encode: rank {rank.rank} could not read: {listed(failed)}")
-    # The last rank to finish names what could not be read: the launcher stops the others when one fails.
     if unreadable and not others:
-        again = "start the job again to try them again"
-        advice = (
-            again if config.leave_out_unreadable else f"{again}, or go on without them by leave_out_unreadable=true"
-        )
-        raise ValueError(f"{len(unreadable)} input shards could not be read; {advice}: {listed(unreadable)}")
-
-
-def listed(problems: dict[str, str]) -> str:
-    """The first of several input shards, each with its problem."""
-    more = f"; and {len(problems) - 3} more, in the folder {UNREADABLE}" if len(problems) > 3 else ""
-    return "; ".join(f"{shard}: {problem}" for shard, problem in list(problems.items())[:3]) + more
+        advice = "" if config.leave_out_unreadable else ", or go on without them by leave_out_unreadable=true"
+        raise could_not_be_read(unreadable, advice)
 
 
 def _encode(

@@ -7,7 +7,7 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from precompute.output import CONFIG, MERGING, OutputSet
 from precompute.pack_config import PackConfig
 from precompute.shard_folder import ShardFolder, Storage
 from precompute.totals import counts_text, rejected
+from precompute.unreadable import Unreadable, could_not_be_read, not_done, read_samples
 from recipes.config.build import build
 from recipes.config.recipe import to_yaml
 
@@ -87,9 +88,8 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
     all shards are done.
 
     Raises:
-        FileNotFoundError: an input shard does not exist any more.
-        ValueError: a vocabulary with too many entries, a folder that holds rows made with other options, or an input
-            shard that cannot be read.
+        ValueError: a vocabulary with too many entries, a folder that holds rows made with other options, or input
+            shards that could not be read, and no other is left.
     """
     vocabulary = Vocabulary.read(config.vocabulary)
     if vocabulary.size >= MOST_TOKENS:
@@ -103,18 +103,29 @@ def pack(config: PackConfig, sources: dict[str, Source], sets: dict[str, OutputS
         write_text(output.out / CONFIG, to_yaml(config))
         if not (output.out / VOCABULARY).is_file():
             copy_vocabulary(Path(config.vocabulary), output.out)
-    for label, shard in shards_to_do(sets, rank):
-        _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label])
+    for label, shard, keep in shards_to_do(sets, rank):
+        try:
+            _pack_shard(config, sources[label], sets[label], shard, rank, vocabulary, options[label], keep)
+        except Unreadable as error:
+            every_rank.warning(f"pack: {shard} could not be read: {error}")
+            sets[label].note_unreadable(shard, str(error))
+    unreadable: dict[str, str] = {}
+    others = False  # whether shards of any set are left to them
     for label, output in sets.items():
-        left = len(output.absent() or output.remaining())
-        if left:
+        missing, broken = not_done(output)
+        unreadable |= broken
+        if left := missing - len(broken):
+            others = True
             every_rank.info(f"{output.out}: {left} of {len(output.shards)} shards are left to other ranks")
+        if missing:
             continue
         try:
             with held(Path(config.out, MERGING.format(label)), "{holder}"):  # of ranks that end together, one is enough
                 _merge(config, output, vocabulary, options[label])
         except HeldByAnother as error:
             every_rank.info(f"{output.out}: all shards are done; {error} merges them")
+    if unreadable and not others:
+        raise could_not_be_read(unreadable, ", or take them out of the source")
 
 
 def _pack_shard(
@@ -125,15 +136,21 @@ def _pack_shard(
     rank: Rank,
     vocabulary: Vocabulary,
     options: dict[str, Any],
+    keep: Callable[[], None],
 ) -> None:
-    """Writes the rows of one input shard into a folder of their own."""
+    """Writes the rows of one input shard into a folder of their own. `keep` is called for each text.
+
+    Raises:
+        Unreadable: the reading of the shard breaks off.
+    """
     judge = build(config.filter)
     columns = {"key": "str", "tokens": f"ndarray:uint16:{config.positions + 1}"}
     storage = Storage(config.size_limit, config.compression, tuple(config.hashes))
     folder = ShardFolder(output.partial(shard, rank.rank), shard, columns, storage, options)
 
     def texts() -> Iterator[str]:
-        for sample in source.read(shard):
+        for sample in read_samples(source, shard):
+            keep()
             text = sample if isinstance(sample, Rejected) else judge.caption(sample)
             if isinstance(text, Rejected):
                 folder.reject(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import one_line
 from data.files import atomic_write, write_json
 from data.log import every_rank
 from data.ranks import Rank
@@ -18,10 +18,11 @@ from data.side_by_side import side_by_side
 from data.sources.base import DecodedSample, Sample, Source
 from data.sources.filters import Filter
 from data.transforms import resize_and_crop
-from precompute.claims import begun_shards, shards_to_do
+from precompute.claims import shards_to_do
 from precompute.config import EncodeConfig, changed_option, source_options
-from precompute.job import listed, pick_device
+from precompute.job import pick_device
 from precompute.output import OutputSet
+from precompute.unreadable import Unreadable, could_not_be_read, not_done, read_samples
 from recipes.config.build import build
 from recipes.config.values import plain_values
 from recipes.encoders.base import weights_hash
@@ -57,26 +58,21 @@ def score(config: EncodeConfig, model: str) -> bool:
     sets = {label: ScoreSet(folders[label], source.shards()) for label, source in sources.items()}
     shards = [(label, shard) for label, output in sets.items() for shard in output.shards]
     own = rank.share(shards)
-    for label, output in sets.items():  # first of all, see `precompute.job.run`
-        output.forget_unreadable({shard for other, shard in own if other == label})
     todo = [one for one in own if not score_file(folders[one[0]], one[1]).is_file()]
     every_rank.info(f"scores: rank {rank.rank} of {rank.world}: {len(todo)} of {len(shards)} shards to do, {model}")
     with ThreadPoolExecutor(DECODERS) as pool:
-        for label, shard in shards_to_do(sets, rank):
+        for label, shard, keep in shards_to_do(sets, rank):
             try:
-                scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool)
-            except (OSError, ValueError) as error:  # as sources raise them: one bad tar of many does not end the job
-                every_rank.warning(f"scores: {shard} could not be read: {one_line(error)}")
-                sets[label].note_unreadable(shard, one_line(error))
+                scores = score_shard(sources[label], shard, decoder, scorer, config.batch, pool, keep)
+            except Unreadable as error:
+                every_rank.warning(f"scores: {shard} could not be read: {error}")
+                sets[label].note_unreadable(shard, str(error))
                 continue
             write_scores(score_file(folders[label], shard), scores)
     unreadable: dict[str, str] = {}
     left = [_summarise(output, facts[label], unreadable) for label, output in sets.items()]
-    if unreadable and not any(left):  # the launcher stops the others when one fails
-        raise ValueError(
-            f"{len(unreadable)} input shards could not be read; start it again to try them again, or take them out of "
-            f"the source: {listed(unreadable)}"
-        )
+    if unreadable and not any(left):
+        raise could_not_be_read(unreadable, ", or take them out of the source")
     return not any(left)
 
 
@@ -110,11 +106,20 @@ def claim(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def score_shard(
-    source: Source, shard: str, decoder: Filter, scorer: Reranker, batch: int, pool: ThreadPoolExecutor
+    source: Source,
+    shard: str,
+    decoder: Filter,
+    scorer: Reranker,
+    batch: int,
+    pool: ThreadPoolExecutor,
+    keep: Callable[[], None],
 ) -> ShardScores:
     """The scores of the samples of a shard that pass the filter. Images are central squares, resized to the model's.
 
-    The threads of the pool decode a batch while the model works on the one before.
+    The threads of the pool decode a batch while the model works on the one before. `keep` is called for each batch.
+
+    Raises:
+        Unreadable: the reading of the shard breaks off.
     """
     side = max(scorer.size)
 
@@ -126,11 +131,12 @@ def score_shard(
 
     keys: list[str] = []
     embeddings, similarities = [np.empty((0, 0), np.float16)], [np.empty(0, np.float32)]
-    samples = (sample for sample in source.read(shard) if isinstance(sample, Sample))
+    samples = (sample for sample in read_samples(source, shard) if isinstance(sample, Sample))
     decoding = [pool.submit(decode, sample) for sample in islice(samples, batch)]
     while decoding:
         pairs = [pair for future in decoding if (pair := future.result()) is not None]
         decoding = [pool.submit(decode, sample) for sample in islice(samples, batch)]
+        keep()
         if not pairs:
             continue
         found, captions, images = zip(*pairs, strict=True)
@@ -148,13 +154,9 @@ def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, s
     the problem. Returns the number of the others, which are left to other ranks.
     """
     folder, shards = output.out, output.shards
-    # In this order: of two ranks that end at the same time, one then sees what both have left.
-    begun = begun_shards(output)
-    missing = output.absent()
-    problems = {shard: problem for shard, problem in output.unreadable().items() if shard not in begun}
-    broken = {shard: problems[shard] for shard in missing if shard in problems}
+    missing, broken = not_done(output)
     unreadable |= broken
-    if left := len(missing) - len(broken):
+    if left := missing - len(broken):
         every_rank.info(f"{folder}: {left} of {len(shards)} shards are left to other ranks")
     if missing:
         return left

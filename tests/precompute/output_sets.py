@@ -1,11 +1,14 @@
 """Samples, shards and manifests of small encoded sets, for the tests of what an encode job writes."""
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
 
+from precompute.claims import LOST, Claims
 from precompute.columns import LatentColumns
-from precompute.output import OutputSet
+from precompute.output import BEGUN, OutputSet
 from precompute.writer import EncodedSample, ShardWriter, Storage
 
 COLUMNS = LatentColumns({8: (2, 4, 4)}, (3, 5))
@@ -38,6 +41,23 @@ def write(output: OutputSet, shard: str, samples: list, options: dict, rank: int
     output.publish(shard, rank)
     if (files := output.to_upload(shard)) is not None:
         output.copy.add(Path(files["folder"]), files["place"], files["names"])
+
+
+def begin_hours_ago(monkeypatch) -> None:
+    """Makes ranks begin shards long before they do anything with them."""
+    take = Claims.take
+
+    def hours_ago(claims, shard):
+        if taken := take(claims, shard):
+            os.utime(claims._folder / shard, times=(time.time() - 2 * LOST,) * 2, follow_symlinks=False)
+        return taken
+
+    monkeypatch.setattr(Claims, "take", hours_ago)
+
+
+def age(output: OutputSet, shard: str) -> float:
+    """Seconds since a rank said that it is at work on a shard."""
+    return time.time() - (output.out / BEGUN / shard).lstat().st_mtime
 
 
 def fail(error: Exception):

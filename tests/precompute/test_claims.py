@@ -18,6 +18,7 @@ from precompute.encode import main
 from precompute.job import _finish
 from precompute.output import DONE, STALE, OutputSet
 from precompute.shard_folder import ShardFolder
+from tests.precompute.output_sets import age, begin_hours_ago
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,19 +92,13 @@ def test_a_shard_whose_samples_are_written_is_not_lost(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_rank_keeps_shards_that_take_it_hours(recipe, tmp_path, monkeypatch, workers):
     """Another one without work would do them once more."""
-    path, folder, ages = recipe(workers=workers), tmp_path / "out" / "train" / "begun", []
-    take, publish = Claims.take, OutputSet.publish
-
-    def hours_ago(claims, shard):
-        taken = take(claims, shard)
-        os.utime(folder / shard, times=(time.time() - 2 * LOST,) * 2, follow_symlinks=False)
-        return taken
+    path, ages, publish = recipe(workers=workers), [], OutputSet.publish
 
     def looked_at(output, shard, rank):
-        ages.append(time.time() - (folder / shard).lstat().st_mtime)
+        ages.append(age(output, shard))
         publish(output, shard, rank)
 
-    monkeypatch.setattr(Claims, "take", hours_ago)
+    begin_hours_ago(monkeypatch)
     monkeypatch.setattr(OutputSet, "publish", looked_at)
     monkeypatch.setenv("WORLD_SIZE", "2")
     main([path])

@@ -18,9 +18,10 @@ from data.sources.filters import Filter
 from data.sources.folder import FolderSource
 from data.sources.scored import ScoredSource
 from precompute import duplicates, score_job, scores
-from precompute.claims import Claims
+from precompute.claims import LOST, Claims
 from precompute.duplicates import similar_rows
 from precompute.output import OutputSet
+from tests.precompute.output_sets import age, begin_hours_ago
 
 COLOURS = {"train": ["red", "green", "blue", "yellow", "white"], "val": ["navy", "red", "white"]}
 
@@ -224,6 +225,21 @@ def test_a_rank_without_work_scores_the_shards_of_a_lost_one(job, monkeypatch, t
         known = root / "out" / split / "scores" / "summary.json"
         assert (tmp_path / split / "scores" / "summary.json").read_bytes() == known.read_bytes()
         assert not (tmp_path / split / "scores" / "begun").exists()
+
+
+def test_a_rank_keeps_a_shard_whose_scores_take_it_hours(job, monkeypatch, tmp_path):
+    root, arguments = job
+    ages, write = [], write_scores
+
+    def looked_at(file, found):
+        ages.append(age(OutputSet(file.parents[1], []), file.stem))
+        write(file, found)
+
+    begin_hours_ago(monkeypatch)
+    monkeypatch.setattr(score_job, "write_scores", looked_at)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    scores.main([*arguments, f"out={tmp_path}"])
+    assert len(ages) == 2 and max(ages) < LOST
 
 
 def test_a_shard_that_cannot_be_read_does_not_end_the_others(job, monkeypatch, tmp_path, capsys):

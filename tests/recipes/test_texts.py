@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +17,19 @@ from callbacks.unigram import unigram_loss
 from data.bpe import Vocabulary
 from data.encoded_sets import remote_set
 from data.loading import Placement
+from data.sources.tars import TarSource
 from data.text_manifest import NAME, TextManifest
 from data.texts import texts
 from precompute import pack
-from precompute.output import MERGING
+from precompute.claims import LOST, Claims
+from precompute.output import MERGING, OutputSet
 from precompute.packing import Packed
 from precompute.shard_folder import ShardFolder
 from recipes.config.recipe import Recipe, load_config
 from recipes.models.language.task import load_language
 from recipes.planning.dry_run import survey
 from tests.locks import held_by_a_child
+from tests.precompute.output_sets import age, begin_hours_ago
 from tests.recipes.engines.recording import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +127,52 @@ def test_a_rank_that_was_taken_for_lost_leaves_the_shard_that_it_packs(text_sets
     monkeypatch.setattr(ShardFolder, "close", hours_later)
     found, known = pack_again(text_sets, tmp_path)
     assert gone and found == known
+
+
+def test_a_rank_keeps_texts_that_take_it_hours(text_sets, tmp_path, monkeypatch):
+    ages, publish = [], OutputSet.publish
+
+    def looked_at(output, shard, rank):
+        ages.append(age(output, shard))
+        publish(output, shard, rank)
+
+    begin_hours_ago(monkeypatch)
+    monkeypatch.setattr(OutputSet, "publish", looked_at)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pack_again(text_sets, tmp_path)
+    assert len(ages) > 2 and max(ages) < LOST
+
+
+def test_texts_that_cannot_be_read_do_not_end_the_job(text_sets, tmp_path, monkeypatch, capsys):
+    """A rank that failed would make the launcher stop the others. The last one names them, the next start tries them
+    again."""
+    read, (broken, _, other, _) = TarSource.read, sorted(os.listdir(text_sets / "captions" / "shards"))
+
+    def refuse(source, shard):
+        yield from islice(read(source, shard), 1)
+        if shard == broken:
+            raise ConnectionError("the server is gone")
+        yield from islice(read(source, shard), 1, None)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(TarSource, "read", refuse)
+        left = Claims(OutputSet(tmp_path / "captions", []), 1)
+        assert left.take(other)
+        pack_again(text_sets, tmp_path)
+        said = capsys.readouterr().out
+        assert f"pack: {broken} could not be read: the server is gone" in said
+        assert "captions: 1 of 4 shards are left to other ranks" in said
+        left.release(other)
+        patch.setenv("RANK", "1")
+        with pytest.raises(SystemExit):
+            pack_again(text_sets, tmp_path)
+        said = f"1 input shards could not be read; .* or take them out of the source: {broken}: the server is gone"
+        assert re.search(said, capsys.readouterr().err)
+        assert (tmp_path / "docs" / NAME).exists() and not (tmp_path / "captions" / NAME).exists()
+    found, known = pack_again(text_sets, tmp_path)
+    assert found == known and (tmp_path / "captions" / NAME).exists()
+    assert digests(tmp_path / "captions") == digests(text_sets / "captions")
 
 
 def test_of_ranks_that_end_together_one_merges_the_texts(text_sets, tmp_path, capsys):
