@@ -7,6 +7,7 @@ written, so that a start that was killed before its first checkpoint leaves no t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -175,9 +176,9 @@ def keep_record(recipe: Recipe, data: Loading) -> None:
     output = Path(recipe.output)
     record, text = output / CONFIG, to_yaml(recipe)
     if record.is_file() and (before := record.read_text(encoding="utf-8")) != text and has_checkpoints(output):
-        number = 1 + sum(1 for _ in output.glob("config-*.yaml"))
+        kept = next(path for number in count(1) if not (path := output / f"config-{number}.yaml").exists())
         # A copy, not a rename: if the disk is full now, the next start still finds what the run was.
-        write_text(output / f"config-{number}.yaml", before)
+        write_text(kept, before)
     write_text(record, text)
     if data.manifest is not None:
         write_json(output / ENCODED, data.manifest.encoders(), indent=1)

@@ -178,6 +178,9 @@ def test_a_start_that_saved_nothing_changes_nothing_that_later_ones_compare(begu
         prepare_folder(old, "composer")
     for number in (1, 2):  # both starts with `old` that were followed by one with `new`
         assert "0.002" in (begun / f"config-{number}.yaml").read_text()
+    (begun / "config-1.yaml").unlink()
+    keep_record(old, Data)
+    assert "0.001" in (begun / "config-1.yaml").read_text() and "0.002" in (begun / "config-2.yaml").read_text()
 
 
 def test_without_a_checkpoint_a_run_begins_anew(begun, quick_recipe):
