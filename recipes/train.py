@@ -24,7 +24,7 @@ from recipes.planning.finding import raise_errors
 from recipes.planning.machine_checks import cheap_checks
 from recipes.planning.recipe_checks import cheap_recipe_checks
 from recipes.training.run_lock import only_run
-from recipes.training.stop import stop_signals
+from recipes.training.stop import catch_again, stop_signals
 from recipes.training.watchdog import watched
 
 
@@ -45,24 +45,24 @@ def main() -> None:
             return
         for warning in raise_errors((*cheap_checks(), *cheap_recipe_checks(recipe))):
             log.warning(str(warning))
-        with rare_searches():
-            if any(logger.name == "wandb" for logger in recipe.loggers.values()):
-                # First, because pydantic looks for the sources of wandb's models in all modules that are loaded: 3 s of
-                # CPU time here, and 26 s after Composer.
-                importlib.import_module("wandb")
-            trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
-            from recipes.engines.checkpoint_copies import copies_end
-            from recipes.training.ranks import says_that_another_ended
-        training = recipe.training
-        # After the imports, of which Composer's sets signal handlers of its own.
-        with (
-            stop_signals(),
-            only_run(recipe.output),
-            copies_end(),
-            watched(training.watchdog, recipe.output, training.watchdog_ends),
-            says_that_another_ended(),
-        ):
-            trainer.train(recipe)
+        with stop_signals():
+            with rare_searches():
+                if any(logger.name == "wandb" for logger in recipe.loggers.values()):
+                    # First, because pydantic looks for the sources of wandb's models in all modules that are loaded:
+                    # 3 s of CPU time here, and 26 s after Composer.
+                    importlib.import_module("wandb")
+                trainer = importlib.import_module(f"recipes.engines.{recipe.training.engine}.trainer")
+                from recipes.engines.checkpoint_copies import copies_end
+                from recipes.training.ranks import says_that_another_ended
+            catch_again()
+            training = recipe.training
+            with (
+                only_run(recipe.output),
+                copies_end(),
+                watched(training.watchdog, recipe.output, training.watchdog_ends),
+                says_that_another_ended(),
+            ):
+                trainer.train(recipe)
 
 
 if __name__ == "__main__":

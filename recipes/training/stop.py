@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from data.helper_process import end_with_parent
 from data.log import say
@@ -28,6 +29,7 @@ _caught: str | None = None
 _in_batches = False
 _stopped = False
 _parent = os.getppid()  # now, as packages are imported after this one for seconds
+_handlers: dict[signal.Signals, Any] = {}  # of the present `stop_signals`
 
 
 class StartAgain(SystemExit):
@@ -62,6 +64,13 @@ def begin_batches() -> None:
     _in_batches = True
 
 
+def catch_again() -> None:
+    """Set the handlers of `stop_signals` once more, after an import of Composer. It sets handlers that end the process
+    with other statuses, also where SIGINT is ignored."""
+    for number, handler in _handlers.items():
+        signal.signal(number, handler)
+
+
 @contextmanager
 def stop_signals() -> Iterator[None]:
     """A context in which `SIGNALS` ask the process to stop, for the main thread.
@@ -76,7 +85,7 @@ def stop_signals() -> Iterator[None]:
     After `StartAgain` the process ignores them until it has ended: launchers send SIGTERM to all when the first one has
     ended, and the status of the others must be the same.
     """
-    global _caught, _in_batches, _stopped
+    global _caught, _in_batches, _stopped, _handlers
     _caught, _in_batches, _stopped = None, False, False
     numbers, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -84,8 +93,10 @@ def stop_signals() -> Iterator[None]:
     watcher = threading.Thread(target=_end_at_once, args=(numbers, launched), name="stop-signals", daemon=True)
     watcher.start()
     wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    heard = [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, _catch) for number in heard}
+    _handlers = dict.fromkeys(SIGNALS, _catch)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        _handlers[signal.SIGINT] = signal.SIG_IGN
+    before = {number: signal.signal(number, handler) for number, handler in _handlers.items()}
     if launched:
         end_with_parent(signal.SIGTERM)
         if os.getppid() != _parent:  # it has ended before
@@ -105,7 +116,7 @@ def stop_signals() -> Iterator[None]:
         os.write(write_end, bytes([NO_SIGNAL]))
         watcher.join()  # it has read all signals
         os.close(write_end)
-        _caught, _in_batches = None, False
+        _caught, _in_batches, _handlers = None, False, {}
 
 
 def _catch(number: int, frame: FrameType | None) -> None:

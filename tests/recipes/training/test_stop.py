@@ -4,13 +4,17 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from recipes import train
+from recipes.config.recipe import to_yaml
 from recipes.training import stop
 from tests.ranks import launch, variables_of
 from tests.recipes.training.launchers import text_of
@@ -56,6 +60,30 @@ def test_before_the_first_batch_a_signal_ends_the_process(tmp_path, wait):
         ended = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(ended[1]) == stop.EXIT_CODE == 85
     assert (tmp_path / "out").read_text() == "SIGTERM: nothing to save; start it again to go on\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_while_packages_are_imported_a_signal_ends_the_process(tmp_path, quick_recipe, number):
+    """Composer's import sets handlers whose statuses count as failures. Before it, Ctrl-C was a traceback."""
+    (tmp_path / "recipe.yaml").write_text(to_yaml(quick_recipe(tmp_path / "run")))
+
+    def import_for_ever(name):
+        signal.signal(number, lambda *_: time.sleep(600))
+        (tmp_path / "waits").write_text("yes")
+        time.sleep(600)
+
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), 1)
+        sys.argv = ["recipes/train.py", str(tmp_path / "recipe.yaml")]
+        train.importlib = SimpleNamespace(import_module=import_for_ever)
+        train.main()
+        os._exit(0)
+    text_of(tmp_path / "waits")
+    os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == stop.EXIT_CODE
+    said = f"{signal.Signals(number).name}: nothing to save; start it again to go on\n"
+    assert (tmp_path / "out").read_text().endswith(said)
 
 
 @pytest.mark.parametrize(("launched", "status"), [(False, 130), (True, 85)])
@@ -104,13 +132,21 @@ def test_it_ends_although_nobody_reads_what_it_says(tmp_path, monkeypatch, numbe
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 
 
-def test_a_run_in_the_background_goes_on_ignoring_ctrl_c():
+@pytest.mark.parametrize("imports", [False, True])
+def test_a_run_in_the_background_goes_on_ignoring_ctrl_c(imports):
+    """Also after an import has set handlers of its own for all signals."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with stop.stop_signals():
+            if imports:
+                for number in stop.SIGNALS:
+                    signal.signal(number, lambda *_: pytest.fail("not the run's own"))
+                stop.catch_again()
             stop.begin_batches()
             os.kill(os.getpid(), signal.SIGINT)
             assert not stop.requested()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested()
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
