@@ -192,6 +192,7 @@ def _merge(config: PackConfig, output: OutputSet, vocabulary: Vocabulary, option
         request=options,
     )
     manifest.write(output.out)
+    output.forget_unreadable(output.shards)  # of ranks that could not read what others could
     output.remove_stale()
     every_rank.info(
         f"wrote {output.out}: {manifest.texts:,} texts as {manifest.samples:,} rows of {manifest.positions} + 1 tokens "

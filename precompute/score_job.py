@@ -167,6 +167,7 @@ def _summarise(output: OutputSet, facts: dict[str, Any], unreadable: dict[str, s
     found = np.quantile(values, QUANTILES).tolist()  # at once: each call sorts a copy of them all
     quantiles = {f"{share:g}": round(value, 5) for share, value in zip(QUANTILES, found, strict=True)}
     figures = {"pairs": len(values), "mean": round(float(values.mean(dtype=np.float64)), 6), "quantiles": quantiles}
+    output.forget_unreadable(output.shards)  # of ranks that could not read what others could
     output.remove_stale()
     write_json(folder / SUMMARY, {**facts, **figures}, indent=1)
     _chart(values, folder / "similarities.png")

@@ -82,7 +82,7 @@ def test_images_are_decoded_while_the_model_works():
     scorer = SimpleNamespace(size=(16, 16), embed_images=embed, embed_captions=lambda captions, batch: np.ones((2, 4)))
     source, decoder = SimpleNamespace(read=lambda shard: iter(samples)), SimpleNamespace(decode=decode)
     with ThreadPoolExecutor(1) as pool:
-        found = score_job.score_shard(source, "a", decoder, scorer, 2, pool)
+        found = score_job.score_shard(source, "a", decoder, scorer, 2, pool, keep=lambda: None)
     assert found.keys == list("012345") and found.similarities.tolist() == [4.0] * 6
 
 

@@ -201,6 +201,19 @@ def test_a_config_is_checked_without_heavy_imports(path):
     assert not [module for module in imports(ROOT / path, only_on_import=True) if under(module, HEAVY)]
 
 
+def test_dry_runs_do_not_wait_for_diffusers_networks():
+    """The levers that ask whether a model is in channels_last are there in every run, and most have no U-Net."""
+    imported, left = set(), ["recipes/engines/dry_run_checks.py"]
+    while left:
+        modules = imports(ROOT / left.pop(), only_on_import=True)
+        assert not [module for module in modules if under(module, ["diffusers"])]
+        files = {f"{module.replace('.', '/')}.py" for module in modules if under(module, PACKAGES)}
+        new = {file for file in files if (ROOT / file).is_file()} - imported
+        imported |= new
+        left += new
+    assert "recipes/algorithms/modules/channels_last.py" in imported
+
+
 def test_scripts_take_their_own_folder_off_the_path():
     scripts = [file for file in FILES if '__name__ == "__main__"' in file.read_text(encoding="utf-8")]
     assert len(scripts) >= 4
