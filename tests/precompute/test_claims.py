@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from precompute.job import _finish
 from precompute.output import DONE, STALE, OutputSet
 from precompute.shard_folder import ShardFolder
 from tests.precompute.output_sets import age, begin_hours_ago
+from tests.ranks import launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -285,7 +284,7 @@ def test_a_folder_that_somebody_removed_is_one_line(recipe, tmp_path, monkeypatc
 
 def test_jobs_that_are_killed_and_go_on_with_other_numbers_of_processes_end_in_the_same_bytes(recipe, tmp_path):
     """`python benchmarks/killing.py yamls/openmoji_encode.yaml --ranks 1 2 3 5 --changing` kills 50 times."""
-    command = [sys.executable, "benchmarks/killing.py", recipe(workers=1), "--kills=4", "--changing", "--ranks"]
-    done = subprocess.run([*command, "1", "2", "3", "4"], capture_output=True, text=True, cwd=ROOT, check=False)
+    options = ["--kills=4", "--changing", "--ranks", "1", "2", "3", "4"]
+    done = launch(1, ROOT / "benchmarks" / "killing.py", recipe(workers=1), *options)
     assert done.returncode == 0 and "4 kills on [1, 2, 3, 4] ranks" in done.stdout, done.stdout + done.stderr
     assert "the same bytes" in done.stdout
