@@ -64,7 +64,8 @@ def test_before_the_first_batch_a_signal_ends_the_process(tmp_path, wait):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_while_packages_are_imported_a_signal_ends_the_process(tmp_path, quick_recipe, number):
-    """Composer's import sets handlers whose statuses count as failures. Before it, Ctrl-C was a traceback."""
+    """Schedulers would count a failure by the status of a signal that nobody handles, or that the handlers give which
+    Composer's import sets."""
     (tmp_path / "recipe.yaml").write_text(to_yaml(quick_recipe(tmp_path / "run")))
 
     def import_for_ever(name):
